@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_resume_auto_starts_a_run_and_resume_last_raises_without_a_checkpoint(tmp_path):
+def test_resume_auto_starts_a_run_and_resume_last_fails_without_a_checkpoint(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -141,7 +141,7 @@ def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
-def test_a_failed_save_of_a_checkpoint_only_warns(tmp_path, monkeypatch):
+def test_a_failed_save_of_a_checkpoint_only_causes_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])

@@ -116,7 +116,7 @@ def end_of(optimizer, scheduler, precision, resume=None):
     + [(precision, torch.optim.Adam, lr_scheduler.StepLR) for precision in PRECISIONS],
     ids=lambda kind: getattr(kind, "__name__", kind),
 )
-def test_a_resumed_run_with_each_optimizer_ends_as_an_uninterrupted_run(precision, optimizer, scheduler):
+def test_runs_with_each_optimizer_scheduler_and_precision_resume_exactly(precision, optimizer, scheduler):
     whole = end_of(optimizer, scheduler, precision)
     resumed = end_of(optimizer, scheduler, precision, resume="middle.ckpt")
     assert {part: same(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True)

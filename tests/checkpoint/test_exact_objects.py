@@ -569,7 +569,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_with_a_different_optimizer_class_is_refused_or_warns(tmp_path, kind):
+def test_resume_refuses_or_warns_about_a_different_optimizer_class(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 

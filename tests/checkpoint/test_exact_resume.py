@@ -325,7 +325,7 @@ def test_a_random_validation_split_is_the_same_after_a_resume(tmp_path, batch):
     assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))
 
 
-def test_the_time_of_a_resumed_epoch_excludes_the_setup(tmp_path, monkeypatch):
+def test_the_time_of_a_resumed_epoch_excludes_the_setup_time(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("fabric_template.loggers.row.time.monotonic", lambda: 10.0 * next(clock))
     with pytest.raises(RuntimeError):

@@ -100,7 +100,7 @@ def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_pat
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_attributes_that_refer_to_the_same_value_share_it_again_after_a_resume(tmp_path):
+def test_shared_values_of_attributes_are_still_shared_after_a_resume(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
     history = []
@@ -114,7 +114,7 @@ def test_attributes_that_refer_to_the_same_value_share_it_again_after_a_resume(t
     assert new.one[0] is new.last
 
 
-def test_plain_state_saves_an_attribute_only_if_its_plain_value_has_changed():
+def test_plain_state_saves_only_changed_attributes_with_plain_values():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -149,7 +149,7 @@ class Refuses(dict):
         raise RuntimeError("closed")
 
 
-def test_an_attribute_that_cannot_be_saved_warns_once():
+def test_an_attribute_that_cannot_be_saved_causes_one_warning():
     owner = Holder()
     state = PlainState({"a": Part(owner), "b": Part(object()), "c": Part(Holder)})
     owner.cache, owner.count = list(range(1_000_001)), 3
@@ -189,7 +189,7 @@ def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
     assert [draw(generator) for _ in range(2)] == [draw(other) for _ in range(2)]
 
 
-def test_find_generators_leaves_out_the_global_generators():
+def test_find_generators_omits_the_global_random_generators():
     """The global generators, which are saved anyway, are left out."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
@@ -365,7 +365,7 @@ def test_a_resumed_run_restores_the_attributes_of_user_objects(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The number of training batches")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_checkpoints_saved_in_hooks_resume_exactly(tmp_path, when):
+def test_runs_resume_exactly_from_checkpoints_saved_in_hooks(tmp_path, when):
     """The hooks are on_train_batch_end, on_train_epoch_end and on_validation_end."""
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": when != "validation"}
     saves = {when: 1} if when == "every_n_train_steps" else saves

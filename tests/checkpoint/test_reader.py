@@ -212,7 +212,7 @@ def test_an_object_among_hyperparameters_becomes_a_placeholder(tmp_path, kind, p
 
 
 @pytest.mark.parametrize("part", ["state_dict", "callbacks", "optimizer_states", "mine"])
-def test_reading_a_checkpoint_key_that_contains_an_object_raises(tmp_path, part):
+def test_reading_a_checkpoint_key_that_contains_an_object_raises_an_error(tmp_path, part):
     found = write_and_read({part: {"a": [{"b": Color.RED}]}, "epoch": 3}, tmp_path / "a.ckpt")
     assert found["epoch"] == 3
     for read in (lambda: found[part], lambda: found.get(part), lambda: found.pop(part)):

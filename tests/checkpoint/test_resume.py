@@ -94,7 +94,7 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
     compare_with_resume(tmp_path, make, given=given)
 
 
-def test_resuming_calls_no_hook_twice(tmp_path):
+def test_resuming_within_an_epoch_repeats_no_hook_call(tmp_path):
     """A run that is resumed within an epoch starts with the next batch."""
     seen = []
 

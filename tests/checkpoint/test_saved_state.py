@@ -95,7 +95,7 @@ def group_with_lambda(module):
     ("optimizers", "place"),
     [(with_lambda, "lr_schedulers/0/function"), (group_with_lambda, "optimizers/0/0/rule")],
 )
-def test_an_optimizer_or_scheduler_that_cannot_be_saved_raises_before_training(tmp_path, optimizers, place):
+def test_an_optimizer_or_scheduler_that_cannot_be_pickled_is_refused(tmp_path, optimizers, place):
     seen = []
 
     class Watch(Callback):

@@ -185,7 +185,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_load_explains_why_weights_do_not_fit(tmp_path, kind):
+def test_load_explains_why_weights_do_not_fit_the_model(tmp_path, kind):
     content, message = WRONG[kind]
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=message):

@@ -76,14 +76,14 @@ def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
-def test_a_script_that_uses_the_renamed_copy_cannot_import_the_original(tmp_path):
+def test_scripts_of_these_tests_cannot_import_the_original_package(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_imports_the_package_by_name(path):
+def test_no_file_of_the_package_imports_the_package_by_its_own_name(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):

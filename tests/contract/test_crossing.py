@@ -168,7 +168,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_epoch_checkpoints_of_fabric_loop_and_trainer_resume_in_both(tmp_path, case, where):
+def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
     A scheduler that monitors a metric is the exception. It takes its step after these hooks, and Trainer does not save
@@ -276,7 +276,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_a_trainer_checkpoint_from_within_an_epoch_loads_but_does_not_resume(tmp_path, keyword):
+def test_fabric_loop_loads_but_does_not_resume_trainer_mid_epoch_checkpoints(tmp_path, keyword):
     """After max_steps, an error or a validation within the epoch, only load= and validate read the file."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

@@ -68,7 +68,7 @@ def fitting(root, *args, options=None, **given):
         ),
     ],
 )
-def test_one_error_names_all_wrong_options(tmp_path, options, kind, message):
+def test_a_single_error_names_all_wrong_options(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
 
 
@@ -122,7 +122,7 @@ def test_a_fractional_limit_for_a_loader_without_length_is_refused(tmp_path, sta
         call()
 
 
-def test_a_validation_loader_without_a_validation_step_warns(tmp_path):
+def test_fit_warns_about_a_validation_loader_without_a_validation_step(tmp_path):
     class Half(Classifier):
         validation_step = None
 
@@ -186,7 +186,7 @@ def test_load_accepts_a_plain_state_dict(tmp_path):
     assert all(map(torch.equal, trained.parameters(), model.parameters()))
 
 
-def test_a_monitor_that_is_never_logged_raises_after_the_first_epoch(tmp_path):
+def test_a_monitor_that_is_never_logged_raises_an_error_after_the_first_epoch(tmp_path):
     """The error is raised at the end of the first epoch, after its checkpoint is saved."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', which is not logged\. Logged metrics: .*val_loss"):
@@ -251,7 +251,7 @@ def test_a_file_in_place_of_the_log_folder_is_refused(tmp_path, where):
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, ValueError])
-def test_a_wrong_value_error_is_a_value_error_and_a_misconfiguration_exception(tmp_path, kind):
+def test_wrong_values_raise_both_value_error_and_misconfiguration_exception(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got -7"):
         FabricLoop(max_epochs=-7)
     with pytest.raises(kind, match="^training_step: got None"):
@@ -259,7 +259,7 @@ def test_a_wrong_value_error_is_a_value_error_and_a_misconfiguration_exception(t
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, TypeError])
-def test_a_wrong_type_error_is_a_type_error_and_a_misconfiguration_exception(tmp_path, kind):
+def test_wrong_types_raise_both_type_error_and_misconfiguration_exception(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got '3'"):
         FabricLoop(max_epochs="3")
     with pytest.raises(kind, match="^optimizer: got 'sgd'"):

@@ -563,7 +563,7 @@ class Slots:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_fit_accepts_batches_with_slots(tmp_path, loop_name):
+def test_fit_accepts_batches_of_a_class_with_slots(tmp_path, loop_name):
     loader = DataLoader(DATA, 4, collate_fn=lambda samples: Slots(*default_collate(samples)))
     net, (kind, quiet) = make_net(), LOOPS[loop_name]
     loop = kind(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, **quiet)

@@ -209,7 +209,7 @@ def test_level_3_an_object_with_step_methods_trains_like_a_hand_written_loop(exp
     assert_history(history, expected[1])
 
 
-def test_level_3_checkpoint_path_finds_last_and_best_after_validate():
+def test_level_3_checkpoint_path_finds_last_ckpt_after_loading_best_ckpt():
     model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")

@@ -1179,7 +1179,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_both_loops_compute_the_same_mean_for_each_kind_of_batch(case):
+def test_both_loops_compute_the_same_mean_loss_for_each_kind_of_batch(case):
     make_batch, find_input = BATCHES[case]
     batches = [make_batch(x) for x in make_data(20).tensors[0].split(8)]
     loader = DataLoader(batches, batch_size=None)

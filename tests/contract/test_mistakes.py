@@ -70,7 +70,7 @@ def test_a_training_step_without_a_return_value_is_refused(name):
 
 
 @OF_LOOP
-def test_a_validation_step_without_a_return_value_warns(name):
+def test_fit_warns_about_a_validation_step_without_a_return_value(name):
     text = "validation_step returned no value and logged no metric. Return the loss"
     with pytest.warns(UserWarning, match=text):
         _, history = fit(name, val=make_loader(), validation_step=forgets)
@@ -299,7 +299,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
-def test_a_step_that_calls_backward_in_one_of_two_processes_is_refused(own_step):
+def test_training_continues_if_a_step_calls_backward_in_one_of_two_processes(own_step):
     """The check of the first step does not wait for the process without a backward pass."""
     codes, errors = run_processes(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
@@ -441,7 +441,7 @@ class EndlessData(IterableDataset):
 @OF_LOOP
 @pytest.mark.filterwarnings("default:val_dataloaders")
 @pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
-def test_a_run_that_ends_before_its_first_validation_warns(name, train):
+def test_fit_warns_if_the_run_ends_before_its_first_validation(name, train):
     def run(**options):
         net = make_net()
         loop = make_loop(name, max_epochs=None, max_steps=5, monitor="val_loss", **options)

@@ -127,7 +127,7 @@ def test_validate_test_and_predict_give_the_same_values_as_with_trainer(precisio
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("compile", [True, "reduce-overhead", {"dynamic": False}], ids=str)
-def test_a_compiled_module_trains_like_an_uncompiled_one(tmp_path, compile):
+def test_a_compiled_module_trains_like_an_uncompiled_module(tmp_path, compile):
     rows, modules = [], []
     for value in (False, compile):
         options = {**ON, "max_epochs": 3, "compile": value}

@@ -94,7 +94,7 @@ def test_a_one_pass_iterator_trains_one_epoch():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
-def test_an_exhausted_iterator_raises_in_training_and_warns_in_validation(tmp_path):
+def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_path):
     """Without training data it raises an error. Without validation data it warns."""
     hint = r"loader \(chain\) yielded no batch in .* An iterator yields its batches only once\. Pass an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
@@ -197,7 +197,7 @@ def test_a_loader_with_persistent_workers_can_resume_only_in_its_first_epoch(tmp
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_loader_that_continues_across_epochs_warns_before_the_first_batch(tmp_path, make):
+def test_fit_warns_early_about_a_loader_that_continues_across_epochs(tmp_path, make):
     with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 

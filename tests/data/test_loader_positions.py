@@ -74,7 +74,7 @@ def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-def test_resuming_with_a_different_number_of_workers_warns(tmp_path, before, after):
+def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, after):
     """The batches are the same, and a warning explains that random numbers of samples differ."""
 
     def make(workers):
@@ -127,7 +127,7 @@ def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_pat
     assert loop.global_step == 10
 
 
-def test_a_resumed_loader_without_state_reads_its_batches_again():
+def test_a_resumed_loader_without_a_state_dict_reads_its_batches_again():
     expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         assert same(list(resumed), expected)
@@ -164,7 +164,7 @@ class Pairs:
 @pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("argument", ["sampler", "batch_sampler", "without batches"])
-def test_resuming_with_a_sampler_that_draws_within_the_epoch_warns(is_lazy, num_workers, argument):
+def test_resume_warns_about_samplers_that_draw_random_numbers_mid_epoch(is_lazy, num_workers, argument):
     def make():
         sampler = ShufflesChunks(is_lazy)
         given = {"sampler": sampler, "batch_size": 2}
@@ -185,7 +185,7 @@ def test_resuming_with_a_sampler_that_draws_within_the_epoch_warns(is_lazy, num_
 
 
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_mini_loop_warns_of_a_sampler_that_draws_within_the_epoch(is_lazy):
+def test_mini_loop_warns_about_samplers_that_draw_random_numbers_mid_epoch(is_lazy):
     def train(max_steps, **fit_arguments):
         loader = DataLoader(make_data(24), batch_size=2, sampler=ShufflesChunks(is_lazy))
         MiniLoop(max_steps=max_steps, accelerator="cpu").fit(Classifier(), loader, **fit_arguments)

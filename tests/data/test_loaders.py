@@ -212,7 +212,7 @@ def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(c
             getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(Sees(), ones(4))
 
 
-def test_an_empty_loader_from_the_module_warns_and_fit_does_not_train():
+def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
     """The module creates the loader. fit refuses an empty loader as an argument."""
 
     class Empty(Sees):
@@ -290,7 +290,7 @@ def warnings_of(call="validate", loader=None, **options):
     return [text for text in texts if not any(other in text for other in others)]
 
 
-def test_a_loader_with_few_workers_warns(monkeypatch):
+def test_a_loader_with_few_workers_causes_a_warning(monkeypatch):
     assert warnings_of(loader=ones(4)) == []
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 8)
     (few,) = warnings_of(loader=ones(4))
@@ -309,7 +309,7 @@ def test_importing_the_package_adds_no_warning_filter():
     subprocess.run(fork_command([sys.executable, "-c", code]), check=True)
 
 
-def test_an_iterable_dataset_with_a_length_warns():
+def test_an_iterable_dataset_with_a_length_causes_a_warning():
     (text,) = warnings_of(loader=ones_of(Sized(4)))
     assert text.startswith("Your `IterableDataset` has `__len__` defined")
 

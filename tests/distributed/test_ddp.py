@@ -286,7 +286,7 @@ def stateful():
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", [weighted, stateful])
-def test_a_resumed_ddp_run_ends_as_an_uninterrupted_run(tmp_path, train):
+def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
     """The first run stops in its third epoch."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731

@@ -116,7 +116,7 @@ def test_validate_test_and_predict_use_the_step_functions_of_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-def test_a_new_loop_evaluates_with_the_step_functions_that_it_is_given():
+def test_a_new_loop_evaluates_with_step_functions_passed_to_its_methods():
     _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)

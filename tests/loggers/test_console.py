@@ -88,7 +88,7 @@ def fit(terminal, root, *args, **options):
 # The bar
 
 
-def test_one_progress_bar_shows_training_and_validation(tmp_path, terminal):
+def test_a_single_progress_bar_shows_training_and_validation(tmp_path, terminal):
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=2, val_check_interval=2)
     epoch = [
         "epoch {}/2:  25% 1/4",
@@ -113,7 +113,7 @@ def test_validate_shows_a_progress_bar(terminal):
     assert drawn(terminal) == [f"validate: {n * 10:3}% {n}/10" for n in range(11)]
 
 
-def test_values_logged_with_prog_bar_are_shown_in_the_progress_bar(tmp_path, terminal):
+def test_the_progress_bar_shows_values_logged_with_prog_bar(tmp_path, terminal):
     """The bar shows the values that were logged with prog_bar=True."""
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
@@ -136,7 +136,7 @@ def test_a_disabled_progress_bar_prints_nothing(tmp_path, terminal, options):
     assert terminal.getvalue() == ""
 
 
-def test_an_error_in_the_progress_bar_warns_once_and_training_continues(tmp_path, terminal, monkeypatch):
+def test_training_continues_with_one_warning_after_a_progress_bar_error(tmp_path, terminal, monkeypatch):
     def fail(run):
         raise ZeroDivisionError("mine")
 

@@ -61,7 +61,7 @@ class Reads(Classifier):
         return loss
 
 
-def test_reading_a_mean_within_an_epoch_does_not_change_it(tmp_path):
+def test_changing_a_metric_that_was_read_does_not_change_the_epoch_mean(tmp_path):
     """A checkpoint within an epoch has all sums. Changing a read value does not change them."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)

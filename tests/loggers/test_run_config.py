@@ -45,7 +45,7 @@ def test_config_yaml_names_the_objects_that_yaml_cannot_represent(tmp_path):
     assert not {*unknown} & {*found}
 
 
-def test_failing_to_write_config_yaml_only_warns(tmp_path, monkeypatch):
+def test_a_failure_to_write_config_yaml_only_causes_a_warning(tmp_path, monkeypatch):
     def refuse(path, *args):
         raise OSError(28, "No space left on device")
 

@@ -93,7 +93,9 @@ def return_nothing(net, batch):
     ids=str,
 )
 @pytest.mark.parametrize(("monitor", "validation_step"), [("val_loss", return_nothing), ("val_mse", square)])
-def test_a_monitor_that_is_not_logged_raises_at_the_first_validation(make, options, step, monitor, validation_step):
+def test_a_monitor_that_is_not_logged_raises_an_error_at_the_first_validation(
+    make, options, step, monitor, validation_step
+):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(**{"max_epochs": 5, **options}, monitor=monitor, accelerator="cpu")
     with pytest.raises(ValueError, match=f"monitor: got '{monitor}', which is not logged"):

@@ -34,7 +34,7 @@ class LogsNothing(Classifier):
     [{"precision": "bf16-mixed"}, {"strategy": "ddp", "devices": 1}, {"accumulate_grad_batches": 2}, {}],
     ids=["precision", "ddp", "accumulation", "fullgraph"],
 )
-def test_a_compiled_run_gives_the_same_weights_as_an_uncompiled_one(tmp_path, options):
+def test_a_compiled_run_gives_the_same_weights_as_an_uncompiled_run(tmp_path, options):
     found = []
     for compile in (False, EAGER | {"fullgraph": not options}):
         torch.manual_seed(0)

@@ -213,7 +213,7 @@ def make_sgd(net, lr):
     ],
     ids=["partial of a class", "partial of a function", "function"],
 )
-def test_the_optimizer_may_be_given_as_a_function(tmp_path, given):
+def test_fit_accepts_a_function_that_returns_the_optimizer(tmp_path, given):
     net, loop = make_net(), FabricLoop(**with_files(tmp_path, max_epochs=2))
     loader = make_loader()
     torch.manual_seed(5)

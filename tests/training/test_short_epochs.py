@@ -139,7 +139,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     ],
     ids=str,
 )
-def test_an_epoch_shorter_than_val_check_interval_validates_once_at_its_end(tmp_path, options, steps):
+def test_end_of_epoch_validation_also_runs_if_the_loader_ends_early(tmp_path, options, steps):
     """An epoch that validates at its end also does so if the loader ends early."""
     seen = []
 
@@ -153,7 +153,7 @@ def test_an_epoch_shorter_than_val_check_interval_validates_once_at_its_end(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
-def test_a_training_loader_without_batches_in_a_later_epoch_raises(tmp_path):
+def test_fit_raises_an_error_if_the_loader_yields_no_batch_in_a_later_epoch(tmp_path):
     """last.ckpt has the state after the previous epoch."""
     message = r"The train loader \(generator\) yielded no batch in this epoch. An iterator yields"
     with pytest.raises(ValueError, match=message):

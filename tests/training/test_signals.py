@@ -123,7 +123,7 @@ def test_ctrl_c_in_a_script_calls_on_exception(tmp_path):
     assert signal.getsignal(signal.SIGINT) in DEFAULTS
 
 
-def test_a_second_ctrl_c_stops_immediately(tmp_path, notebook):
+def test_a_second_ctrl_c_stops_training_immediately(tmp_path, notebook):
     interrupt, modules = Interrupt(times=2), []
 
     def make():
