@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The value of each of these options if the option is None.
+# The defaults that replace None in these options.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# The option values that barebones=True sets, to save time.
+# The defaults with barebones=True, which turns these options off to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -110,8 +110,7 @@ class LoopConfig:
     inference_mode: bool = True
     """Evaluate in torch.inference_mode. If this is False, evaluate in torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
-    """Get new loaders from the datamodule or the module every N epochs. 0 means
-    never."""
+    """Get new loaders from the datamodule or the module every N epochs. 0 means never."""
     profiler: Any = None
     """A Lightning profiler, or the name "simple", "advanced" or "pytorch"."""
     detect_anomaly: bool = False
@@ -284,7 +283,7 @@ class LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
             # check_val_every_n_epoch is None only because validate_every_n_steps was set earlier.
-            # Set it to its default again.
+            # Reset it to its default.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -328,8 +327,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # Sort sets and remove addresses from reprs, because the order and the addresses differ
-        # between processes.
+        # The order of a set differs between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]
@@ -337,11 +335,12 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         return to_plain(value.item())
     if is_strict and not isinstance(value, Path):
         raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
+    # Remove memory addresses from reprs, because addresses differ between processes.
     return re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports. If this fails, return the name of its type."""
+    """Convert a setting to types that YAML supports. If this fails, return its type's name."""
     try:
         return to_plain(value)
     except Exception:
@@ -406,8 +405,8 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# For each option, the expected values as text for error messages, and a function that checks a
-# value. An option without an entry must be True or False.
+# For each option, a description of the valid values for error messages, and a function that checks
+# a value. An option that is not listed here must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a number of epochs (int >= 0), or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
@@ -460,7 +459,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to 3, because Trainer uses all batches with 3.0.
+# overfit_batches is not listed here, because Trainer uses all batches with overfit_batches=3.0.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -490,7 +489,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger. Pass either logger or loggers."""
 
 
-# Trainer's options that FabricLoop lacks, with the values that are accepted and ignored.
+# FabricLoop lacks these options of Trainer, but ignores them if they have these values.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

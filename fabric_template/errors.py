@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Advice for names of options and arguments that are common in other libraries.
+# Advice for argument names that are common in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",
@@ -29,7 +29,7 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
-# The error about unused parameters starts like Trainer's, because people search for it.
+# The error about unused parameters has the text of Trainer's error, because people search for it.
 UNUSED_PARAMETERS = (
     "has parameters that were not used in producing the loss returned by training_step. If this is"
     " intentional, write strategy='ddp_find_unused_parameters_true'."
@@ -135,7 +135,7 @@ def explain_error(
 
     Args:
         hook: The name of the hook or step that raised the error.
-        model: The kind of model, for the message.
+        model: The kind of model that the message names, such as "LightningModule".
         is_automatic: Whether the loop calls backward() and the optimizer.
     """
     text = str(error)

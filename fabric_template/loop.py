@@ -51,7 +51,7 @@ FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 
 
 class FabricLoop(TrainerAPI):
-    """A training loop on Lightning Fabric that has Trainer's options and gives the same results.
+    """A training loop on Lightning Fabric with the same options and results as Trainer.
 
     Args:
         fabric: A lightning.Fabric object to use instead of the arguments in the next line.
@@ -108,10 +108,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``.
-
-        ``fit`` also seeds the generators.
-        """
+        """Seed the random generators with the option ``seed``. ``fit`` also calls this method."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -165,8 +162,9 @@ class FabricLoop(TrainerAPI):
             load: The checkpoint with the initial weights: a path, "last" or "best".
             optimizer: An optimizer, or a function of the model. None: call configure_optimizers().
             scheduler: A scheduler for the optimizer, or a list of schedulers.
-            training_step, validation_step: Functions of (model, batch[, batch_idx]). None: methods.
-            weights_only: If False, use torch.load, which may run code in the checkpoint.
+            training_step, validation_step: Functions of (model, batch[, batch_idx]). None means the
+                model's methods.
+            weights_only: If this is False, torch.load may run code that the checkpoint contains.
         """
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
@@ -240,10 +238,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Set ``loop.run``, to which attributes such as ``loop.global_step`` refer.
-
-        After the block, these attributes still refer to ``run``.
-        """
+        """Make attributes such as ``loop.global_step`` refer to ``run``, also after the block."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -259,7 +254,7 @@ class FabricLoop(TrainerAPI):
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
         """Add the callbacks from the module's configure_callbacks method.
 
-        Remove the loop's callbacks of the same classes.
+        They replace the loop's callbacks of the same classes.
         """
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
@@ -270,7 +265,7 @@ class FabricLoop(TrainerAPI):
 
         On one device in float32, the model and the optimizer are returned unchanged. On several
         devices, or in a precision such as bf16, Fabric wraps the model and the optimizer.
-        ``model.module`` is then the given model. Clip gradients with
+        Then ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
@@ -356,7 +351,7 @@ class FabricLoop(TrainerAPI):
 
         In a step and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for each
         value. Elsewhere, it writes a row to steps.csv, or to metrics.csv if ``dictionary`` has the
-        key "epoch". The current epoch of ``fit`` as "epoch" adds the values to its row instead.
+        key "epoch". If "epoch" is the current epoch of ``fit``, the values are added to its row.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -534,9 +529,9 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether log_dict calls ``log`` in the current hook: in steps, and at epoch ends."""
+    """Return whether the current hook is a step or an epoch's end, where values can be logged."""
     hook = str(run.hooks.current)
-    # As with Lightning, predict has no metrics that a hook at the end of the epoch could log.
+    # Like Trainer, do not log at the end of an epoch of predict.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
 
 

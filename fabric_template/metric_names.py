@@ -13,8 +13,8 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics. DURATIONS may also be the end of a name, as in
-# "eval_runtime".
+# Names of other columns that are not metrics. A longer name, such as "eval_runtime", may end in
+# one of DURATIONS.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
@@ -27,7 +27,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
-# A split is a prefix, as in "val_loss" or "valid_0's l2", or a suffix, as in "Loss/val".
+# A data split is a prefix, as in "val_loss" or "valid_0's l2", or a suffix, as in "Loss/val".
 _PREFIX = re.compile(
     rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
 )
@@ -76,10 +76,7 @@ def find_axis(columns: Iterable[str], axis: str) -> str | None:
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column may contain a metric.
-
-    For a column of epochs, steps, durations or ids, return False.
-    """
+    """Return whether a column may contain a metric, and not epochs, steps, durations or ids."""
     name = column.strip().lower()
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False

@@ -50,21 +50,21 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 _MOST_BYTES = 256 * 2**20  # Bytes per attribute.
 _MOST_ITEMS = 1_000_000  # Items per attribute.
 _COMPARED_BYTES = 2**20  # Bytes per tensor in a digest.
-_COMPARED_ITEMS = 50_000  # Items per container that are part of a digest.
+_COMPARED_ITEMS = 50_000  # Items per container in a digest.
 _DEEPEST = 12  # Nesting depth of containers.
-_MOST_OBJECTS = 64  # Objects that attributes hold.
+_MOST_OBJECTS = 64  # Objects in attributes.
 _MOST_SEARCHED = 500  # Items of a container that is searched for objects.
-# Packages whose objects are not saved, because these objects may hold processes or files.
+# Objects of these packages are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-# The value that marks a deleted attribute in checkpoints.
+# In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
 
 Place = tuple[str, str]
 
 
 class NotPlainError(Exception):
-    """Raised if a value is not plain, so that the value cannot be saved."""
+    """Raised if a value cannot be saved, because its type is not supported."""
 
 
 class TooLargeError(Exception):
@@ -75,14 +75,14 @@ class TooLargeError(Exception):
 
 
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return a digest of a plain value, to detect later changes of the value.
+    """Return a digest of a value, to detect later changes of the value.
 
     The digest of a large tensor contains the tensor's id and version, and a checksum of some
     elements. If an array or a container is too large to be saved, the digest contains only some of
     its elements.
 
     Args:
-        most: The number of items of a container that are part of the digest.
+        most: The largest number of items of a container in the digest.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -121,7 +121,7 @@ def _sample(items: list[Any], most: int) -> list[Any]:
 
 def _checksum_items(items: list[Any]) -> int:
     """Return a checksum of plain items. Raise a ValueError if they contain tensors or objects."""
-    # Version 2 of the format depends only on the values. Later versions depend on references.
+    # marshal's format 2 depends only on the values. Later formats also depend on references.
     return zlib.crc32(marshal.dumps(items, 2))
 
 
@@ -222,7 +222,7 @@ class Encoder:
     If several attributes share an object, encode the object only once.
 
     Args:
-        device: The run's device. A resumed run restores this device's tensors to its own device.
+        device: The run's device. On resume, its tensors move to the device of the resumed run.
         covered: The memory addresses and names of the tensors in the network's state_dict.
         most_bytes: The largest size of an attribute in bytes.
     """
@@ -288,7 +288,7 @@ class Encoder:
 
     def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
         if shares_memory(tensor, self._covered):
-            # In a container, such as a list of pairs (weight, average), save the weight's name.
+            # In a container, such as a list of pairs (weight, average), save a weight by its name.
             if depth == 0:
                 raise NotPlainError
             place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
@@ -325,7 +325,7 @@ class Decoder:
     If several attributes share an object, decode the object only once.
 
     Args:
-        network: The network whose weights some of the encoded containers contain.
+        network: The network, whose weights replace the encoded names of weights.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # ``options`` is empty, except for a deque, for which it contains maxlen.
+            # For a deque, ``options`` contains maxlen. For other types, it is empty.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
@@ -419,11 +419,10 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, into the existing dicts, which other objects may share.
+    """Load an optimizer's state exactly and in place, because other objects may share its dicts.
 
-    For example, a wrapper around an optimizer often shares its parameter groups. Without this
-    function, ``load_state_dict`` would create new groups, and convert tensors in lists and dicts to
-    the dtype of the parameter.
+    For example, a wrapper around an optimizer often shares its parameter groups. load_state_dict()
+    alone would create new groups, and convert tensors in lists and dicts to the parameter's dtype.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -452,7 +451,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value with each tensor on the device of the same tensor in ``loaded``."""
+    """Return a saved value, with its tensors on the same devices as those in ``loaded``."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
@@ -512,7 +511,7 @@ class SlotAttributes(dict[str, Any]):
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. Private names are mangled, as in Python."""
+    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -567,23 +566,20 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Do not save objects of this package, which may be a copy within a user's package.
+    # Do not save objects of this package, whose name differs in a copy.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is a library's iterator, such as the iterator of a DataLoader."""
+    """Return whether a value is an iterator of a library, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes.
-
-    For a module, also return the objects whose methods are forward or backward hooks of the module.
-    """
+    """Return an object's attributes and, for a module or an optimizer, the objects of its hooks."""
     values, module = part.attributes(), part.instance
     if isinstance(module, torch.optim.Optimizer):
         of_step = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -599,7 +595,7 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the objects that are hooks, or whose methods are hooks."""
+    """Return the hooks of a module, parameter or optimizer. For a method, return its object."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
@@ -610,12 +606,10 @@ def is_installed(kind: type) -> bool:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects that attributes hold, keyed by path.
-
-    Also return objects in lists and dicts.
+    """Return the objects in attributes, and in lists and dicts in attributes, keyed by path.
 
     Args:
-        known: The ids of objects that are not searched, such as the network's modules.
+        known: The ids of objects to skip, such as those of the network's modules.
     """
     found: dict[str, Part] = {}
     known = known | {id(part.instance) for part in parts.values()}
@@ -661,8 +655,8 @@ class PlainState:
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects whose states are saved under other checkpoint keys. None means that no state_dict
-        # of an object is saved here.
+        # Objects whose states are saved under other checkpoint keys. While this is None, save no
+        # state_dict of any object.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
@@ -671,12 +665,10 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save.
-
-        After this call, also save the state_dict of objects that attributes hold.
+        """Add objects to save. From now on, also save state_dicts of objects in attributes.
 
         Args:
-            saved: Objects whose state other checkpoint keys contain.
+            saved: Objects to skip, because other checkpoint keys contain their state.
         """
         self._saved = {id(part): part for part in saved}
         self._given |= parts
@@ -686,14 +678,14 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Find the objects in attributes again, because hooks may have created some."""
+        """Search attributes for objects again, because hooks may have created new ones."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects that attributes hold, keyed by path.
+        """Return all objects in attributes, keyed by path.
 
         If a path in ``names`` refers to a missing item of a defaultdict, create the item first.
         """
@@ -703,7 +695,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the item of a defaultdict at the path ``name``, if the item is missing."""
+        """If a saved path leads to a missing item of a defaultdict, create the item."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -734,7 +726,7 @@ class PlainState:
                 set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return all generators' RNG states, and the attributes changed since the run's start."""
+        """Return the RNG states of all generators, and the attributes that the run has changed."""
         self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
         return {"generators": self.generator_states(), "attributes": attributes}
@@ -761,13 +753,13 @@ class PlainState:
         return changed
 
     def find_iterators(self) -> None:
-        """Store the iterators in attributes, before a pass over a loader starts."""
+        """Store the iterators in attributes, to compare them in ``warn_of_iterators``."""
         self._iterators = {
             place: value for place, value in self.attributes() if is_library_iterator(value)
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators that a pass over a loader has continued, and not replaced."""
+        """Warn about iterators in attributes that iter(loader) has not replaced by new ones."""
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
                 with self._guarded(f"the attribute {'.'.join(place)}"):
@@ -875,9 +867,9 @@ class PlainState:
         return found
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return a dict from the id of an attribute's value to the ids of the values to load.
+        """Return which saved values will replace each current value, by id.
 
-        If several attributes share a value, the set contains each value to load into them.
+        A value that several attributes share may be replaced by several values.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -886,7 +878,7 @@ class PlainState:
         return found
 
     def digests(self) -> dict[Place, Any]:
-        """Return a digest of each attribute that can be saved, by which changes are detected."""
+        """Return a digest of each attribute that can be saved, to detect changes."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             with suppress(Exception):

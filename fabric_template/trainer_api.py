@@ -122,7 +122,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # A module increments ``completed`` after step() of an optimizer without Lightning's wrapper.
+    # Modules increment ``completed`` if they step an optimizer without Lightning's wrapper.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -230,10 +230,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        If the attribute is an option of the loop, the current run and all later runs use the value.
-        """
+        """Set an attribute. A new value of an option is used in the current and all later runs."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -268,7 +265,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The run's StopCondition, with limits such as max_epochs. Before a run, the options."""
+        """The run's StopCondition, or else the options. Both have limits such as max_epochs."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -404,7 +401,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Prefer the last fit if it trained this model, because an evaluation has no optimizers.
+        # Prefer the last fit if it trained this model, because an evaluation run has no optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -592,7 +589,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return a Lightning profiler. ``given`` is a name such as "simple", a profiler or None."""
+    """Return a Lightning profiler for a name such as "simple", a profiler or None."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):
