@@ -139,7 +139,8 @@ def check_signature(plan: Plan, name: str) -> None:
             f" {name}({first}, batch, batch_idx). For several batches per step, pass a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
-    # As in Trainer, do not check a LightningModule. A step with wrong arguments raises a TypeError.
+    # Like Trainer, do not check a LightningModule. Python raises a TypeError when the loop calls a
+    # step with wrong arguments.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
@@ -204,15 +205,15 @@ def check_loaders(plan: Plan) -> None:
     call, stage = plan.stage, LOADER_OF_STAGE[plan.stage]
     argument = loader_argument(call, stage)
     if not has_loader(plan.loaders, plan.source, stage):
-        place = f"define {stage}_dataloader in the class {type(plan.model).__name__}"
+        remedy = f"define {stage}_dataloader in the class {type(plan.model).__name__}"
         if plan.datamodule is not None:
-            place = f"pass a datamodule that defines {stage}_dataloader"
+            remedy = f"pass a datamodule that defines {stage}_dataloader"
         text = found_loader(plan, stage).format("None")
         if plan.is_lightning_module:
             text += (
                 f" `{stage}_dataloader` must be implemented to be used with the Lightning Trainer."
             )
-        raise MissingDataError(f"{text} Write {call}(model, loader), or {place}.")
+        raise MissingDataError(f"{text} Write {call}(model, loader), or {remedy}.")
     for given_stage, loaders in plan.loaders.items():
         check_source(loaders, found_loader(plan, given_stage))
     given = plan.loaders.get(stage)
@@ -222,7 +223,7 @@ def check_loaders(plan: Plan) -> None:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the first sentence of an error message, in which {} stands for the invalid loader."""
+    """Return the start of an error message, with {} as the placeholder for the invalid loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
@@ -232,7 +233,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn about a missing max_epochs, conflicting options, and an incomplete validation."""
+    """Warn about a missing max_epochs, conflicting options, or a validation without a step."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(

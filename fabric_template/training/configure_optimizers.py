@@ -55,7 +55,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Return ``optimizer=`` and ``scheduler=`` in the format of ``configure_optimizers``."""
+    """Combine an optimizer and a scheduler as ``configure_optimizers`` would return them."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):
@@ -68,10 +68,10 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return the argument ``optimizer`` or, if the argument is a function, the function's result.
+    """Return the argument ``optimizer`` of fit or, if it is a function, the function's result.
 
-    Call a function with the model. Call a ``partial`` of an optimizer class with the model's
-    parameters.
+    A function is called with the model. A ``partial`` of an optimizer class, such as
+    partial(Adam, lr=0.1), is called with the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -84,8 +84,9 @@ def parse_optimizers(
     """Extract the optimizers and schedulers from a value that ``configure_optimizers`` may return.
 
     Args:
-        has_own_scheduler_step: Whether an overridden lr_scheduler_step handles any scheduler.
-        where: The source of the value for messages: "configure_optimizers" or "optimizer".
+        has_own_scheduler_step: Whether the module overrides lr_scheduler_step, which may then step
+            schedulers of any class.
+        where: The source of the value in error messages: "configure_optimizers" or "optimizer".
     """
     optimizers, schedulers = _split(returned, where)
     configs = [_parse_scheduler(item, is_automatic, where) for item in schedulers]
@@ -209,7 +210,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
 
 
 def _missing_monitor(where: str) -> ConfigurationError:
-    """Return the error to raise for a ReduceLROnPlateau scheduler without a monitor."""
+    """Return the error for a ReduceLROnPlateau scheduler without a metric to monitor."""
     if where == "optimizer":
         return ConfigurationError(
             "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."

@@ -26,7 +26,7 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
 
     Args:
         stage: "validate", "sanity_check" or "test".
-        max_batches: Evaluate at most this many batches of each loader.
+        max_batches: The maximum number of batches of each loader.
 
     Returns:
         For each loader, a dict of the values that were logged or returned.
@@ -92,8 +92,8 @@ def run_batches(
 
     Args:
         name: "validation", "test" or "predict".
-        method: The module's method that runs as the step.
-        before_batch: Called with (batch_idx, dataloader_idx) before the hooks of a batch.
+        method: The module's method to call on each batch, such as validation_step.
+        before_batch: A function to call with (batch_idx, dataloader_idx) before a batch's hooks.
     """
     hooks, results, has_several = run.hooks, run.results, loaders.has_several
     step = evaluation_step(run, name, method, has_several)
@@ -103,14 +103,14 @@ def run_batches(
             results.end_loader()
             current_loader = dataloader_idx
         run.progress.count_eval_batch()
-        place = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
+        indices = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
         results.start_batch(batch, dataloader_idx if has_several else None)
         if before_batch is not None:
             before_batch(batch_idx, dataloader_idx)
-        hooks.call(f"on_{name}_batch_start", batch, *place)
+        hooks.call(f"on_{name}_batch_start", batch, *indices)
         output = step(batch, batch_idx, dataloader_idx)
         yield output, dataloader_idx
-        hooks.call(f"on_{name}_batch_end", output, batch, *place)
+        hooks.call(f"on_{name}_batch_end", output, batch, *indices)
         results.end_batch()
         run.loggers.log_evaluation_step(dataloader_idx)
         run.console.update(run)
@@ -120,11 +120,10 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
     """Run an additional validation that does not affect the run, such as one with averaged weights.
 
     Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. At the end, restore the logged values, the torchmetrics objects and the
-    RNG states.
+    loggers. At the end, restore the logged values, the torchmetrics objects and the RNG states.
 
     Args:
-        source: A loader, or a list or dict of loaders. None: the validation loaders of the run.
+        source: A loader, or a list or dict of loaders. If None, use the run's validation loaders.
 
     Returns:
         The means of the values that were logged or returned, keyed by name.
@@ -153,7 +152,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in a step's output, keyed by the names of their columns in metrics.csv.
+    """Return the values that a step returned, keyed by their columns in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -200,9 +199,9 @@ def predict(run: Run) -> list[Any] | None:
 
 
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
-    """Wrap a step as a function that takes (batch, batch_idx, dataloader_idx)."""
+    """Wrap a step in a function that takes (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
-    # forward takes only the batch, so do not pass an index.
+    # predict may call forward instead of predict_step. forward takes only the batch.
     is_step = overridden(run.module, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
@@ -235,7 +234,10 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook on the callbacks and the module. If the module has none, call ``default``."""
+    """Call a hook on the callbacks and the module.
+
+    If the module does not override the hook, call ``default`` instead.
+    """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 

@@ -1,7 +1,7 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
-FirstStepCheck checks the first batch of a run. A training_step may call backward() for a loss that
-it does not return, such as an adversarial loss. The loop clears the gradients of such a loss.
+FirstStepCheck checks only the first batch of a run. A training_step may call backward() for a loss
+that it does not return, such as an adversarial loss. The loop clears the gradients of such a loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares the gradients after training_step with those after the loop's backward pass."""
+    """Compares the gradients that training_step computes with those of the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -60,7 +60,7 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step computed the same gradients as the loop's backward pass.
 
-        All processes must call this method. If only some processes called backward() in the step,
+        All processes must call this method. If the step called backward() in only some processes,
         accept the step, because the loop clears the gradients that the step computed.
         """
         found = self._found
@@ -71,7 +71,8 @@ class FirstStepCheck:
         # process.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients, because accumulation or a scaler multiplies the loop's gradients.
+        # Normalize the gradients. Accumulation and the gradient scaler multiply the loop's
+        # gradients by a factor.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
         # In half precision, allow for the rounding errors of scaled gradients.
@@ -82,5 +83,5 @@ class FirstStepCheck:
     def _means(self, tensors: list[Any]) -> Tensor:
         """Average the tensors over all processes, and return the means as one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # MPS has no float64, and a GPU may lack memory for a second copy of all gradients.
+        # Use the CPU. MPS has no float64, and a GPU may lack memory for a copy of all gradients.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

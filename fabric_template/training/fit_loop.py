@@ -37,7 +37,7 @@ def fit(run: Run) -> None:
     run.row.choose_interval()
     is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
     if is_done or run.config.limit_train_batches == 0:
-        # As in Trainer, a fit without batches calls neither on_train_start nor on_train_end.
+        # Like Trainer, call neither on_train_start nor on_train_end if there is nothing to train.
         restore_position(run)
         finish_averaging(run)
         run.row.write_after_training()
@@ -48,7 +48,8 @@ def fit(run: Run) -> None:
     run.hooks.call("on_train_start")
     run.progress.start_training()
     resume_averaging(run)
-    # restore_position sets the RNG state of the first batch. Draw no random numbers after it.
+    # restore_position sets the RNG state for the first batch. Code between this call and the batch
+    # must not draw random numbers.
     restore_position(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
@@ -60,7 +61,8 @@ def fit(run: Run) -> None:
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write the row of the last steps after the checkpoint, so that a resumed run removes the row.
+    # Write a row for the last steps. A resumed run removes it, because it is newer than the
+    # checkpoint.
     run.row.write_after_training()
     if run.stop.signal is None:
         run.validation_schedule.warn_if_never_due()
@@ -76,8 +78,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # As in Trainer, an epoch that max_steps ends early counts as finished. An epoch that a signal
-    # interrupts does not, so that a resumed run continues it.
+    # Like Trainer, count an epoch that max_steps ends early as finished. Do not count an epoch that
+    # a signal interrupts, so that a resumed run continues it.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -94,13 +96,13 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Continue in the phase of the checkpoint, if this is one of the phases after a batch."""
+    """If the checkpoint was saved in a phase after a batch, continue in this phase."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
 
 def train_batches(run: Run) -> None:
-    """Train on the batches of an epoch. Call ``end_train_batch`` after each batch."""
+    """Train on the batches of an epoch, and call ``end_train_batch`` after each batch."""
     progress, hooks, results, loaders = run.progress, run.hooks, run.results, run.data.train
     train_batch = hooks.with_profiler("run_training_batch", run.optimization.train_batch)
     for batch, _, _ in loaders.batches():
@@ -112,8 +114,7 @@ def train_batches(run: Run) -> None:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         elif hooks.call("on_train_batch_start", batch, batch_idx) == -1:
-            # As in Trainer, if on_train_batch_start returns -1, the epoch ends without a
-            # validation.
+            # Like Trainer, end the epoch without a validation if on_train_batch_start returns -1.
             progress.end_batches()
             progress.enter(None)
             step_schedulers_after_batch(run)
@@ -140,14 +141,14 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a training batch. Each phase returns the next phase, or None."""
+    """Run the phases after a training batch. Each phase returns the next phase, or None to end."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
 
 
 def log_batch(run: Run) -> str:
-    """If logging is due, send the values of the batch to the loggers. Update the console."""
+    """Send the values of the batch to the loggers if logging is due. Update the progress bar."""
     is_logging = run.progress.is_window_end or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
         run.loggers.log_step()
@@ -171,7 +172,7 @@ def validate(run: Run) -> str:
 
 
 def free_gradients(run: Run) -> None:
-    """As in Trainer, free the gradients before a validation that follows an optimizer step."""
+    """Like Trainer, free the gradients before a validation that follows an optimizer step."""
     if run.progress.is_window_end:
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
@@ -186,7 +187,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau, check for signals, and obey the option save_every_n_steps."""
+    """Step ReduceLROnPlateau, check for signals, and save a checkpoint every N steps."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end

@@ -16,18 +16,20 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Calls each hook on the callbacks first and then on the module, as Trainer does.
 
-    At the first call of a hook, Hooks finds the methods that override the hook. When the list of
-    callbacks has changed, Hooks searches again.
+    For speed, Hooks searches for overrides of a hook only at its first call, and again after the
+    list of callbacks has changed.
 
     Args:
-        loop: The loop of the callbacks, which is the argument ``trainer`` of their hooks.
+        loop: The FabricLoop, which callbacks get as the argument ``trainer``.
         module: The LightningModule or ModuleAdapter of the run.
-        model: The given model. Callbacks get it as ``pl_module``, except for Lightning's own.
+        model: The model passed to the loop. Callbacks get it as the argument ``pl_module``, but
+            Lightning's own callbacks get ``module`` instead.
         datamodule: The datamodule of the run, or None.
 
     Attributes:
-        profiler: The loop's profiler, or None instead of a PassThroughProfiler.
-        current: The name of the running hook or step. ``self.log`` needs this name.
+        profiler: The loop's profiler, or None if a PassThroughProfiler measures nothing.
+        current: The name of the running hook or step, which determines the defaults of
+            ``self.log``.
     """
 
     def __init__(self, loop: Any, module: Any, model: Any, datamodule: Any) -> None:
@@ -62,7 +64,7 @@ class Hooks:
         return None if of_module is None else of_module(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether a hook is overridden. Before the first call of the hook, return True."""
+        """Return whether a hook is overridden, or True if the hook has not been called yet."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -72,7 +74,7 @@ class Hooks:
         """Call a hook on the callbacks only, including callbacks that the hook adds.
 
         Args:
-            callbacks: The callbacks to call. None: all callbacks.
+            callbacks: The callbacks to call. If None, call all callbacks.
         """
         previous, self.current = self.current, name
         for callback in self.callbacks if callbacks is None else callbacks:
@@ -82,7 +84,10 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``. Call callbacks that monitor a metric after the module."""
+        """Call ``on_train_epoch_end``, on EarlyStopping and checkpoint callbacks last.
+
+        They may monitor a metric that the module logs in its own ``on_train_epoch_end``.
+        """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])
@@ -114,7 +119,7 @@ class Hooks:
         return overridden(self.module, name) is not None
 
     def module_method(self, name: str, is_profiled: bool = True) -> Callable | None:
-        """Return the module's override of a hook, or None without an override."""
+        """Return the module's method for a hook, or None if the module does not override it."""
         method = overridden(self.module, name)
         if method is None:
             return None
@@ -125,7 +130,10 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook with trainer and pl_module set, or None without an override."""
+        """Return a callback's hook with the arguments trainer and pl_module already bound.
+
+        If the callback does not override the hook, return None.
+        """
         method = overridden(callback, name)
         if method is None:
             return None

@@ -50,7 +50,10 @@ _LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.m
 
 
 def run_plan(plan: Plan) -> Any:
-    """Run a call from set-up to teardown, in new processes if the strategy launches processes."""
+    """Run fit, validate, test or predict from set-up to teardown.
+
+    If the strategy launches processes, the run takes place in the launched processes.
+    """
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
@@ -95,7 +98,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
         run.loop.seed()
         choose_version(run)
     if isinstance(run.fabric.strategy, DDPStrategy):
-        # As in Trainer, all processes start with the same random numbers.
+        # Like Trainer, start all processes with the same random state.
         reset_seed()
     read_again(run.plan)
     check_same_checkpoint(run)
@@ -113,7 +116,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states to the device that they had before the run."""
+    """Move the network and the optimizer states back to the device that they were on before."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
@@ -122,7 +125,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        False if the weights must be loaded after on_fit_start, which creates more modules.
+        False if the weights cannot be loaded before on_fit_start, which creates more modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -152,8 +155,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Track changes of attributes from here on, so that checkpoints include the changes that
-    # on_fit_start and later hooks make.
+    # Track attributes from here on, so that checkpoints include the changes by on_fit_start and
+    # later hooks.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -173,7 +176,8 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # Switch to train mode only if all modules are in eval mode, because a mix may be intended.
+        # Switch to train mode only if all modules are in eval mode. A user may have put some
+        # modules in eval mode on purpose.
         run.network.train()
     # Record requires_grad and train modes before the sanity check, which a resumed run skips.
     run.steps.record_flags(run.optimization.named_parameters())
@@ -198,7 +202,7 @@ def train(run: Run) -> None:
 
 def tear_down(run: Run) -> None:
     run.results.end()
-    # As in Trainer, on_fit_end and later hooks get the model without DistributedDataParallel.
+    # Like Trainer, remove the DistributedDataParallel wrapper before on_fit_end.
     run.steps.unwrap()
     if run.stage == "fit":
         run.hooks.call("on_fit_end")
@@ -216,8 +220,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # As in Trainer, skip the sanity check on resume, except for a file that Trainer saved between
-    # epochs.
+    # Like Trainer, skip the sanity check on resume, except for a checkpoint that Trainer saved
+    # between epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -245,7 +249,7 @@ def set_torch_flags(config: LoopConfig) -> None:
 
 
 def attach_run(run: Run, stack: ExitStack) -> None:
-    """Set ``trainer`` and ``log`` on module, datamodule and callbacks, and set up the profiler."""
+    """Set ``trainer`` and ``log`` of the module, datamodule and callbacks. Set up the profiler."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             attach_trainer(part, run, stack)
@@ -267,9 +271,9 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set the attribute ``trainer`` to the loop of the run.
+    """Set the attribute ``trainer`` of a module or datamodule to the loop of the run.
 
-    If the attribute refers to another loop that is running, restore this value after the run.
+    If the attribute was another loop that is still running, restore it after the run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
@@ -361,9 +365,10 @@ def finish_signal(run: Run) -> None:
         return
     if run.fabric.is_global_zero:
         run.console.close(run)
-        place = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
+        position = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
         saved = f" {shorten_path(Path(path))!r} is saved: resume='last' continues there."
-        print(f"{end_reason(run)}: training stops {place}.{saved if path else ''}", file=sys.stderr)
+        text = f"{end_reason(run)}: training stops {position}.{saved if path else ''}"
+        print(text, file=sys.stderr)
     if is_notebook():
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
@@ -377,7 +382,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    The caller must receive ``error``, so a second error in this function becomes a warning.
+    A second error in this function becomes a warning, so that the caller gets the first error.
     """
     run.stop.fail(error)
     run.hooks.leave()
@@ -388,7 +393,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
         except Exception as other:
             text = f"{what} failed after the run ended with {type(error).__name__}."
             text += f" {type(other).__name__}: {other}"
-            # If a warning filter turns the warning into an error, the clean-up must continue.
+            # Continue the clean-up even if a warning filter turns the warning into an error.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 

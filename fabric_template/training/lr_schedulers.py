@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def step_schedulers_after_batch(run: Run) -> None:
     """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``.
 
-    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau when the monitored metric is known.
+    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau, when its metric is known.
     """
     if run.progress.is_window_end:
         run.row.record_learning_rates()
@@ -29,12 +29,13 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
-        reduce_on_plateau: True: step only ReduceLROnPlateau. False: step only other schedulers.
+        reduce_on_plateau: If True, step only ReduceLROnPlateau. Otherwise, step only the other
+            schedulers.
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # As in Trainer, frequency counts batches or epochs, not optimizer steps. The current batch or
-    # epoch is included.
+    # Like Trainer, compare ``frequency`` with the number of batches or epochs, including the
+    # current one, and not with the number of optimizer steps.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

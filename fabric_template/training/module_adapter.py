@@ -35,13 +35,13 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 
 
 class ModuleAdapter(LightningModule):
-    """Gives the interface of a LightningModule to a network with step functions or a Python object.
+    """Adapts a network with step functions, or a Python object, to LightningModule's interface.
 
-    The adapter has the network's parameters, buffers and submodules under the same names. The
-    weights in a checkpoint have the keys of ``network.state_dict()``.
+    The adapter has the network's parameters, buffers and submodules under the same names, so that
+    the weights in a checkpoint have the keys of ``network.state_dict()``.
 
     Args:
-        model: The model that was given to ``fit``.
+        model: The model that was passed to ``fit``.
         network: The module that holds the parameters.
         functions: Step functions ``fn(model, batch[, batch_idx])``, keyed by step name.
         is_manual: Whether the training step itself calls ``optimizer.step()``.
@@ -104,10 +104,10 @@ class ObjectNetwork(nn.Module):
         """Add a module, a parameter, or a container with modules or parameters to this network.
 
         Args:
-            path: The place of the value in error messages, such as "nets[0]".
-            containers: The ids of the containers around the value.
+            path: The name of the value in error messages, such as "nets[0]".
+            containers: The ids of the containers around the value, which are not searched again.
         """
-        # Set _parameters and _modules, because add_module() refuses names such as "forward".
+        # Set _parameters and _modules directly. add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         elif isinstance(value, nn.Module):
@@ -142,7 +142,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module. Otherwise, return its modules as one nn.Module."""
+    """Return the model if it is an nn.Module. Otherwise, collect its modules in an nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -182,8 +182,8 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the module inside a ``torch.compile`` wrapper, and the compiler of the wrapper.
 
-    As in Trainer, each step of a compiled LightningModule is compiled. With step functions, a
-    compiled plain network keeps its wrapper, so that steps call the compiled ``forward``.
+    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. With step
+    functions, keep the wrapper of a plain network, because steps call its compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -248,7 +248,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """The module that a strategy wraps. ``forward`` runs a step such as training_step."""
+    """Runs a step such as training_step in ``forward``, because DDP wraps only ``forward``."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class StepRunner:
     Args:
         module: The LightningModule or adapter whose methods are the steps.
         network: The module that holds the parameters.
-        compile: The option compile, or the compiler of a model that torch.compile has wrapped.
+        compile: The option ``compile`` or, if torch.compile has wrapped the model, its compiler.
     """
 
     def __init__(
@@ -330,8 +330,8 @@ class StepRunner:
         """Store the train modes of all modules while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. If the `with` block raises an error, this
-            context manager restores the train modes.
+            A function that restores the train modes. If the `with` block raises an error, they are
+            restored automatically.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -432,7 +432,7 @@ class StepRunner:
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-            # As in Trainer, autocast does not cache: a weight that is used twice is cast twice.
+            # Like Trainer, turn off autocast's cache, so that a weight is cast at every use.
             return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 

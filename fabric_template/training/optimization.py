@@ -82,7 +82,7 @@ class Optimization:
         move_optimizer_states(optimizers)
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
-        """Set the run's optimizers and schedulers. The caller must call ``setup`` afterwards."""
+        """Set the run's optimizers and schedulers. ``setup`` prepares training with them."""
         strategy = self.run.loop.strategy
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]
@@ -98,8 +98,7 @@ class Optimization:
     def outside_parameters(self) -> dict[str, Tensor]:
         """Return parameters that an optimizer trains but that are not in the network.
 
-        The keys are names such as "optimizer.0.3", which contain the index of the optimizer and the
-        index of the parameter.
+        The keys contain the index of the optimizer and of the parameter, as in "optimizer.0.3".
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -116,11 +115,11 @@ class Optimization:
         return {**dict(self.run.network.named_parameters()), **self.outside_parameters()}
 
     def release(self) -> None:
-        """Free the memory of the last loss, its graph and the outputs of the last step."""
+        """Free the memory of the last loss, of its graph, and of the last step's outputs."""
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Prepare the functions that train on a batch with the optimizers that ``use`` set."""
+        """Prepare the functions that train on a batch with the current optimizers."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -215,7 +214,7 @@ class Optimization:
 
 
 class AutomaticOptimization(Optimization):
-    """Trains on a batch with automatic optimization: FabricLoop steps the optimizer.
+    """Trains on a batch with automatic optimization, in which the loop steps the optimizer.
 
     After training_step, hooks run in Trainer's order: on_before_zero_grad, on_before_backward,
     on_after_backward and on_before_optimizer_step. The loop clears the gradients in the first batch
@@ -232,7 +231,7 @@ class AutomaticOptimization(Optimization):
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
         # Except for LBFGS, torch's optimizers call the closure once at the start of step().
-        # Computing the gradients before step() is faster, and the results are bit-identical.
+        # Computing the gradients before step() is faster and gives bit-identical results.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = (calls_closure_first or not takes_closure(optimizer)) and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -240,7 +239,8 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # For the first batch, check whether the step calls backward(). Skip sharded networks.
+        # In the first batch, check whether the step calls backward(). The check cannot compare the
+        # gradients of sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -264,7 +264,7 @@ class AutomaticOptimization(Optimization):
         self._outputs = {}
         if progress.is_window_end:
             self._take_step(batch, batch_idx)
-            # As in Trainer, also count steps that a gradient scaler has skipped.
+            # Like Trainer, also count steps that a gradient scaler has skipped.
             progress.count_steps()
         else:
             with run.steps.no_backward_sync():
@@ -311,8 +311,8 @@ class AutomaticOptimization(Optimization):
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Run ``training_step`` and the backward pass. Return the loss.
 
-        If ``training_step`` returns None, there is no backward pass, and the result is None. As in
-        Trainer, the optimizer steps even without a loss, except with a gradient scaler.
+        If ``training_step`` returns None, skip the backward pass, and return None. Like Trainer,
+        step the optimizer even then, except with a gradient scaler.
         """
         run, check = self.run, self._first_step_check
         if check is None:
@@ -332,7 +332,7 @@ class AutomaticOptimization(Optimization):
             if run.progress.accumulate_grad_batches > 1:
                 loss = loss / run.progress.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
-                # As in Trainer, hooks get the loss divided by the number of accumulated batches.
+                # Like Trainer, pass hooks the loss divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.is_backward_skipped:
@@ -376,7 +376,7 @@ class AutomaticOptimization(Optimization):
 
 
 class ManualOptimization(Optimization):
-    """Trains on a batch with manual optimization: ``training_step`` calls ``optimizer.step()``."""
+    """Trains on a batch with manual optimization, in which the step calls ``optimizer.step()``."""
 
     is_automatic = False
 
@@ -385,7 +385,7 @@ class ManualOptimization(Optimization):
         # The indices of the optimizers whose step() was called since the last backward call.
         self._stepped: set[int] = set()
         # With DDP, _reduces_gradients stays False if a step calls loss.backward() instead of
-        # loop.backward(loss). No gradients are then averaged, so _count_step raises an error.
+        # loop.backward(loss). Gradients are then not averaged, so _count_step raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -409,11 +409,10 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear _stepped here, because a step may call loss.backward() instead of
-            # loop.backward().
+            # loop.backward() clears _stepped. Clear it here, too, because a step may call
+            # loss.backward() instead.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
-        # Like Trainer, count each batch, although global_step counts optimizer steps.
         run.progress.count_manual_batch()
         if output is None:
             return {}
@@ -509,8 +508,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, complex or sharded."""
     if gradient.layout is torch.sparse_coo:
-        # A sparse gradient may contain an index several times. Sum the values of each index before
-        # computing the norm.
+        # A sparse gradient may contain an index several times. coalesce() adds up its values.
         gradient = gradient.coalesce().values()
     elif gradient.layout is not torch.strided:
         gradient = gradient.values()

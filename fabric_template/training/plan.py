@@ -31,16 +31,16 @@ class Plan:
 
     Attributes:
         loop: The FabricLoop, which modules and callbacks get as their trainer.
-        stage: The call: "fit", "validate", "test" or "predict".
+        stage: The method that was called: "fit", "validate", "test" or "predict".
         config: The options at the start of the call. Hooks may change the options of the run.
-        model: The given model, without wrappers.
+        model: The model passed to the loop, without the wrapper of Fabric or torch.compile.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
-        compile: The option compile, or the compiler of a model that torch.compile has wrapped.
-        loaders: The given loaders, keyed by "train", "val", "test" and "predict".
+        compile: The option ``compile`` or, if torch.compile has wrapped the model, its compiler.
+        loaders: The loaders passed to the loop, keyed by "train", "val", "test" and "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
         optimizer: The argument ``optimizer`` of fit, or None.
-        is_model_given: Whether the call has a model, or uses the model of the last call.
+        is_model_given: Whether a model was passed. If not, the model is from the previous call.
         start: The checkpoint that the call starts from.
     """
 
@@ -76,12 +76,13 @@ class Plan:
     def copied(self) -> Plan:
         """Return a Plan with copies of the model and optimizer.
 
-        The tensors that a spawned process receives are in memory shared with the parent process.
+        Without copies, a spawned process would train tensors in memory that it shares with the
+        parent process.
         """
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
-        kept = {id(part): part for part in (self.loop, self.datamodule)}
-        return replace(self, **deepcopy(parts, kept))
+        not_copied = {id(part): part for part in (self.loop, self.datamodule)}
+        return replace(self, **deepcopy(parts, not_copied))
 
 
 def make_plan(
@@ -96,11 +97,12 @@ def make_plan(
     optimizer: Any = None,
     returns_predictions: bool = True,
 ) -> Plan:
-    """Check the arguments of fit, validate, test or predict. Read the checkpoint. Return a Plan.
+    """Check the arguments of fit, validate, test or predict, and read the checkpoint.
 
     Args:
-        model: The given model. None: the model of the previous call, in an evaluation.
-        functions: The step functions that were given, keyed by name.
+        model: The model passed to the loop. If None, an evaluation uses the model of the previous
+            call.
+        functions: The step functions passed to the loop, keyed by name.
         start: The arguments ``resume``, ``load`` and ``ckpt_path``.
     """
     check_idle(loop, stage)
@@ -149,12 +151,12 @@ def choose_data(
 ) -> dict[str, Any]:
     """Return the fields of Plan that describe the loaders.
 
-    The field ``source`` is the datamodule or module that creates the loaders that were not passed.
+    The field ``source`` is the datamodule or module that creates missing loaders.
     """
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule
     if datamodule is None and last is not None and last.datamodule is not None:
-        # Keep the previous call's datamodule, and use its loaders if no loaders were given.
+        # Keep the previous call's datamodule, and use its loaders if the call has no loaders.
         datamodule = last.datamodule
         if not has_loader(loaders, module, LOADER_OF_STAGE[stage]):
             source = datamodule

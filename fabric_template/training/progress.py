@@ -35,13 +35,13 @@ class Progress:
     stage: str | None = None
     """"train", "validate", "sanity_check", "test" or "predict"; None after the run."""
     global_step: int = 0
-    """Optimizer steps taken."""
+    """The number of optimizer steps."""
     epochs_done: int = 0
-    """Completed epochs."""
+    """The number of completed epochs."""
     batches_done: int = 0
-    """Batches of this epoch, including the current one."""
+    """The number of batches in this epoch, including the current one."""
     total_batches: int = 0
-    """Batches of all epochs."""
+    """The number of training batches in all epochs so far."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
     """The number of batches that ended with an optimizer step. Loggers receive it as the step."""
@@ -52,15 +52,15 @@ class Progress:
     phase: str | None = None
     """The current phase of an epoch. The docstring of fit_loop.py lists the phases."""
     batches_at_window_start: int = 0
-    """batches_done at the end of the last accumulation window."""
+    """The value of batches_done at the last optimizer step of this epoch."""
     num_train_batches: int | float = math.inf
-    """Batches per epoch, or infinity if the length is unknown."""
+    """The number of training batches per epoch, or infinity if it is unknown."""
     eval_batches_done: int = 0
-    """Batches of the current evaluation."""
+    """The number of batches in the current evaluation, including the current one."""
     total_eval_batches: int = 0
-    """Batches of all validations in this epoch, or of one test or prediction."""
+    """The number of batches in all validations of this epoch, or in one test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
-    """Evaluated batches by dataloader_idx. Loggers receive the number of batches as the step."""
+    """The number of evaluated batches, keyed by dataloader_idx. Loggers receive it as the step."""
     has_started: bool = False
     """Whether on_train_start has run."""
     accumulate_grad_batches: int = 1
@@ -121,7 +121,7 @@ class Progress:
         self.optimizer_steps_in_epoch += steps
 
     def count_manual_batch(self) -> None:
-        """In manual optimization, count each batch as one step of the epoch, as Trainer does."""
+        """Like Trainer, count each batch of manual optimization as one step of the epoch."""
         self.optimizer_steps_in_epoch = self.batches_done
 
     def finish_batch(self, is_window_end: bool) -> None:
@@ -144,7 +144,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """Reset the counts of ``count_eval_step`` to 0, for new evaluation loaders."""
+        """For new evaluation loaders, let ``count_eval_step`` count from 0 again."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -158,7 +158,7 @@ class Progress:
         return count
 
     def end_validation(self) -> None:
-        """End the validation phase. Call this method after the last hook that may log values."""
+        """End the validation, so that a checkpoint from now on does not repeat it on resume."""
         self.phase = "report_validation"
 
     # Questions
@@ -183,7 +183,8 @@ class Progress:
     def crosses(self, every: int, since: int) -> bool:
         """Return whether one of the steps taken after step ``since`` is a multiple of ``every``.
 
-        In manual optimization, the steps of one batch may jump over a multiple of ``every``.
+        Testing only global_step is not enough. In manual optimization, one batch may take several
+        steps.
         """
         return self.global_step // every > since // every
 
@@ -216,13 +217,14 @@ class StopCondition:
     """Decides whether a limit, ``should_stop`` or a signal ends training.
 
     Args:
-        config: The options. None means that a limit was not given.
-        has_timer: Whether a Timer ends the run, as with max_time, so that epochs need no limit.
+        config: The options, in which None stands for a limit that was not set.
+        has_timer: Whether a Timer callback limits the training time. If so, max_epochs may be
+            omitted.
 
     Attributes:
-        divergence: Why on_nan="stop" ends training, despite min_epochs and min_steps.
+        divergence: Why on_nan="stop" ends training, even before min_epochs or min_steps.
         failure: The class and the message of an error that ended the run. The error itself is not
-            kept, because its traceback would keep the last batch and the last graph in memory.
+            stored, because its traceback would keep the last batch and the last graph in memory.
     """
 
     is_per_process = False
@@ -302,7 +304,8 @@ class ValidationSchedule:
     """Decides after which training batches the loop validates.
 
     Attributes:
-        every_n_batches: The interval in batches, or infinity for other intervals, such as a time.
+        every_n_batches: The interval in training batches, or infinity if the interval has another
+            unit, such as a time.
     """
 
     is_per_process = True
@@ -311,8 +314,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # Do not warn that a resumed run has not validated, because such a run may end before its
-        # next validation.
+        # Do not warn that a resumed run never validated, because the saved run may have validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -321,7 +323,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the schedule, which needs the number of batches of the training loader."""
+        """Start the schedule. The number of training batches must be known."""
         self.restart()
         self.count_batches()
 
@@ -345,7 +347,7 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute ``every_n_batches`` from the number of batches of the training loader."""
+        """Compute ``every_n_batches`` from the options and the number of training batches."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate

@@ -29,14 +29,15 @@ class Run:
     """Holds the objects of one call of fit, validate, test or predict, such as ``progress``.
 
     Args:
-        plan: The call. The process group must exist, because parts depend on the rank.
+        plan: The checked arguments of the call. The process group must exist, because the objects
+            need the rank.
 
     Attributes:
         config: The current options.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
-        steps: Wraps the steps for the precision, the strategy and the compilation.
-        plain_state: The attributes of the model, the datamodule and the callbacks.
+        steps: Applies the precision, the strategy and torch.compile to steps.
+        plain_state: The changes to attributes of the model, the datamodule and the callbacks.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -74,8 +75,7 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        An object's class attribute ``is_per_process`` is True if each process saves its own
-        state_dict.
+        Their class attribute ``is_per_process`` is True if each process saves its own state_dict.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
@@ -109,7 +109,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step with the precision, the strategy and the profiler.
+        """Apply the precision, the strategy and the profiler to a step.
 
         While the step runs, ``hooks.current`` is the name of the step.
         """
