@@ -1,4 +1,4 @@
-"""Find the stateful objects in a loader, and restore loaders with their own ``state_dict``.
+"""Find the stateful objects in a loader, and restore loaders that have a ``state_dict``.
 
 In this module, a "stream" is a loader or an IterableDataset that has the methods ``state_dict`` and
 ``load_state_dict``.
@@ -33,7 +33,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# Do not search objects of these types for state that determines a loader's position.
+# Objects of these types are not searched for state that determines a loader's position.
 _LEAVES = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -42,31 +42,30 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# Also do not search objects of classes from these packages, such as the loop.
+# Objects from these packages, such as the loop itself, are not searched either.
 _NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )
-# The attributes that DataLoader itself sets, which are not saved.
+# DataLoader sets these attributes itself, so checkpoints do not contain them.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The loop sets the epoch of a sampler with set_epoch(), so a checkpoint does not need it.
 _OF_SAMPLER = ("epoch",)
-# DataLoader keeps its current iterator in this attribute, which is not saved.
+# DataLoader stores its current iterator in this attribute. A resumed run creates a new iterator.
 _ITERATOR_OF_PASS = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset whose ``state_dict`` contains the reading position, or None."""
+    """Return the loader or dataset whose ``state_dict`` contains the position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state_dict() lacks the order of samples that this sampler generated, so
-            # do not use state_dict().
+            # The loader's state_dict() lacks the sample order that this sampler has generated.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # Do not use the state of a StatefulDataLoader, which lacks the RNG states of its workers.
+        # The state of a StatefulDataLoader lacks the RNG states of its workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
@@ -87,12 +86,12 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def with_items(part: Any) -> Any:
-    """Return an object whose attribute holds the items of a list, which has no attributes."""
+    """Wrap a list in an object, because only an object's attributes can be saved."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
 def parts_of_samples(loader: Any) -> dict[str, Part]:
-    """Return the objects that create batches, such as the dataset and the collate_fn."""
+    """Return the objects that create the samples and batches, such as the dataset."""
     found = objects_of_samples(
         getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     )
@@ -120,12 +119,10 @@ def objects_in(dataset: Any) -> dict[str, Any]:
 
 
 def is_of_library(part: Any) -> bool:
-    """Return whether an object's class is from torch, torchdata or Lightning."""
     return type(part).__module__.startswith(_LIBRARIES)
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers without duplicates."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)
@@ -133,10 +130,10 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return an explanation if a loader cannot resume after its first epoch. Otherwise, return "".
+    """Explain why a loader cannot resume after its first epoch. Return "" if it can.
 
     Args:
-        hides_workers: Whether the loader has workers whose RNG states are not recorded.
+        hides_workers: Whether the loader has workers whose RNG states are not saved.
     """
     kind = type(loader).__name__
     if hides_workers and getattr(loader, "persistent_workers", False):
@@ -155,8 +152,7 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 def holds_iterator(loader: Any) -> bool:
     """Return whether a loader contains an iterator that continues across epochs.
 
-    For a DataLoader without workers, search its IterableDataset. For a DataLoader with workers or
-    a map-style dataset, return False.
+    A DataLoader is searched only if it has an IterableDataset and no workers.
     """
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
@@ -167,7 +163,7 @@ def holds_iterator(loader: Any) -> bool:
 
 
 def starts_over(iterator: Iterator[Any]) -> bool:
-    """Return whether an iterator's ``__iter__`` does more than return the iterator itself."""
+    """Return whether ``__iter__`` seems to restart the iterator, instead of only returning it."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
@@ -178,8 +174,8 @@ def find_values(
     """Return an object and the values nested in it, keyed by a name such as "stream.dataset".
 
     Args:
-        enters_iterators: Include the attributes of iterators, which ``__iter__`` may have created.
-        enters_data: Include the first items of long containers, too.
+        enters_iterators: Also search the attributes of iterators.
+        enters_data: Also search the first items of long containers.
     """
     found: dict[str, Any] = {}
     waiting, seen = deque([("stream", owner)]), set()
@@ -209,13 +205,13 @@ def find_values(
 
 
 class StreamState:
-    """The state of a loader or dataset that has ``state_dict`` and ``load_state_dict``.
+    """Saves and restores a loader or dataset with its own ``state_dict`` and ``load_state_dict``.
 
     After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
-    the earlier batches. ``load_state_dict`` may also set attributes that later epochs need, such as
-    the epoch number. Therefore, after the resumed epoch, StreamState changes only the attributes to
-    which ``load_state_dict`` gave a value that differs from the value in the saved run. These
-    attributes get the values of the saved run.
+    the earlier batches. Therefore, attributes that ``load_state_dict`` has changed must be reset
+    after the resumed epoch. ``load_state_dict`` may also set attributes that later epochs need,
+    such as the epoch number. Therefore, StreamState resets only those attributes whose values
+    differ from their values in the saved run.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -225,30 +221,29 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes whose values after load_state_dict() differ from the values in the saved
-        # run. Each entry contains the digest of the value after load_state_dict(), and the encoded
-        # value of the saved run.
+        # The attributes that load_state_dict() set to other values than in the saved run. Each
+        # entry contains a digest of the new value, and the encoded value from the saved run.
         self._different: dict[Place, tuple[Any, Any]] = {}
-        # The state passed to load_state_dict(), which state() returns until a batch is read.
+        # The state that was passed to load_state_dict(), until the first batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return ``state_dict()`` or, before the first batch is read, the loaded state."""
+        """Return the current state or, before the first batch is read, the loaded state."""
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the attributes that have changed since __init__, except by ``load_state_dict``."""
+        """Return the changed attributes, without the changes that only load_state_dict has made."""
         attributes = {**self._plain.changed_attributes(), **self._unused()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. The caller must create the loader's iterator in the with block."""
-        # The digest and the encoded value that each attribute had in the saved run. If the
-        # checkpoint does not contain an attribute, the attribute had its initial value.
+        # For each attribute, a digest of its value in the saved run, and the encoded value. If the
+        # checkpoint lacks an attribute, its value had not changed.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -259,18 +254,18 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # ``saved`` is None if the checkpoint contains no value that can be compared.
+            # None means that the saved value cannot be compared.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._different[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Set the attributes that only load_state_dict changed to their values in the saved run."""
+        """Reset the attributes that only load_state_dict changed to their saved values."""
         self._plain.load_attributes(self._unused())
         self._different.clear()
 
     def _unused(self) -> dict[Place, Any]:
-        """Return the saved run's values of the attributes that only load_state_dict changed."""
+        """Return the saved value of each attribute that only load_state_dict has changed."""
         digests = self._plain.digests() if self._different else {}
         return {
             place: value

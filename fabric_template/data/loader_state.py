@@ -1,13 +1,12 @@
 """Save and restore the position in a loader to resume with the next batch.
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
-- A map-style DataLoader draws the indices of the finished batches again, but reads no samples. If
-  only some workers have returned a batch, the DataLoader also reads the samples of these batches.
+- A map-style DataLoader draws the indices of the finished batches again, but does not read their
+  samples. As long as some workers have not yet returned a batch, it also reads the samples.
 - Any other loader reads all finished batches again.
 
-A loader that keeps an iterator across epochs cannot resume after the first epoch. If a loader has
-workers, and its sampler draws each batch with the global random generator, the restored position is
-inexact.
+A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
+position is inexact if a loader has workers, and its sampler draws random numbers for each batch.
 """
 
 from __future__ import annotations
@@ -45,35 +44,35 @@ STICKY_POSITION = (
 
 
 class ResumableLoader:
-    """Iterates over a loader. After a resume, starts with the first batch that is not finished.
+    """Iterates over a loader. In a resumed run, starts after the last finished batch.
 
-    When a loader's iterator is created, the random generators determine the order of the samples. A
-    resumed run restores the saved RNG states before it creates the iterator.
+    The RNG states at the creation of a loader's iterator determine the order of the samples.
+    Therefore, a resumed run restores these RNG states before it creates the iterator.
 
     Attributes:
-        passes: Number of times the loader was started in this epoch. CombinedLoader restarts short
-            loaders.
+        passes: Number of times the loader was started in this epoch. CombinedLoader may start a
+            short loader several times.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
-        restart_problem: The reason why no run can resume after the first epoch, with a fix, or "".
+        restart_problem: Explains why a run cannot resume after the first epoch, or "" if it can.
         workers: The RNG state of each worker after its last batch, or None before its first batch.
-            Persistent workers keep their RNG states between passes.
+            Persistent workers keep their RNG states between epochs.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = self.batches = 0
         self.is_finished = False
-        # A subclass with its own __iter__ may ignore a new sampler or collate_fn.
+        # A subclass of DataLoader with its own __iter__ may ignore a new sampler or collate_fn.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
-        # The index of the worker that loads the first batch. After a resume in the middle of an
-        # epoch, this index may be greater than 0.
+        # The index of the worker that loads the iterator's first batch. It may be greater than 0
+        # after a resume in the middle of an epoch.
         self._first_worker = 0
-        # The RNG states before the iterator was created, and before the first batch was read.
+        # The RNG states before the iterator was created, and those before the first batch was read.
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
@@ -82,8 +81,8 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(stream)
         # The index of the first batch after a resume. None after the end of the resumed epoch.
         self._resumed_at: int | None = None
-        # Two numbers that are set at the end of a resumed epoch: the number of batches in this
-        # epoch, and the number of batches that were read after the resume.
+        # Set at the end of a resumed epoch: the number of its batches, and how many of them were
+        # read after the resume.
         self._resumed: tuple[int, int] | None = None
         # True if the epoch after a resumed epoch also lacks the batches from before the resume.
         self.is_sticky = False
@@ -96,8 +95,8 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the first epoch. From then on, a loader that continues across epochs instead of
-        # restarting cannot be resumed.
+        # True after the first epoch. From then on, a loader that does not restart in each epoch
+        # cannot be resumed.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -132,7 +131,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the prefetched batches of persistent workers to get the workers' RNG states."""
+        """Read the batches that persistent workers have prefetched, to get the RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -141,7 +140,7 @@ class ResumableLoader:
                     pass
 
     def close(self) -> None:
-        """Close the iterator. This shuts down the loader's workers, except persistent workers."""
+        """Close the iterator, which shuts down all workers that are not persistent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -169,7 +168,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # Batches cannot be skipped by index if only some of the workers have returned a batch.
+        # If only some of the workers have returned a batch, the others have no saved RNG state. In
+        # this case, read all batches again.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -197,7 +197,7 @@ class ResumableLoader:
 
     def _read(self, iterator: Any) -> Generator[Any]:
         if self._at_first_batch is None and not self.workers:
-            # Without workers, some loaders do not shuffle before the first batch is requested.
+            # Without workers, some loaders do not shuffle until the first batch is requested.
             self._at_first_batch = self._capture()
         if self._stream is not None:
             self._stream.start_reading()
@@ -237,30 +237,29 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator, whose workers start with batch number ``first``."""
+        """Create the loader's iterator. With workers, it starts at the batch number ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
         clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
-        # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
+        # Bypass DataLoader.__setattr__, which forbids changes to the samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Let the workers load a short last batch, because loading may draw random numbers. The
-            # function recorder.collate drops this batch.
+            # Let the workers load an incomplete last batch, because loading may draw random
+            # numbers. The function recorder.collate drops this batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Give persistent workers the new sampler, because they keep their first sampler
-            # otherwise.
+            # Persistent workers would otherwise keep their first sampler.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers in their saved RNG states, without drawing random numbers."""
+        """Start the workers with their saved RNG states. This process's RNG does not change."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -271,9 +270,9 @@ class ResumableLoader:
         """Return the position in the loader, with the RNG states that a resume needs.
 
         Args:
-            is_in_pass: Whether a resumed run reads the remaining batches of the loader, and not all
-                batches. Has no effect before the first batch.
-            is_per_batch: Leave out attributes that a resumed run sets by reading batches again.
+            is_in_pass: Whether a resumed run reads only the remaining batches. If False, it reads
+                all batches. Has no effect before the first batch.
+            is_per_batch: Leave out attributes that a resumed run sets when it reads batches again.
         """
         if self._restored is not None:
             return self._restored
@@ -281,7 +280,7 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # A resumed run reads samples again unless it can skip finished batches by index.
+        # A resumed run reads finished batches again, unless it can skip them by index.
         is_read_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -301,13 +300,13 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved position with the current attributes of a loader with ``state_dict``."""
+        """Return a copy of a saved position that contains the loader's current attributes."""
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
 
     def check_restart(self) -> None:
-        """Raise an error if a resume would restart a loader that continues across epochs."""
+        """Raise an error if the loader cannot resume after its first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -330,10 +329,11 @@ class ResumableLoader:
     def _restore_between_passes(self, state: dict[str, Any]) -> None:
         if "stream" in state and self._stream is not None:
             with unchanged_rng_state(), self._stream.loaded(state["stream"]):
-                # The resumed epoch has no batches left. Create an iterator for this epoch and
-                # discard the iterator, so that the next iterator starts a new epoch.
+                # The resumed epoch has no batches left. Create an iterator for this epoch, and
+                # discard it, so that the next iterator starts a new epoch.
                 iter(self.loader)
-                # torchdata's samplers move to their restored position when an index is requested.
+                # torchdata's samplers move to their restored position only when an index is
+                # requested.
                 for sampler in samplers_of(self.loader):
                     next(iter(sampler), None)
             self._stream.end_pass()
@@ -352,11 +352,10 @@ class ResumableLoader:
             )
 
     def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the states of the samplers ("order") and of the dataset ("samples")."""
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
     def _find_iterators(self) -> None:
-        """Find iterators of the loader that a pass may continue, to warn about their positions."""
+        """Find iterators in the loader, to warn about them if their positions cannot be saved."""
         if self.restart_problem or self._stream is not None:
             return
         self._plain_states["order"].find_iterators()
@@ -375,9 +374,9 @@ class ResumableLoader:
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
-    """Draw the indices of finished batches from the sampler, without reading samples."""
+    """Draw the indices of the first ``done`` batches from the sampler, without reading samples."""
     indices = iterator._sampler_iter
-    # Draw at least one index, because a sampler shuffles when its first index is requested.
+    # Draw at least one index, because samplers shuffle when the first index is requested.
     drawn = draw_items(indices, max(done, 1), loader)
     iterator._sampler_iter = chain(drawn[done:], indices)
 
@@ -385,7 +384,7 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Draw items from a sampler. Warn if it draws random numbers after its first item.
 
-    In the saved run, such a sampler drew other numbers, because the model drew numbers in between.
+    Such a sampler drew different numbers in the saved run, because the model drew numbers, too.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -405,13 +404,13 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
 
 
 class SkippingSampler:
-    """Skips the first ``first`` items of a sampler."""
+    """Iterates over a sampler, but skips its first items."""
 
     def __init__(self, sampler: Iterable[Any], first: int, loader: Any) -> None:
         self._sampler, self._first, self._loader = sampler, first, loader
 
     def __iter__(self) -> Iterator[Any]:
-        # Start the sampler again in each call, because torch calls iter() twice per epoch.
+        # Restart the sampler in each call, because torch calls iter() twice per epoch.
         return self._skip(iter(self._sampler))
 
     def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -421,20 +420,20 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Marks an incomplete batch, which is dropped because of ``drop_last``."""
+    """Replaces an incomplete batch that must be dropped, because ``drop_last`` is True."""
 
 
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    The RNG state covers the global generators, and those of the dataset and the collate_fn.
-    Workers prefetch batches, so the current RNG state of a worker belongs to a batch that the loop
-    has not received yet. Recording the state costs 80 microseconds per batch. A worker sends the
-    state (10 kB) only if the state changed while the batch was loaded.
+    Workers prefetch batches, so a worker's current RNG state belongs to a batch that the loop has
+    not received yet. The recorded state includes the global generators, and those of the dataset
+    and the collate_fn. Recording the state costs 80 microseconds per batch. A worker sends the
+    state (10 kB) only if it has changed while the batch was loaded.
 
     Args:
-        states: The RNG state in which each worker starts. None: the state after seeding.
-        first: The number of the saved worker that the first worker replaces.
+        states: The RNG state with which each worker starts, or None to keep the worker's seed.
+        first: The index of the worker that would load the next batch in the saved run.
     """
 
     def __init__(self, loader: DataLoader, states: list[Any], first: int) -> None:
@@ -451,8 +450,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() visits these objects for every batch, so keep only the objects that hold random
-        # generators.
+        # collate() reads the states of these objects for every batch. To save time, omit objects
+        # without random generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()
@@ -465,11 +464,11 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return (batch, worker number, RNG state), with None for an unchanged RNG state."""
+        """Return the batch, the worker's index, and its RNG state, or None if it is unchanged."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
-        # The states of CUDA are tensors, which != cannot compare.
+        # The RNG states of CUDA are tensors, so != cannot compare them.
         has_changed = "cuda" in self._rng_state or self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None

@@ -34,7 +34,7 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The names under which Lightning's profilers record the time of reading a batch.
+# The names under which Lightning's profilers record the time that reading a batch takes.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
@@ -46,12 +46,14 @@ _USED_UP = (
 
 
 class DataConnector:
-    """Creates the loaders of a run, and new loaders every reload_dataloaders_every_n_epochs epochs.
+    """Creates the loaders of a run.
+
+    With reload_dataloaders_every_n_epochs=n, creates new loaders every n epochs.
 
     Attributes:
         given: The loaders that the user passed, keyed by stage: "train", "val", "test", "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
-        created: The loaders that were created, keyed by "train" and "evaluation".
+        created: The current loaders, keyed by "train" and "evaluation".
     """
 
     is_per_process = True
@@ -64,8 +66,7 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the RNG states and the attribute values when its loaders were last
-        # created.
+        # For each stage, the RNG states and attributes from which its loaders were last created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -78,7 +79,6 @@ class DataConnector:
         return self.created["evaluation"]
 
     def has_loader(self, stage: str) -> bool:
-        """Return whether the user gave a loader for this stage or a method that creates one."""
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
@@ -89,9 +89,9 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the loaders passed for a stage, or the loaders that the stage's hook returns."""
+        """Return the user's loaders for a stage, or call a method such as train_dataloader()."""
         if stage in self.given:
-            # make_plan has already checked the given loaders.
+            # These loaders have already been checked in make_plan.
             return self.given[stage]
         name, provider = f"{stage}_dataloader", self.source
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
@@ -113,7 +113,7 @@ class DataConnector:
         with self._state_of_load(stage):
             combined = combine_loaders(self.request(stage), is_training=kind == "train")
             for loader in combined.flattened:
-                # Call iter() like Trainer, because iter() may draw random numbers.
+                # Like Trainer, call iter(), which may draw random numbers.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -122,9 +122,9 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Save the RNG states and the attributes from which a hook creates the loaders.
+        """Record the RNG states and the attributes from which a hook creates the loaders.
 
-        A resumed run first restores the saved states, so that the hook creates the same loaders.
+        In a resumed run, first restore these states, so that the hook creates the same loaders.
         """
         if stage in self.given:
             yield
@@ -170,14 +170,14 @@ class DataConnector:
             )
         is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
-            # As in Trainer, the first epoch's iterator starts as soon as the loader is created.
+            # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # If Trainer restarts an epoch, it creates a second iterator for this epoch.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
     def start_train_batches(self) -> None:
-        """Start the training iterator of an epoch if setup_train_loader has not started it."""
+        """Start an epoch's training iterator, unless setup_train_loader has already started it."""
         if not self._is_train_started:
             self.train.start()
         self._is_train_started = False
@@ -198,8 +198,7 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        If the saved run created validation loaders before its first epoch, a resumed run creates
-        them at once, to draw the same random numbers.
+        A resumed run does so only if the saved run did, to draw the same random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -215,7 +214,6 @@ class DataConnector:
         return StageLoaders(self.run, "val", combine_loaders(source))
 
     def teardown(self) -> None:
-        """Shut down the workers of every loader."""
         for loaders in self.created.values():
             loaders.close()
 
@@ -238,28 +236,25 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that cannot resume without a saved position.
-
-        MiniLoop's checkpoints contain no positions.
-        """
+        """Raise an error for training loaders that cannot resume without a saved position."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
     def stateful_loaders(self) -> list[Any]:
-        """List the training loaders whose states Trainer saves."""
+        """Return the training loaders whose states Trainer saves."""
         loaders = self.train.loaders if "train" in self.created else []
         return list(filter(has_state, loaders))
 
     def load_loader_states(self, states: list[Any]) -> None:
-        """Restore the loader states from a Trainer checkpoint."""
+        """Restore the states of training loaders from a Trainer checkpoint."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
-            # End the iterator of the previous epoch, so that the next epoch starts a new one.
+            # End the saved epoch's iterator, so that the next epoch starts with its first batch.
             iter(loader)
 
 
 def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
-    """Return whether a stage has loaders, from the user or from a method of ``source``."""
+    """Return whether the user passed loaders for a stage, or defined a method that returns them."""
     return stage in given or overridden(source, f"{stage}_dataloader") is not None
 
 
@@ -267,7 +262,8 @@ def check_loaders(source: Any, found: str) -> None:
     """Raise an error for loaders that do not yield batches.
 
     Args:
-        found: The start of the message, with {} for the loader: "val_dataloaders: got {}, ...".
+        found: The start of the error message, such as "val_dataloaders: got {}, ...". A description
+            of the loader replaces {}.
     """
     for loader in combine_loaders(source).flattened:
         problem = find_problem(loader)
@@ -276,7 +272,7 @@ def check_loaders(source: Any, found: str) -> None:
 
 
 def find_problem(loader: Any) -> str:
-    """Return advice for an object that does not yield batches, or "" if the object is a loader."""
+    """Return advice if an object does not yield batches. Return "" for a valid loader."""
     parts = loader.values() if isinstance(loader, Mapping) else loader
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
@@ -309,8 +305,9 @@ class StageLoaders:
         previous: The loaders of the stage before a reload.
 
     Attributes:
-        loaders: The loaders in a flat list. ``as_given`` contains them in the given structure.
-        resumable: A ResumableLoader around each loader. ``_combined`` iterates over these.
+        loaders: The loaders as a flat list.
+        as_given: The loaders in the structure that the user passed, such as a dict.
+        resumable: A ResumableLoader for each loader.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches from all loaders, or infinity if it is unknown.
         names: The keys of a dict of loaders. Empty if the loaders are not in a dict.
@@ -338,19 +335,18 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # Without reloads, store 0, so that a checkpoint does not depend on when the loaders were
-        # created.
+        # If loaders are never reloaded, store 0. Otherwise, a checkpoint would depend on the epoch
+        # in which the loaders were created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
         self.iterator: Any = None
         # If a training loader has no length, prefetch one batch, to know which batch is the last.
-        # Checkpoints contain the loader's position and the RNG state from before this batch was
-        # prefetched.
+        # Checkpoints contain the loader's position and the RNG state before the prefetch.
         is_training = stage == "train"
         self._is_read_ahead = is_training and self.num_batches == math.inf
-        # A loader without a length may end earlier in one process than in another. Without a check,
-        # the other process would wait forever.
+        # A loader without a length may end earlier in one process than in another. Without a check
+        # before each batch, the other process would wait forever.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._following: Any = END
@@ -379,7 +375,7 @@ class StageLoaders:
                     part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators, which start at the restored positions after a resume."""
+        """Create the loaders' iterators. After a resume, they start at the restored positions."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._following = END
@@ -420,7 +416,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until any of the processes has no more batches."""
+        """Yield batches until the first process has no batch left."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -442,10 +438,7 @@ class StageLoaders:
             yield item
 
     def _read_following(self, items: Iterator[Any]) -> None:
-        """Prefetch one batch.
-
-        The first prefetch after a resume uses the saved RNG state.
-        """
+        """Prefetch one batch. Use the saved RNG state for the first prefetch after a resume."""
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
         self._before_following = positions, restored or capture_rng_state()
@@ -473,7 +466,7 @@ class StageLoaders:
             loader.end_pass()
 
     def close(self) -> None:
-        """Shut down the workers of every loader, and free the last batch."""
+        """Shut down the workers of all loaders, and free the last batch."""
         self.iterator = None
         for loader in self.resumable:
             loader.close()
@@ -523,11 +516,11 @@ class StageLoaders:
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
-    """Return the position that a loader had before its last ``dropped`` batches were read."""
-    # At the end of the loader, ``dropped`` also counts the last read, which returned no batch.
+    """Return a loader's position before its last ``dropped`` batches were read."""
+    # At the end of the loader, ``dropped`` also counts the last attempt, which read no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Omit the state of the samplers, because a resume generates the order of samples again. If a
-    # resume also reads the samples again, omit the state of the dataset, too.
+    # Omit the samplers' states, because a resumed run generates the order of the samples again. If
+    # it also reads the samples again, omit the dataset's state, too.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -537,7 +530,7 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
 
 
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
-    """Return a CombinedLoader around the given loaders, or the CombinedLoader that was given.
+    """Wrap loaders in a CombinedLoader. Return an existing CombinedLoader unchanged.
 
     A list of loaders counts as several loaders. A list of batches counts as one loader.
     """
@@ -556,10 +549,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether an item of a list must be a batch, because a loader would be iterable.
-
-    Numbers, strings, classes and None are not batches.
-    """
+    """Return whether a list item must be a batch: a custom object that is not iterable."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -602,7 +592,7 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
 
 
 def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if a process has more batches than others, for which it would wait forever."""
+    """Raise an error if a process has more batches than another, because it would wait forever."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
-    """Return a loader that is adapted to the number of processes and to the run's options."""
+    """Adapt a loader to the number of processes and to the run's options."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
@@ -55,13 +55,13 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # Bypass DataLoader.__setattr__, which does not allow changes to the samplers.
+    # Bypass DataLoader.__setattr__, which forbids changes to the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader for this process, with the sample order that a DataLoader has."""
+    """Return a TensorLoader with this process's samples, in the order that a DataLoader uses."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return whether overfit_batches turns off shuffling. If so, warn."""
+    """Return whether overfit_batches turns off shuffling. If it does, warn the user."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -86,7 +86,7 @@ def turn_off_shuffling(run: Run, stage: str) -> bool:
 
 
 def replicas_and_rank(run: Run) -> tuple[int, int]:
-    """Return num_replicas and rank for DistributedSampler."""
+    """Return the arguments num_replicas and rank for DistributedSampler."""
     if run.fabric.world_size == 1:
         return 1, 0
     # The processes of a tensor-parallel group get the same rank, and therefore the same samples.
@@ -115,14 +115,13 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Keep a reference to the user's sampler, because checkpoints also contain the state of this
-    # sampler.
+    # Keep a reference to the user's sampler, because checkpoints also contain its state.
     wrapper.given_sampler = given
     return wrapper
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler that draws from ``sampler``. Return None for None."""
+    """Return a copy of a batch sampler that groups the indices from another sampler."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
@@ -137,7 +136,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
-    """Warn about shuffled validation data, an IterableDataset with a length, or too few workers."""
+    """Warn about shuffled evaluation data, iterable datasets with a length, and few workers."""
     if stage != "train" and isinstance(loader.sampler, RandomSampler):
         run.warn_once(
             f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended"
@@ -161,7 +160,7 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
 
 
 class TrackingBatchSampler(BatchSampler):
-    """A batch sampler that stores the sample indices of each batch in ``seen``."""
+    """A batch sampler that records the sample indices of each batch in ``seen``."""
 
     def __init__(self, batch_sampler: Any) -> None:
         vars(self).update(vars(batch_sampler))
@@ -182,10 +181,10 @@ class TrackingBatchSampler(BatchSampler):
 
 
 class Predictions:
-    """Collect predictions, grouped by loader and batch.
+    """Collects predictions, grouped by loader and batch.
 
     Attributes:
-        outputs: The predictions on the CPU. Empty if only callbacks receive them.
+        outputs: The predictions, moved to the CPU. Empty if predictions are not returned.
         batch_indices: The indices of the samples in each batch.
         current_indices: The indices of the samples in the current batch.
     """
@@ -211,5 +210,5 @@ class Predictions:
             self.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
 
     def as_returned(self) -> list[Any]:
-        """Return the outputs as one list, or as a list of lists for several loaders."""
+        """Return a list of predictions or, for several loaders, one such list per loader."""
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs

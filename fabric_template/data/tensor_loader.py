@@ -26,7 +26,7 @@ class TensorLoader:
         device: Move the tensors to this device once.
 
     FabricLoop treats a TensorLoader like a DataLoader. With several processes, each process gets
-    its share of the samples, and training shuffles them, as under Trainer.
+    its share of the samples. Like Trainer, FabricLoop then shuffles the training samples.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -63,7 +63,7 @@ class TensorLoader:
         """Return a loader that yields only the samples of one process.
 
         Args:
-            seed: The seed with which all processes draw the same order.
+            seed: The seed for shuffling, which must be equal in all processes.
             is_padded: Repeat some samples, so that each process gets the same number of samples.
         """
         if world_size == 1:
@@ -86,7 +86,7 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of samples in all processes."""
+        """Set the epoch. With several processes, it determines the order of the samples."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -120,9 +120,9 @@ class TensorLoader:
 
 
 class UnpaddedSampler(DistributedSampler[Any]):
-    """Gives each sample to exactly one process.
+    """A DistributedSampler that gives each sample to exactly one process.
 
-    Some processes get one sample more than the rest.
+    Some processes may get one sample more than others.
     """
 
     def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
@@ -140,7 +140,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error for values that are not tensors, have no dimensions, or differ in length."""
+    """Raise an error unless all values are tensors of one length, with at least one dimension."""
     wrong = [describe(part) for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:

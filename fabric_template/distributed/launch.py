@@ -1,4 +1,4 @@
-"""Start the processes of a run, or connect the processes that a launcher has started."""
+"""Start the processes of a run, or connect processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The attributes of a Run whose states a new process returns to the process that started it.
+# The attributes of a Run whose states a new process returns to the process that launched it.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -45,7 +45,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """If this process is not yet connected to the other processes of the run, connect it."""
+    """Connect this process to the other processes of the run, unless it is connected already."""
     strategy: Any = fabric.strategy
     if not isinstance(strategy, ParallelStrategy):
         return
@@ -58,7 +58,7 @@ def join_processes(fabric: Fabric) -> None:
     if not is_joined():
         remember_group(strategy)
         atexit.register(_leave_group)
-        # Hold the new TCPStore until all processes have connected to it.
+        # Keep a reference to the new TCPStore until all processes have connected to it.
         store = open_store_of_attempt()
     elif is_spawning(fabric) or getattr(strategy.launcher, "procs", None) or has_mesh(strategy):
         return
@@ -81,7 +81,7 @@ def _finish_gloo_threads() -> None:
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Return a list of one object per process, in rank order."""
+    """Collect one object from each process. Return them in all processes, in rank order."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -92,8 +92,8 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store may contain addresses of dead processes.
 
-    Rank 0 writes the address of the new TCPStore to torchrun's store. The other processes read the
-    address in torchrun's store, and connect to the new store.
+    Rank 0 writes the address of the new TCPStore to torchrun's store. The other processes read this
+    address, and connect to the new store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -107,8 +107,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Retry until rank 0 has replaced the address of an earlier store. If rank 0 fails, torchrun
-        # kills this process, so the number of retries needs no limit.
+        # The address may still be that of an earlier store, so retry until rank 0 has replaced it.
+        # The number of retries needs no limit, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -182,7 +182,8 @@ def _run_in_process(
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
-        # A spawned process receives tensors in shared memory, so copy them.
+        # A spawned process receives tensors in shared memory. Copy them, so that processes do not
+        # overwrite each other's tensors.
         plan = plan.copied()
     ending = result = None
     try:
@@ -219,7 +220,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Copy the results of the new process 0 to this process's model, run and callbacks."""
+    """Copy the results of the launched process 0 to this process's model, run and callbacks."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -235,8 +236,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # The load_state_dict of Lightning's SpikeDetection callback raises an AttributeError, which
-        # has no effect here.
+        # Lightning's SpikeDetection raises a harmless AttributeError in load_state_dict.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")
@@ -247,7 +247,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file. If another process has already written an error, do nothing."""
-    # Ignore an error that cannot be pickled. The launcher then reports only the error's text.
+    # If the error cannot be pickled, do not write it. The launcher still reports its text.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -25,19 +25,19 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Record the first signal during a run, and end the program at the second signal.
+    """Records the first signal during a run, and ends the program at the second signal.
 
     SIGTERM and SIGUSR1 also call the user's own handlers. If the user has set a handler for Ctrl-C,
     this handler stays in place. Signals that the user ignores stay ignored. At the end of the run,
-    the handlers from before the run are restored.
+    the previous handlers are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
-            None: this process prints nothing.
+            Without a Fabric object, nothing is printed.
 
     Attributes:
         received: The signal that this process has received.
-        is_check_due: Whether a signal has arrived here, or may have arrived in another process.
+        is_check_due: Whether this process has received a signal, or another process may have.
     """
 
     def __init__(self, fabric: Fabric | None = None) -> None:
@@ -52,11 +52,11 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
-        # Set handlers only in the main thread, because Python allows handlers nowhere else.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 previous = signal.getsignal(number)
-                # If this run was started inside another run, leave signals to that run.
+                # If this run was started inside another run, the outer run handles signals.
                 is_ours = isinstance(getattr(previous, "__self__", None), SignalHandler)
                 is_of_user = callable(previous) and number != signal.SIGINT and not is_ours
                 if previous in _DEFAULTS or is_of_user:
@@ -98,11 +98,12 @@ class SignalHandler:
         """Return a signal that any of the processes has received, or None.
 
         All processes must stop after the same step, so they exchange received signals about once a
-        second. Rank 0 decides after how many batches the processes exchange signals again. Between
-        two exchanges, this method does nothing except comparing two integers.
+        second. Rank 0 decides after how many batches the next exchange takes place. In between,
+        this method only compares two integers.
 
         Args:
-            known: The result of the previous call. batches: The number of training batches so far.
+            known: The result of the previous call.
+            batches: The number of training batches so far.
             is_due: Whether to exchange signals now.
         """
         if not self._has_others:
@@ -120,27 +121,27 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's numbers in all processes."""
+        """Send rank 0's numbers to all processes, and return them."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
 
     def find_largest(self, numbers: list[int]) -> list[int]:
-        """Return the element-wise maximum of the numbers over all processes."""
+        """Return the element-wise maximum over the lists of all processes."""
         values = torch.tensor(numbers)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self._cpu_group)
         return values.tolist()
 
     @cached_property
     def _cpu_group(self) -> Any:
-        """A process group that exchanges signals between CPUs, so that no step waits for a GPU."""
+        """A process group for CPU tensors, so that an exchange does not wait for the GPU."""
         if torch.distributed.get_backend() == "gloo":
             return torch.distributed.group.WORLD
         return torch.distributed.new_group(backend="gloo")
 
 
 class SignalForwarder(SignalHandler):
-    """Forward the first signal to the child processes, which save a checkpoint and stop."""
+    """Forwards the first signal to the child processes, which save a checkpoint and stop."""
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
@@ -165,13 +166,13 @@ class SignalForwarder(SignalHandler):
 
 
 def error_of_signal(number: int) -> BaseException:
-    """Return an exception that ends the program with the usual exit code after a signal."""
+    """Return an exception that ends the program with the signal's usual exit code."""
     if number == signal.SIGINT:
         return KeyboardInterrupt()
     return SIGTERMException(143) if number == signal.SIGTERM else SystemExit(128 + number)
 
 
 def is_notebook() -> bool:
-    """Return whether Python keeps running after an interrupt, as in a notebook or a shell."""
+    """Return whether Python keeps running after Ctrl-C, as in a notebook or a Python shell."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)

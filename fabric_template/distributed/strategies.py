@@ -33,7 +33,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Return the Fabric strategy for a strategy of Trainer, or any other strategy unchanged.
+    """Convert a strategy of Trainer to a strategy of Fabric. Return other strategies unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -59,7 +59,7 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Create the Fabric strategy with the name and the attributes of a strategy of Trainer."""
+    """Create Fabric's strategy of the same name, and copy the attributes of Trainer's strategy."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
@@ -68,7 +68,7 @@ def _convert_object(strategy: Any) -> Any:
             " from lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins"
             " with the options precision and plugins."
         )
-    # Pass a parallelize_fn that changes nothing, because configure_model shards the module.
+    # Pass a parallelize_fn that does nothing, because configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     made = getattr(strategies, name)(*arguments)
     vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
@@ -80,7 +80,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Return the Fabric plugin for a precision plugin of Trainer, or any other plugin unchanged."""
+    """Convert a precision plugin of Trainer to one of Fabric. Return other plugins unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -103,7 +103,7 @@ def has_mesh(strategy: Any) -> bool:
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning raises a RuntimeError if a strategy has no device mesh yet.
+        # Lightning raises a RuntimeError if a strategy has not created its device mesh yet.
         return False
 
 
@@ -134,8 +134,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     if not is_sharded(network):
         broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
-        # Let Fabric shard the network. Fabric also initializes the tensors that are on the meta
-        # device.
+        # Fabric shards the network, and initializes the tensors that are on the meta device.
         made = strategy.setup_module(network)
         if made is not network:
             raise ConfigurationError(
@@ -147,7 +146,7 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
 
 
 def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
-    """Raise an error for parameters of which each process would train its own copy."""
+    """Raise an error for unsharded parameters, because each process would train its own copy."""
     if not is_sharded(network):
         raise ConfigurationError(
             f"parallelize_fn: got {name} as the return value, without sharded parameters. Call"
@@ -176,7 +175,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Register the step as a forward method, because FSDP gathers parameters in forward hooks.
+        # Register the step as a forward method, so that FSDP gathers the parameters before it.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -191,7 +190,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Return a context in which FSDP does not average gradients over the processes."""
+    """Within this context, FSDP does not average gradients over the processes."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

@@ -25,7 +25,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
 
     Args:
         given: Lightning's callbacks, or objects with methods such as on_fit_start.
-        config: The options, which can add a Timer and a ModelSummary, as in Trainer.
+        config: The options. max_time adds a Timer, and enable_model_summary adds a ModelSummary.
     """
     callbacks = as_list(given)
     check_options(callbacks, config)
@@ -33,7 +33,7 @@ def parse_callbacks(given: Any, config: LoopConfig) -> list[Any]:
         callbacks.append(Timer(duration=config.max_time, interval="step"))
     if config.enable_model_summary and not find_callbacks(callbacks, "ModelSummary"):
         summary = ModelSummary()
-        # Print the table, because Lightning would log it to stderr, which notebooks show in red.
+        # Lightning would log the table to stderr, which notebooks show in red. Print it instead.
         summary.summarize = print_summary  # type: ignore[method-assign]
         callbacks.append(summary)
     for entry in _entry_points(tuple(sys.path)):
@@ -50,9 +50,9 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of a model's layers, as a replacement for ModelSummary.summarize."""
+    """Print a table of a model's layers, in place of ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # If the module has no example_input_array, the FLOPs column has no values, so omit the column.
+    # Omit the FLOPs column if it is empty, because the module has no example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -70,7 +70,6 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return all callbacks that are instances of the Lightning class named ``kind``."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
@@ -129,9 +128,9 @@ def sort_callbacks(callbacks: list[Any]) -> list[Any]:
 
 
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
-    """Combine the loop's callbacks with those of the module's configure_callbacks method.
+    """Combine the loop's callbacks with those that the module's configure_callbacks returns.
 
-    If the loop and the module have a callback of the same class, keep only the module's callback.
+    If both contain a callback of the same class, keep only the module's callback.
     """
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]
@@ -139,15 +138,15 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     return sort_callbacks([*kept, *own])
 
 
-# Lightning's averaging callbacks do not save all changes that on_train_epoch_start and on_train_end
-# make. Therefore, a resumed run calls these two hooks again.
+# Lightning's averaging callbacks do not save everything that on_train_epoch_start and on_train_end
+# change. Therefore, a resumed run calls these two hooks again.
 
 
 def resume_averaging(run: Run) -> None:
-    """Call on_train_epoch_start of StochasticWeightAveraging again, if a run resumes in an epoch.
+    """If a run resumes in an epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
-    The hook on_train_epoch_start sets the averaging scheduler. This hook also changes learning
-    rates and BatchNorm statistics, and resume_averaging undoes these changes.
+    The hook sets the averaging scheduler. It also changes learning rates and BatchNorm statistics,
+    which have already been restored. Therefore, these changes are undone.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -166,14 +165,14 @@ def resume_averaging(run: Run) -> None:
 def finish_averaging(run: Run) -> None:
     """If a finished run is resumed, call on_train_end of the weight averaging callbacks again.
 
-    The hook on_train_end copies the averaged weights into the model.
+    This hook copies the averaged weights into the model.
     """
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback that runs an extra epoch to update the statistics of BatchNorm layers:
-        # such a callback sets the averaged weights before this extra epoch.
+        # Skip a callback that runs an extra epoch to update BatchNorm statistics, because it sets
+        # the averaged weights before this epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

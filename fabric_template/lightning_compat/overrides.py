@@ -1,12 +1,12 @@
-"""Check whether an object overrides a hook, has a Lightning class, or has a state_dict."""
+"""Check whether an object overrides a hook, has a class of Lightning, or has a state_dict."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# Lightning's base classes define every hook with an empty body. A method from the modules of these
-# base classes does not count as an override.
+# The modules that define Lightning's base classes. Their hooks have empty bodies, so a method from
+# these modules does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -15,9 +15,9 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return the method ``name`` of an object.
+    """Return an object's method, or None if the object does not define it.
 
-    If the method is missing, or is an empty hook of Lightning's base classes, return None.
+    The empty hooks of Lightning's base classes do not count.
     """
     method = getattr(part, name, None)
     if not callable(method):
@@ -27,16 +27,16 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether a class with one of the given names is among the classes of an object.
+    """Return whether an object's class, or one of its base classes, has one of the names.
 
-    Compare names, because isinstance() would not recognize Lightning's classes from the package
+    Unlike isinstance(), this also recognizes Lightning's classes from the package
     ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 
 
 def has_state(part: Any) -> bool:
-    """Return whether an object implements ``state_dict`` and ``load_state_dict``."""
+    """Return whether an object has the methods ``state_dict`` and ``load_state_dict``."""
     names = ("state_dict", "load_state_dict")
     return all(callable(getattr(part, name, None)) for name in names)
 

@@ -1,6 +1,6 @@
 """Read and set private attributes of Lightning's objects.
 
-The private attributes of Trainer that Lightning reads are in trainer_api.py.
+The module trainer_api.py defines the private attributes that Lightning reads from a Trainer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
-    """Return an optimizer whose ``step`` calls ``strategy.optimizer_step``.
-
-    Set the private attribute ``_strategy``, because LightningOptimizer has no public setter for the
-    strategy.
-    """
+    """Return a LightningOptimizer whose ``step`` calls ``strategy.optimizer_step``."""
     wrapped = LightningOptimizer(optimizer)
     wrapped._strategy = strategy
     return wrapped
@@ -33,17 +29,17 @@ def _do_nothing() -> None:
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the name of the running hook. LightningModule.log reads this name."""
+    """Set the name of the running hook, which LightningModule.log reads."""
     module._current_fx_name = hook
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the name of the argument through which load_from_checkpoint passes hyperparameters."""
+    """Return the name of the argument with which load_from_checkpoint passes hyperparameters."""
     return getattr(part, "_hparams_name", None)
 
 
 def logs_hyperparameters(part: Any) -> bool:
-    """Return whether ``save_hyperparameters(logger=True)`` was called on an object."""
+    """Return whether an object has called ``save_hyperparameters(logger=True)``."""
     return getattr(part, "_log_hyperparams", False)
 
 
@@ -58,12 +54,12 @@ def set_profiled_module(profiler: Any, module: Any) -> None:
 
 
 def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
-    """Return the paths of the checkpoints that ModelCheckpoint finds for ckpt_path="last"."""
+    """Return the paths that a ModelCheckpoint finds for ckpt_path="last"."""
     return callback._find_last_checkpoints(trainer)
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Set ``LightningModule.device_mesh``, which ``configure_model`` uses to shard a module."""
+    """Set ``LightningModule.device_mesh``, with which ``configure_model`` shards the module."""
     module._device_mesh = mesh
 
 
