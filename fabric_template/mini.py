@@ -183,8 +183,9 @@ class MiniLoop:
         self._check_options()
         if isinstance(self.version, int):
             self.version = f"version_{self.version}"
-        text = f"default_root_dir: got {self.default_root_dir!r}, expected the path of a local"
-        text += " folder."
+        text = (
+            f"default_root_dir: got {self.default_root_dir!r}, expected the path of a local folder."
+        )
         folder = "." if self.default_root_dir is None else self.default_root_dir
         check(isinstance(folder, str | os.PathLike) and "://" not in str(folder), text)
         root = Path(folder).expanduser().absolute()
@@ -204,10 +205,11 @@ class MiniLoop:
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
         text = (
-            f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single device"
+            f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single"
+            ' device, or "ddp" in a script. Use FabricLoop for other strategies.'
         )
         is_known = is_one_device or (type(strategy) is DDPStrategy and is_script)
-        check(is_known, f'{text}, or "ddp" in a script. Use FabricLoop for other strategies.')
+        check(is_known, text)
         self._precision = strategy.precision
         precision = str(self._precision.precision)
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
@@ -225,12 +227,17 @@ class MiniLoop:
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
             direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            text = f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
-            fix = "smaller or larger is better. Write mode='min' or mode='max'."
-            check(direction is not None, f"{text} {fix}")
+            check(
+                direction is not None,
+                f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
+                " smaller or larger is better. Write mode='min' or mode='max'.",
+            )
             self.mode = str(direction)
-        text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
-        check(isinstance(self.hparams, Mapping | None), f'{text} such as {{"lr": 0.1}}.')
+        check(
+            isinstance(self.hparams, Mapping | None),
+            f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings, such"
+            ' as {"lr": 0.1}.',
+        )
         for option in ("name", "version"):
             value = getattr(self, option)
             is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
@@ -334,11 +341,12 @@ class MiniLoop:
 
     def _print_if_finished(self, path: Path | None) -> None:
         if self._is_done() and self.fabric.is_global_zero:
-            text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
-            text += (
-                f" {self.global_step}). Nothing is left to train. For a new run, leave out resume=."
+            print(
+                f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
+                f" {self.global_step}). Nothing is left to train. For a new run, leave out"
+                " resume=.",
+                file=sys.stderr,
             )
-            print(text, file=sys.stderr)
 
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached. If it already is, call no hooks."""
@@ -603,12 +611,12 @@ class MiniLoop:
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
         if (place, name) not in self._unsaved:
             self._unsaved.add((place, name))
-            text = f"checkpoint: the attribute {name!r} of the {place} is neither saved nor"
-            text += (
-                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists"
+            warnings.warn(
+                f"checkpoint: the attribute {name!r} of the {place} is neither saved nor restored"
+                f" ({reason}). A resumed run may differ. Keep numbers, tensors or lists in the"
+                " attribute instead, such as the position in the data.",
+                stacklevel=2,
             )
-            text += " in the attribute instead, such as the position in the data."
-            warnings.warn(text, stacklevel=2)
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
@@ -847,8 +855,11 @@ class MiniLoop:
                 module.training = is_training
         self._validated = self._update_metrics()
         if not self._validated:
-            text = "validation_step returned no value and logged no metric. Return the loss at the"
-            warnings.warn(f"{text} end of the step.", stacklevel=3)
+            warnings.warn(
+                "validation_step returned no value and logged no metric. Return the loss at the"
+                " end of the step.",
+                stacklevel=3,
+            )
         self._reset_metrics()
         self._sums, self._torchmetrics = training
         self._has_validated, self._validation_names = True, set(self._validated)
@@ -892,10 +903,12 @@ class MiniLoop:
 
     def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
         is_in_epoch = self._every is not None or self.max_steps != -1
-        text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
-        text += " max_steps. MiniLoop cannot save the object's state within an epoch."
+        text = (
+            f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
+            " max_steps. MiniLoop cannot save the object's state within an epoch. Use FabricLoop."
+        )
         is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
-        check(not is_saved, f"{text} Use FabricLoop.")
+        check(not is_saved, text)
         self._torchmetrics[self._hook, name] = metric
         for sums in self._sums if on_epoch else ():
             sums.setdefault((self._hook, name), [None, 0, False])
@@ -971,8 +984,11 @@ class MiniLoop:
         silent = f"Return the loss from {step}, or log the metric in it"
         fix = silent if is_silent else "Set monitor= to one of them"
         names = ", ".join(sorted(self.callback_metrics)) or "none"
-        text = f"monitor: got {name!r}, which is not logged. Logged metrics: {names}. {fix}, and"
-        check(name in self.callback_metrics, f"{text} continue with resume='last'.")
+        check(
+            name in self.callback_metrics,
+            f"monitor: got {name!r}, which is not logged. Logged metrics: {names}. {fix}, and"
+            " continue with resume='last'.",
+        )
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Reading the values with item() waits for the GPU."""
@@ -1002,15 +1018,20 @@ class MiniLoop:
         for sums in self._sums[1:]:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
-            text = f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
-            text += f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
-            warnings.warn(f"{text} helps.", stacklevel=3)
+            warnings.warn(
+                f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
+                f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
+                " helps.",
+                stacklevel=3,
+            )
         self.history.append(row)
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
-            text = f"Training spends {share:.0%} of the time waiting for batches."
-            advice = "In the DataLoader, try more num_workers, and pin_memory=True on a GPU."
-            tqdm.write(f"{text} {advice}", file=sys.stdout)
+            text = (
+                f"Training spends {share:.0%} of the time waiting for batches. In the DataLoader,"
+                " try more num_workers, and pin_memory=True on a GPU."
+            )
+            tqdm.write(text, file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
@@ -1199,8 +1220,11 @@ class MiniLoop:
         for name, table in tables.items():
             rows = read_rows(self.log_dir / name)[: table["rows"]]
             if len(rows) < table["rows"]:
-                text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
-                warnings.warn(f"{text} missing. The run continues without them.", stacklevel=3)
+                warnings.warn(
+                    f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
+                    " missing. The run continues without them.",
+                    stacklevel=3,
+                )
             if self.fabric.is_global_zero:
                 write_rows(self.log_dir / name, table["columns"], rows)
             self._tables[name] = len(rows), table["columns"]
@@ -1220,15 +1244,19 @@ class MiniLoop:
         if given not in ("last", "best") and (argument, given) != ("resume", "auto"):
             path = Path(given).absolute()
             if not path.is_file():
-                text = f"Checkpoint file not found: {given}. Check the path, or write 'last' or"
-                raise FileNotFoundError(f"{text} 'best'.")
+                raise FileNotFoundError(
+                    f"Checkpoint file not found: {given}. Check the path, or write 'last' or"
+                    " 'best'."
+                )
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(argument, given)
         if newest is None and given != "auto":
             kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
-            text = f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}."
-            raise FileNotFoundError(f"{text} Train first, or pass the path of a checkpoint.")
+            raise FileNotFoundError(
+                f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}. Train"
+                " first, or pass the path of a checkpoint."
+            )
         return newest, checkpoint
 
     def _find_newest(self, argument: str, given: str) -> tuple[Path | None, dict[str, Any]]:
@@ -1250,23 +1278,26 @@ class MiniLoop:
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:
-                    text = f"{argument}: {newer.name} was started later but has no checkpoint, so"
-                    text += f" {folder.name} continues. To continue another run, pass version= or"
-                    warnings.warn(f"{text} the path of a checkpoint.", stacklevel=3)
+                    warnings.warn(
+                        f"{argument}: {newer.name} was started later but has no checkpoint, so"
+                        f" {folder.name} continues. To continue another run, pass version= or the"
+                        " path of a checkpoint.",
+                        stacklevel=3,
+                    )
                 return intact, checkpoint
             skipped.append(folder)
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the resumed run's version, or the option ``version`` for a new run.
-
-        None means the next free number.
-        """
+        """Return the version of the resumed or new run. None means the next free number."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
-            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
+            text = (
+                f"version: got {self.version!r}, which already contains checkpoints. Continue this"
+                f" run with resume=, or remove {folder}."
+            )
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
-            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
+            check(not has_run, text)
             return self.version
         folder = path.resolve().parent
         is_own = folder.parent == self._checkpoints.resolve()
@@ -1304,10 +1335,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml.
-
-        For a new run, also write config.yaml, and add the start time to the .lock files.
-        """
+        """Write hparams.yaml. For a new run, also write config.yaml and the start time to .lock."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
         if is_new:
@@ -1358,10 +1386,7 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Set the network and the step functions of the run.
-
-        If MiniLoop does not support the model, raise an error.
-        """
+        """Set the network and the step functions. Refuse models that MiniLoop does not support."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1372,11 +1397,10 @@ class MiniLoop:
         if kind == "OptimizedModule" and not has_functions:
             refused.append("torch.compile()")
         if refused:
-            text = (
+            raise TypeError(
                 f"model: got an object of the class {kind} with {', '.join(refused)}, which"
-                " MiniLoop does not support."
+                " MiniLoop does not support. Use FabricLoop."
             )
-            raise TypeError(f"{text} Use FabricLoop.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
@@ -1455,9 +1479,10 @@ class MiniLoop:
         kinds = type(batches).__name__, type(given).__name__
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
-        text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
         check(
-            is_known, f"{text} False, or a DistributedSampler. For other samplers, use FabricLoop."
+            is_known,
+            f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
+            " False, or a DistributedSampler. For other samplers, use FabricLoop.",
         )
         is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
@@ -1469,7 +1494,6 @@ class MiniLoop:
         return shared
 
     def _gather(self, item: Any) -> list[Any]:
-        """Return a list of the items from all processes, in rank order."""
         items = [item] * self.fabric.world_size
         if self.fabric.world_size > 1:
             torch.distributed.all_gather_object(items, item)
@@ -1517,8 +1541,11 @@ class MiniLoop:
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
-        text = f"hparams: got values of {other} that differ from the model's hparams. Leave these"
-        check(not other, f"{text} keys out, or rename them.")
+        check(
+            not other,
+            f"hparams: got values of {other} that differ from the model's hparams. Leave these"
+            " keys out, or rename them.",
+        )
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
@@ -1533,19 +1560,24 @@ class MiniLoop:
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
-            text = f"Found {count} module(s) in eval mode at the start of training. If this is"
-            warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
+            warnings.warn(
+                f"Found {count} module(s) in eval mode at the start of training. If this is"
+                " intentional, you can ignore this warning.",
+                stacklevel=3,
+            )
         self._start_flags = flags_of(self._unwrapped)
         self._start_parameters = {*self.network.parameters()}
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if this run cannot continue from the checkpoint."""
         own = checkpoint.get("fabric_template", {})
         progress, ranks = own.get("progress", {}), own.get("ranks", [])
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        text = "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
-        check(is_own, f"{text} use load= to start a new run from the weights.")
+        check(
+            is_own,
+            "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
+            " use load= to start a new run from the weights.",
+        )
         text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
@@ -1568,8 +1600,11 @@ class MiniLoop:
             compared["the numbers of batches and of processes"] = (given, numbers)
             compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
-            text = f"resume: got {found} as {name}, expected {saved} as in the saved run."
-            check(found == saved, f"{text} Use load= to start a new run from the weights.")
+            check(
+                found == saved,
+                f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
+                " to start a new run from the weights.",
+            )
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
@@ -1577,17 +1612,17 @@ class MiniLoop:
         converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
         is_complete = None not in converted and not self._state()["parts"]
-        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
-        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
-        check(is_complete, f"{text} start a new run from the weights.")
+        check(
+            is_complete,
+            "resume: got a checkpoint in which FabricLoop saved random generators or attributes of"
+            " loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to start"
+            " a new run from the weights.",
+        )
         for of_process, parts in zip(ranks, converted, strict=True):
             of_process["rng"]["parts"] = parts
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the saved run used a different optimizer class than this run.
-
-        If the saved optimizer lacks options of this run's optimizer, raise an error.
-        """
+        """Warn of a changed optimizer class. If a checkpoint lacks its options, raise an error."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -1684,8 +1719,10 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
 
 def missing_step(name: str, call: str) -> str:
     """Return the error message for a missing step method."""
-    text = f"{name}: got None, expected a function fn(model, batch). Write {call}(..., {name}=fn),"
-    return f"{text} or define {name}(self, batch) in the model's class."
+    return (
+        f"{name}: got None, expected a function fn(model, batch). Write {call}(..., {name}=fn), or"
+        f" define {name}(self, batch) in the model's class."
+    )
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
@@ -1719,14 +1756,15 @@ def collect_modules(model: Any) -> nn.Module:
         elif isinstance(value, nn.Module):
             network._modules[name] = value
         elif has_modules(value):
-            text = f"model: got a {type(value).__name__} of modules in the attribute {name}"
-            raise ValueError(f"{text}. Write nn.ModuleList or nn.ModuleDict, or use FabricLoop.")
+            raise ValueError(
+                f"model: got a {type(value).__name__} of modules in the attribute {name}. Write"
+                " nn.ModuleList or nn.ModuleDict, or use FabricLoop."
+            )
     network.training = any(child.training for child in network.children())
     return network
 
 
 def has_modules(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is or contains a module or a parameter."""
     items = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list | tuple | set | frozenset | deque) and depth < 6:
         return any(has_modules(item, depth + 1) for item in items)
@@ -1743,8 +1781,10 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
         written = str(inspect.signature(getattr(step, "func", step)))
         if first == "self":
             written = f"(self, {written[1:]}".replace(", )", ")")
-        text = f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
-        raise TypeError(f"{text} batch, batch_idx).")
+        raise TypeError(
+            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
+            " batch, batch_idx)."
+        )
     # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
@@ -1754,23 +1794,24 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
-    """Return the loss from a training step's output."""
     loss: Any = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, tuple) and len(output) == 2:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
     if isinstance(loss, Tensor) and not loss.requires_grad:
-        text = (
+        raise TypeError(
             f"training_step: got a loss without a gradient at batch {batch_idx}, expected a tensor"
             " computed from the model's parameters. Remove detach(), item(), no_grad() or"
+            " requires_grad=False."
         )
-        raise TypeError(f"{text} requires_grad=False.")
     kind = "None" if loss is None else f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         kind = f"a tensor of shape {tuple(loss.shape)}"
-    text = f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
-    raise TypeError(f"{text} element. Write `return loss` at the end of the step.")
+    raise TypeError(
+        f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
+        " element. Write `return loss` at the end of the step."
+    )
 
 
 def find_batch_size(batch: Any) -> Any:
@@ -1833,7 +1874,6 @@ def started_processes() -> tuple[int, int]:
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise an error if an argument of fit or validate is not a single loader."""
     kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
     arrays = Tensor | np.ndarray | str | bytes
     has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
@@ -2031,9 +2071,12 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
             found.append({**get_rng_state(), "cuda": None})
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
-        text = f"resume: the sampler {type(own[0]).__name__} draws random numbers within the epoch,"
-        text += " so the rest of this epoch may have other samples. Draw all random numbers in"
-        warnings.warn(f"{text} __iter__ before the first yield.", stacklevel=2)
+        warnings.warn(
+            f"resume: the sampler {type(own[0]).__name__} draws random numbers within the epoch,"
+            " so the rest of this epoch may have other samples. Draw all random numbers in"
+            " __iter__ before the first yield.",
+            stacklevel=2,
+        )
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
@@ -2046,10 +2089,12 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
         has_batch: Any = int(batch is not END)
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
         if count < fabric.world_size:
-            text = "train_dataloaders: the processes have different numbers of batches. Each epoch"
             if count > 0 and fabric.is_global_zero:
-                text = f"{text} ends when the first process has no batch left."
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(
+                    "train_dataloaders: the processes have different numbers of batches. Each epoch"
+                    " ends when the first process has no batch left.",
+                    stacklevel=2,
+                )
             return
         yield batch
 
@@ -2089,15 +2134,18 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
     is_usual = getattr(optimizers[0].zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-    text = (
+    check(
+        is_usual,
         "optimizer: got an optimizer with its own zero_grad(), which may keep gradients. MiniLoop"
+        " does not save gradients. Use FabricLoop.",
     )
-    check(is_usual, f"{text} does not save gradients. Use FabricLoop.")
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
-    text = "optimizer: got parameters that are not in the model, expected only the model's"
-    text += " parameters. The loop would not save these parameters or move them to the device."
-    fix = "Assign them, or the module that owns them, to an attribute of the model."
-    check(all(parameter in own for parameter in given), f"{text} {fix}")
+    check(
+        all(parameter in own for parameter in given),
+        "optimizer: got parameters that are not in the model, expected only the model's parameters."
+        " The loop would not save these parameters or move them to the device. Assign them, or the"
+        " module that owns them, to an attribute of the model.",
+    )
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
@@ -2122,8 +2170,11 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text += " For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
-    text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
-    check(has_monitor, f'{text} Write scheduler={{"scheduler": scheduler, "monitor": "val_loss"}}.')
+    check(
+        has_monitor,
+        "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric. Write"
+        ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.',
+    )
     return config
 
 
@@ -2164,9 +2215,12 @@ def to_python(value: Any) -> Any:
     If a resume would not restore the value exactly, raise an error.
     """
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
-    text = f"checkpoint: got the NumPy value {value!r}, which a resume would not restore exactly."
-    is_array = isinstance(value, np.ndarray)
-    check(is_exact, f"{text} Write {'a list or a tensor' if is_array else f'float({value})'}.")
+    fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
+    text = (
+        f"checkpoint: got the NumPy value {value!r}, which a resume would not restore exactly."
+        f" Write {fix}."
+    )
+    check(is_exact, text)
     return value.item()
 
 
@@ -2187,11 +2241,12 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
             first = names.setdefault(parameter, name)
             one, two = weights[first], weights[name]
             is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
-            text = (
+            check(
+                is_same_value,
                 f"{path}: got different values of {first!r} and {name!r}, but in this model, both"
-                " are names of one parameter. Create the model with two separate parameters, as"
+                " are names of one parameter. Create the model with two separate parameters, as in"
+                " the saved run.",
             )
-            check(is_same_value, f"{text} in the saved run.")
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -2311,8 +2366,11 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
     if isinstance(value, list | tuple | dict):
         items = islice(value.values() if isinstance(value, dict) else value, 64)
         has_generators = any(isinstance(item, GENERATORS) for item in items)
-        text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to"
-        check(not has_generators, f"{text} an attribute of its own, or use FabricLoop.")
+        check(
+            not has_generators,
+            f"{name}: got random generators in a {type(value).__name__}. Assign each one to an"
+            " attribute of its own, or use FabricLoop.",
+        )
 
 
 def has_value(part: Any, name: Any) -> bool:
@@ -2548,8 +2606,11 @@ def load_plain_state(
             text += " but this run has not created it. A resumed run may differ. Create it in"
             warnings.warn(f"{text} __init__.", stacklevel=2)
         elif isinstance(value, tuple) and value[0] == "shared":
-            text = f"resume: got a value of {name!r} from shared memory, but this run has no such"
-            check(isinstance(current, SynchronizedBase), f"{text} object. Create it in __init__.")
+            check(
+                isinstance(current, SynchronizedBase),
+                f"resume: got a value of {name!r} from shared memory, but this run has no such"
+                " object. Create it in __init__.",
+            )
             set_shared(current, decode(value[1], device, weights))
         elif isinstance(value, tuple) and value[0] == "state":
             load_object(name, current, decode(value[1], device, weights))
@@ -2562,8 +2623,10 @@ def load_plain_state(
 
 
 def load_object(name: str, current: Any, state: Any) -> None:
-    text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
-    check(is_stateful(current) or isinstance(current, nn.Module), f"{text} __init__.")
+    check(
+        is_stateful(current) or isinstance(current, nn.Module),
+        f"resume: got a state of {name!r}, but this run has no such object. Create it in __init__.",
+    )
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
     else:
@@ -2580,10 +2643,7 @@ def set_shared(current: Any, value: Any) -> None:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place. Return whether this was possible.
-
-    If the type, shape or dtype differs, return False, and leave the object unchanged.
-    """
+    """Copy a value into an object in place, or return False if the type, shape or dtype differs."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -2676,7 +2736,6 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the RNG states of Python, NumPy and torch."""
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
@@ -2782,10 +2841,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """A stand-in for an object in a checkpoint.
-
-    Creating the real object could run arbitrary code.
-    """
+    """Replace an object in a checkpoint, because creating the real one could run any code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -2817,13 +2873,18 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
     try:
         checkpoint = load_file(file)
     except pickle.UnpicklingError as error:
-        text = f"{name}: got objects that torch.load does not read, such as objects of nested"
-        raise ValueError(f"{text} classes. Use FabricLoop.") from error
+        raise ValueError(
+            f"{name}: got objects that torch.load does not read, such as objects of nested classes."
+            " Use FabricLoop."
+        ) from error
 
     def refuse(value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
-        text = f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
-        check(False, f"{text} strings, or containers of these. Use FabricLoop.")
+        check(
+            False,
+            f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
+            " strings, or containers of these. Use FabricLoop.",
+        )
 
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
@@ -2836,8 +2897,10 @@ def check_readable(states: dict[str, Any]) -> None:
     try:
         torch.save(states, file)
     except Exception as error:
-        text = f"optimizer: got a state that cannot be pickled ({error})."
-        raise ValueError(f"{text} Leave it out of state_dict().") from error
+        raise ValueError(
+            f"optimizer: got a state that cannot be pickled ({error}). Leave it out of"
+            " state_dict()."
+        ) from error
     file.seek(0)
     read_checkpoint(file, "the state of the optimizer or a scheduler")
 
@@ -2853,8 +2916,10 @@ def find_hparams(model: Any) -> dict[str, Any]:
     except Exception as error:
         is_read = isinstance(error, pickle.UnpicklingError)
         reason = "torch.load does not read objects of nested classes" if is_read else error
-        text = f"hparams: got values that a checkpoint cannot contain ({reason}). Write"
-        raise ValueError(f"{text} save_hyperparameters(ignore=...), or use FabricLoop.") from error
+        raise ValueError(
+            f"hparams: got values that a checkpoint cannot contain ({reason}). Write"
+            " save_hyperparameters(ignore=...), or use FabricLoop."
+        ) from error
     name = vars(model).get("_hparams_name")
     return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
 
@@ -2898,10 +2963,7 @@ def claim_version(*folders: Path) -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's git commit and the number of changed files.
-
-    If git fails or takes more than a second, return {}.
-    """
+    """Return a folder's git commit and number of changed files, or {} if git fails or is slow."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
     with suppress(Exception):
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
@@ -2923,8 +2985,10 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = f"{folder}: another run is writing to this folder. Set another name or"
-                raise ValueError(f"{text} version, or stop the other run.") from None
+                raise ValueError(
+                    f"{folder}: another run is writing to this folder. Set another name or version,"
+                    " or stop the other run."
+                ) from None
         OPEN_LOCKS.append(file)
         try:
             yield file
