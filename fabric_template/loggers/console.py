@@ -40,7 +40,7 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
 
 class Console:
-    """Show the progress bar and the table of a run in the main process.
+    """Shows the progress bar and the table of a run in the main process.
 
     In a terminal, the bar is in the last line. In a notebook, the bar is below the table. A log
     file gets one line per table row and, in long epochs, one progress line per minute. If drawing
@@ -84,7 +84,7 @@ class Console:
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
         """Start the progress bar of an evaluation.
 
-        A validation during fit has no bar of its own. The bar of the epoch shows its progress.
+        A validation during fit has no bar of its own, because the epoch's bar shows its progress.
         """
         self._num_eval_batches = num_batches
         if run.stage != "fit":
@@ -270,7 +270,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the strings that fit beside the progress bar in a line of ``columns`` characters."""
+    """Return the texts that fit into one line of the terminal, after the progress bar."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:

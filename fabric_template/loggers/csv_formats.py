@@ -10,7 +10,7 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# If a file contains several runs, a column with this name is added. It contains the run names.
+# If a file contains several runs, their names are added as a column with this name.
 RUN = "run of the row"
 # Other tools use these column names for a row's run, metric or data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
@@ -31,8 +31,7 @@ def to_commas(text: str) -> str:
     if "\n" not in text:
         text = text.replace("\r", "\n")
     lines = text.lstrip("\r\n").split("\n")
-    # A header may also start with "#". After a header, unlike after a comment, a row of numbers
-    # follows.
+    # A header may also start with "#". It differs from a comment in the row of numbers below it.
     while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
         lines = lines[1:] or [""]
     header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)
@@ -90,7 +89,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split ``cells`` into one column per key. In a column, the rows of other keys contain ""."""
+    """Split ``cells`` into one column per key. Rows that belong to another key contain ""."""
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)

@@ -29,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CSVLogger(Logger):
-    """Write the rows of a run to CSV files.
+    """Writes the rows of a run to CSV files.
 
     Args:
         root_dir: The folder of all runs.
@@ -179,7 +179,7 @@ class CSVLogger(Logger):
 
 
 class Table:
-    """Append rows to a CSV file. If a row adds a column, rewrite the whole file atomically.
+    """Appends rows to a CSV file. If a row has a new column, rewrites the whole file atomically.
 
     If writing fails, for example because the disk is full, the row stays in memory until the next
     append.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoggerConnector:
-    """Send the values of steps, epochs and evaluations to a run's loggers."""
+    """Sends the values of steps, epochs and evaluations to a run's loggers."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -121,7 +121,7 @@ class LoggerConnector:
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """Write TensorBoard's event files to the folder that contains metrics.csv."""
+    """Writes TensorBoard's event files to the folder that contains metrics.csv."""
 
     def __init__(self, own: CSVLogger) -> None:
         super().__init__(own.root_dir, own.name)
@@ -156,7 +156,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
 
 
 class LoggerAdapter(Logger):
-    """Adapt a Fabric logger, or any object with log_metrics, to Lightning's Logger."""
+    """Adapts a Fabric logger, or any object with log_metrics, to Lightning's Logger."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()

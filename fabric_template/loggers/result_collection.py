@@ -295,7 +295,7 @@ class ResultCollection:
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Use the callback_metrics and other dicts that ``metrics()`` returned in a subprocess."""
+        """Use the dicts that ``metrics()`` returned in a launched process, after its run ended."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -543,7 +543,7 @@ class ResultCollection:
         return values
 
     def monitored_metrics(self) -> dict[str, Any]:
-        """Return all metrics that can be monitored, which steps have logged or returned."""
+        """Return all metrics that callbacks and schedulers can monitor, keyed by name."""
         self.update_metrics()
         return {**self.returned, **self.callback_metrics}
 
@@ -586,7 +586,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's means of train_loss and of the values that steps returned."""
+        """Return the means of train_loss and of returned values, in this process only."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -648,7 +648,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn that an integer was logged. Because of @cache, warn only once per name."""
+    """Warn that an integer was logged. With @cache, the warning appears only once per name."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."

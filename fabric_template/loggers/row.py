@@ -73,7 +73,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Set the rows that metrics.csv already contains. If ``rows`` is empty, do nothing."""
+        """Set the rows that metrics.csv already contains, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
     # The clock
@@ -97,7 +97,7 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Do not count the time of a validation or a save for ``samples_per_second``."""
+        """Exclude the time of a validation or a save from ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
@@ -334,7 +334,7 @@ class RowWriter:
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
     """Return whether a folder's CSV files contain the last row written before a checkpoint.
 
-    The checkpoint contains ``row`` and ``position``.
+    ``row`` and ``position`` are read from the checkpoint.
     """
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:

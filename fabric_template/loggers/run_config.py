@@ -40,8 +40,8 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. In a resumed run, or if another program wrote the
-    existing config.yaml, do not overwrite the file.
+    If writing fails, warn and continue training. Never overwrite the file in a resumed run, or if
+    another program wrote it.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
@@ -58,7 +58,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Write the settings and objects of a hand-written loop to config.yaml and to the loggers.
+    """Record the settings and objects of a hand-written loop in config.yaml and in the loggers.
 
     Args:
         parts: Descriptions of the models, optimizers and loaders that the loop has set up. The keys
@@ -179,7 +179,7 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments.
 
-    If an argument differs between parameter groups, describe it by a list of its values.
+    If an argument differs between parameter groups, return a list of its values.
     """
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:

@@ -37,7 +37,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if the model, a step, the optimizer or a loader is missing or invalid."""
     if plan.stage == "fit":
-        # Every process of a process group must call fit. One process alone may run an evaluation.
+        # Training needs every process of the process group. An evaluation may run in one of them.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -163,7 +163,7 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error for a missing or unsuitable optimizer.
+    """Raise an error if the optimizer is missing, or does not suit the strategy.
 
     In manual optimization, also raise an error for gradient clipping and accumulation.
     """

@@ -27,7 +27,7 @@ _SHAPES = (
 
 
 class NoOptimizer(Optimizer):
-    """An optimizer without effect, for runs whose ``configure_optimizers`` returns None."""
+    """An optimizer that does nothing, for models whose ``configure_optimizers`` returns None."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -48,7 +48,7 @@ def is_optimizer(item: Any) -> bool:
 
 
 def has_several_optimizers(given: Any) -> bool:
-    """Return whether a value contains several optimizers, with or without schedulers."""
+    """Return whether the argument ``optimizer`` of fit contains several optimizers."""
     if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
         given = given[0]
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1
@@ -225,7 +225,7 @@ def _missing_monitor(where: str) -> ConfigurationError:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise an error if a class or a function was given instead of a scheduler."""
+    """Raise an error if ``scheduler`` is a class or a function instead of a scheduler object."""
     if isinstance(scheduler, type | partial) or inspect.isroutine(scheduler):
         raise ConfigurationTypeError(
             f"scheduler: got {describe(scheduler)}, expected a scheduler. Write"

@@ -219,9 +219,9 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
-    """Disable gradients and switch to eval mode inside a `with` block.
+    """Disable gradients and use eval mode in a `with` block.
 
-    At the end of the block, restore each module's train mode.
+    At the end of the block, restore the mode that each module had before.
     """
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())

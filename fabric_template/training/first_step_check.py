@@ -60,8 +60,8 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step computed the same gradients as the loop's backward pass.
 
-        All processes must call this method. If the step called backward() in only some processes,
-        accept the step, because the loop clears the gradients that the step computed.
+        All processes must call this method. A step that called backward() in only some processes
+        is accepted, because the loop clears its gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

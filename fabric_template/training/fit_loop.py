@@ -55,7 +55,7 @@ def fit(run: Run) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit such as max_steps ended the epoch early, end_epoch has saved last.ckpt.
+            # If a limit such as max_steps ended the epoch early, end_epoch already saved last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save the checkpoint before on_train_end, where callbacks may replace the weights.
                 run.checkpoints.save_last(run)
@@ -85,7 +85,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_epoch(run: Run) -> None:
-    """Create or reload the training loader if necessary, and call the hooks of a new epoch."""
+    """Create the training loader if necessary, and call the hooks at the start of an epoch."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
     run.data.train.set_epoch()
@@ -160,8 +160,8 @@ def log_batch(run: Run) -> str:
 def validate(run: Run) -> str:
     """Run a validation during training."""
     free_gradients(run)
-    # A request to stop may cause an additional validation. A resumed run does not repeat this
-    # validation, so restore the RNG state afterwards.
+    # A request to stop may cause an additional validation. A resumed run does not repeat it, so
+    # restore the RNG state afterwards.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")
@@ -172,7 +172,7 @@ def validate(run: Run) -> str:
 
 
 def free_gradients(run: Run) -> None:
-    """Like Trainer, free the gradients before a validation that follows an optimizer step."""
+    """Like Trainer, save memory by freeing gradients that the optimizer has already used."""
     if run.progress.is_window_end:
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()

@@ -14,10 +14,10 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 
 
 class Hooks:
-    """Calls each hook on the callbacks first and then on the module, as Trainer does.
+    """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, Hooks searches for overrides of a hook only at its first call, and again after the
-    list of callbacks has changed.
+    For speed, Hooks looks up the methods that override a hook only at its first call, and again
+    after the list of callbacks has changed.
 
     Args:
         loop: The FabricLoop, which callbacks get as the argument ``trainer``.
@@ -27,7 +27,7 @@ class Hooks:
         datamodule: The datamodule of the run, or None.
 
     Attributes:
-        profiler: The loop's profiler, or None if a PassThroughProfiler measures nothing.
+        profiler: The loop's profiler, or None if it is a PassThroughProfiler, which does nothing.
         current: The name of the running hook or step, which determines the defaults of
             ``self.log``.
     """
@@ -71,7 +71,7 @@ class Hooks:
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
     ) -> None:
-        """Call a hook on the callbacks only, including callbacks that the hook adds.
+        """Call a hook on the callbacks only, including callbacks that the hook itself adds.
 
         Args:
             callbacks: The callbacks to call. If None, call all callbacks.

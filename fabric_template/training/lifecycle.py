@@ -116,7 +116,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states back to the device that they were on before."""
+    """Move the network and the optimizer states back to their device from before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
@@ -155,8 +155,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Track attributes from here on, so that checkpoints include the changes by on_fit_start and
-    # later hooks.
+    # Track attributes from here on, so that checkpoints include what on_fit_start and later hooks
+    # change.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -286,7 +286,7 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    If the user's class overrides ``log``, keep the user's method, which may call super().log().
+    If the user's class overrides ``log``, keep that method, which may call super().log().
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -311,7 +311,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def _is_of_run(method: Any) -> bool:
-    """Return whether a ``log`` method is None or was set by a run of FabricLoop."""
+    """Return whether a ``log`` method is missing, or was set by a run of FabricLoop."""
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
     return method is None or isinstance(owner, ResultCollection)
 
@@ -328,7 +328,7 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` in the first process, while all other processes wait.
 
-    With ``prepare_data_per_node=True``, the first process of each machine calls ``prepare_data``.
+    With ``prepare_data_per_node=True``, the first process of each machine calls it.
     """
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):

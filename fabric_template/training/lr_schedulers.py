@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def step_schedulers_after_batch(run: Run) -> None:
     """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``.
 
-    ``finish_batch`` or ``end_epoch`` steps ReduceLROnPlateau, when its metric is known.
+    ReduceLROnPlateau is stepped later, when the metric that it monitors is known.
     """
     if run.progress.is_window_end:
         run.row.record_learning_rates()
@@ -34,8 +34,8 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # Like Trainer, compare ``frequency`` with the number of batches or epochs, including the
-    # current one, and not with the number of optimizer steps.
+    # Like Trainer, count batches for frequency=N, not optimizer steps. The current batch or epoch
+    # counts, too.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

@@ -26,7 +26,7 @@ from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# The containers in which a model that is not an nn.Module may keep its modules.
+# A model that is not an nn.Module may keep its modules in containers of these types.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The names of the LightningModule methods that a model may define.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
@@ -105,7 +105,8 @@ class ObjectNetwork(nn.Module):
 
         Args:
             path: The name of the value in error messages, such as "nets[0]".
-            containers: The ids of the containers around the value, which are not searched again.
+            containers: The ids of the containers around the value. If the value is one of these
+                containers itself, it is skipped, because the search would not end.
         """
         # Set _parameters and _modules directly. add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):
@@ -223,7 +224,7 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def takes_argument(method: Callable, name: str) -> bool:
-    """Return whether a method has an argument ``name``, or takes any number of arguments."""
+    """Return whether a method has an argument ``name`` or ``*args``."""
     parameters = parameters_of(method)
     return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
@@ -315,7 +316,7 @@ class StepRunner:
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Store the train modes and requires_grad flags for the comparison in ``changed_flags``."""
+        """Store the train modes and requires_grad flags, so that changes can be found later."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
@@ -327,7 +328,7 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Store the train modes of all modules while an evaluation switches to eval mode.
+        """Remember each module's train mode while an evaluation switches to eval mode.
 
         Yields:
             A function that restores the train modes. If the `with` block raises an error, they are
@@ -375,8 +376,8 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving the network does not call a submodule's own to(), so call it here. Call
-            # to(device) last, because it resets the dtype of torchmetrics objects.
+            # Moving the network does not call an overridden to() of a submodule, so call it here.
+            # Call to(device) last, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -407,7 +408,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that runs ``method`` in the forward method of a wrapper such as DDP.
 
-        In manual optimization, forward must not prepare DDP's reducer, because backward does so.
+        In manual optimization, backward() prepares DDP's reducer, so forward must not prepare it.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

@@ -359,17 +359,18 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that remain for the next batch, keyed by parameter name."""
+        """Return the gradients that the next batch still needs, keyed by parameter name."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # Save no gradients, because a resumed run repeats the whole accumulation window.
+            # A resumed run repeats the whole accumulation window, so save no gradients.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # A user's zero_grad() may keep gradients, or set them to zero instead of None.
+        # A user's own zero_grad() may not clear all gradients, or may set them to zero instead of
+        # None.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -441,7 +442,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step that ``training_step`` takes, but not one that a hook takes."""
+        """Count an optimizer step if ``training_step`` took it, and not if a hook took it."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"
@@ -471,7 +472,7 @@ def has_own_zero_grad(optimizer: Optimizer) -> bool:
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer unscales its gradients itself, as fused optimizers do."""
+    """Return whether an optimizer unscales gradients itself, as fused optimizers do with AMP."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -486,7 +487,7 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` accepts a ``closure``, as in torch's optimizers."""
+    """Return whether ``optimizer.step`` accepts a closure, as it does in torch's optimizers."""
     parameters = parameters_of(optimizer.step)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return takes_any or "closure" in parameters

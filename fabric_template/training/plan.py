@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The checked arguments of a call of fit, validate, test or predict.
+    """Holds the checked arguments of a call of fit, validate, test or predict.
 
     Each spawned process creates its own Run from the Plan.
 
@@ -69,7 +69,7 @@ class Plan:
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Emit a warning about the arguments in the main process only."""
+        """Warn about the arguments, in the main process only."""
         if self.loop.fabric.is_global_zero:
             warnings.warn(message, category, stacklevel=3)
 
@@ -132,7 +132,7 @@ def choose_model(
 ) -> dict[str, Any]:
     """Return the fields of Plan that describe the model.
 
-    If the call has no model, use the model of the last run.
+    If no model was passed, use the model of the previous run.
     """
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# If a checkpoint is saved in one of these phases, a resumed run repeats the phase. The checkpoint
-# then contains these values instead of the current progress.
+# If a checkpoint is saved in one of these phases, a resumed run repeats the phase. Save these
+# values in the checkpoint, so that the phase counts as not started.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -93,7 +93,7 @@ class Progress:
         self.has_started = True
 
     def count_train_batches(self, num_batches: int | float) -> None:
-        """Set the training loader's number of batches per epoch."""
+        """Set the number of training batches per epoch."""
         self.num_train_batches = num_batches
 
     def start_epoch(self) -> None:
@@ -144,7 +144,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """For new evaluation loaders, let ``count_eval_step`` count from 0 again."""
+        """Let ``count_eval_step`` count from 0 again, because the evaluation loaders are new."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -161,7 +161,7 @@ class Progress:
         """End the validation, so that a checkpoint from now on does not repeat it on resume."""
         self.phase = "report_validation"
 
-    # Questions
+    # Conditions
 
     @property
     def is_epoch_complete(self) -> bool:
@@ -192,7 +192,7 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value of Trainer's current_epoch.
 
-        If a resumed run must first end an epoch, the value already counts this epoch as complete.
+        If a resumed run must first end an epoch, this epoch already counts as completed.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -261,7 +261,7 @@ class StopCondition:
     def is_requested(self) -> bool:
         """Return whether should_stop, a signal or a diverged loss requests the end of training.
 
-        Before min_epochs and min_steps are reached, ignore should_stop.
+        should_stop is ignored before min_epochs and min_steps are reached.
         """
         if self.should_stop and self.can_stop_early:
             return True

@@ -37,7 +37,7 @@ class Run:
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Applies the precision, the strategy and torch.compile to steps.
-        plain_state: The changes to attributes of the model, the datamodule and the callbacks.
+        plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
 
     def __init__(self, plan: Plan) -> None:
