@@ -25,7 +25,7 @@ def scored(*scores, every=2):
 
 
 def files_of(root):
-    """Return {step: path} of each checkpoint but last.ckpt."""
+    """Return {step: path} of all checkpoints except last.ckpt."""
     paths = [path for path in root.rglob("*.ckpt") if path.name != "last.ckpt"]
     return {torch.load(path, weights_only=False)["global_step"]: path for path in paths}
 
@@ -55,7 +55,8 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
-    for batches in (3, 15):  # The last saves are those of the validations after batch 3 and after batch 14 = 8 + 6.
+    # The newest checkpoints of the two killed runs are from the validations after batches 3 and 14.
+    for batches in (3, 15):
         root = tmp_path / "killed" / str(batches)
         assert_same_end(whole, fit(root, seed=9, resume="last", **options))
         assert logs_of(root) == logs_of(tmp_path / "run")
@@ -135,7 +136,7 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_
 @pytest.mark.parametrize("save_top_k", [1, 2, -1])
 @pytest.mark.parametrize("loops", ["FF", "FM", "MF", "MM"])
 def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
-    """If the monitor is given again later, its new checkpoints compete with the kept ones."""
+    """When monitor= is passed again, new checkpoints compete with the best ones from before."""
 
     def run(index, max_epochs, monitor=None, resume=None):
         options = {"max_epochs": max_epochs, "monitor": monitor, "accelerator": "cpu"}

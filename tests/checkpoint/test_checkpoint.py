@@ -26,8 +26,6 @@ TRAINER_KEYS = {
 
 
 class Sized(Classifier):
-    """Keeps its hyperparameters."""
-
     def __init__(self, hidden=16, dropout=0.0):
         super().__init__(dropout=dropout, hidden=hidden)
         self.save_hyperparameters()
@@ -52,10 +50,10 @@ def last_of(root, version=0):
 
 def kept(root):
     folder = Path(root, "checkpoints/run/version_0")
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")  # the lock names the writer
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# ---- the layout
+# The layout of a checkpoint
 
 
 def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
@@ -92,7 +90,7 @@ def test_load_from_checkpoint_reads_weights_and_hyperparameters(tmp_path):
     assert same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
-# ---- files of Trainer and of this package
+# Files of Trainer and of this package
 
 
 def _trainer(root, **options):
@@ -111,14 +109,15 @@ def _fit_trainer(trainer, module, **options):
 
 
 def _save_plainly(layout, weights, path):
-    """Write the weights in one of the layouts that other programs use."""
+    """Write the weights in a checkpoint format that other programs use."""
     if layout == "fabric.save":
         fabric = Fabric(accelerator="cpu")
         net = nn.Linear(8, 3)
         net.load_state_dict(weights)
         net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
         fabric.save(path, {"model": net, "optimizer": optimizer, "step": 7})
-    elif "_orig_mod." in layout:  # torch.compile's, and DDP around it
+    # torch.compile adds this prefix. DDP adds "module." in front of it.
+    elif "_orig_mod." in layout:
         torch.save({"state_dict": {f"{layout}{key}": value for key, value in weights.items()}}, path)
     else:
         content = {"state_dict": {"state_dict": weights}, "model": {"model": weights}, "bare": weights,
@@ -141,7 +140,7 @@ def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
     assert same(dict(net.state_dict()), weights)
 
 
-# ---- which files are kept
+# The files that are kept
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_a_model_checkpoint_callback_replaces_the_checkpoints_of_the_loop(tmp_pa
     assert set(found) >= TRAINER_KEYS
 
 
-# ---- a custom CheckpointIO, and the names "best" and "last"
+# A custom CheckpointIO, and the names "best" and "last"
 
 
 class Counting(TorchCheckpointIO):

@@ -31,7 +31,7 @@ DAMAGES = {
     "flipped": flip,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:1000]),
     "empty": lambda path: path.write_bytes(b""),
-    "other": lambda path: path.write_bytes(b"no checkpoint"),
+    "replaced": lambda path: path.write_bytes(b"no checkpoint"),
 }
 
 
@@ -60,7 +60,7 @@ def test_resume_auto_starts_a_run_and_resume_last_fails_without_a_checkpoint(tmp
 
 
 class Disk:
-    """Raises an error when a file with this name is synced in one of these epochs."""
+    """Raises OSError when a file with ``name`` in its name is synced in one of the epochs."""
 
     def __init__(self, monkeypatch, name, epochs):
         self.loop, self.epochs, self.sync = None, epochs, os.fsync
@@ -100,7 +100,7 @@ def test_saving_a_checkpoint_replaces_a_symlink_and_not_its_target(tmp_path):
 
 
 def test_resuming_removes_no_file_outside_the_run_directory(tmp_path):
-    """A crafted checkpoint names another file to remove. The file is not removed."""
+    """A crafted checkpoint lists a user's file among the old checkpoints that a save removes."""
     fit(tmp_path, **RUN)
     (tmp_path / "precious.ckpt").write_bytes(b"mine")
     last = tmp_path / FOLDER / "last.ckpt"
@@ -140,7 +140,7 @@ def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypat
     assert {"run", "version_0", "logs", "checkpoints", tmp_path.name} <= set(files)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
 def test_a_failed_save_of_a_checkpoint_only_causes_a_warning(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
@@ -150,7 +150,7 @@ def test_a_failed_save_of_a_checkpoint_only_causes_a_warning(tmp_path, monkeypat
     assert [path.name for path in loop.checkpoint_dir.iterdir() if path.name != ".lock"] == ["last.ckpt"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
 def test_a_run_whose_last_checkpoint_could_not_be_saved_ends_with_an_error(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
@@ -186,7 +186,7 @@ class Saved(Net):
         self.save_hyperparameters()
 
     def on_train_epoch_start(self):
-        """Draw nothing, because Trainer saves no random numbers."""
+        """Draw no random numbers, because Trainer does not save generator states."""
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])

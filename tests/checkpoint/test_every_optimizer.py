@@ -56,7 +56,7 @@ def make_scheduler(kind, optimizer):
 
 
 class Tiny(nn.Module):
-    """An embedding and a matrix, which sparse optimizers and Muon accept, too."""
+    """Has only two-dimensional weights, because Muon accepts no others."""
 
     def __init__(self, optimizer, scheduler, options):
         super().__init__()
@@ -91,13 +91,13 @@ def end_of(optimizer, scheduler, precision, resume=None):
     """Return the weights and the states of optimizer and scheduler after two epochs of three batches."""
     torch.manual_seed(1)
     options, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # The CPU needs a scaler of its own.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     plugins = [MixedPrecision(precision, device="cpu", scaler=scaler)] if precision == "16-mixed" else []
     loop = FabricLoop(
         accelerator="cpu", max_epochs=2, logger=False, save_last=False, enable_progress_bar=False, plugins=plugins,
         enable_model_summary=False, callbacks=[] if resume else [Saves()], precision=None if plugins else precision,
     )  # fmt: skip
-    # The default of eps is zero in float16.
+    # In float16, Adam's default eps rounds to zero.
     net = Tiny(optimizer, scheduler, {"eps": 1e-3} if precision == "16-true" else {})
     loop.fit(net, TensorLoader(options, labels, batch_size=4, shuffle=True), resume=resume)
     scheduler = loop.lr_scheduler_configs[0].scheduler

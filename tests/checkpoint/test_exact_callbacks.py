@@ -31,7 +31,7 @@ class Backbone(Normed):
 
 
 class Unfreezes(cb.BaseFinetuning):
-    """Unfreezes one part of the backbone after the other."""
+    """Unfreezes the layers of the backbone one after the other."""
 
     def freeze_before_training(self, module):
         self.freeze(module.backbone, train_bn=False)
@@ -48,7 +48,7 @@ class TwoLayers(Backbone):
 
 
 class FreezesLayer(cb.Callback):
-    """Freezes a layer and accumulates batches from hooks."""
+    """Freezes a layer and changes accumulate_grad_batches in a hook."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 2:
@@ -82,8 +82,8 @@ CALLBACKS = {
 }  # fmt: skip
 
 
-# With BatchNorm, SWA adds an epoch that only updates statistics. It takes no optimizer step there,
-# and does not set up its scheduler after a resume, so only the weights are compared.
+# With BatchNorm, SWA adds an epoch that only updates statistics and takes no optimizer step. A run
+# resumed in this epoch does not set up the scheduler of SWA, so only weights are compared.
 ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 
@@ -116,7 +116,7 @@ AVERAGES = {
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_resuming_a_finished_run_keeps_the_averaged_weights(tmp_path, name, resume):
-    """A fit without batches does not average the weights again."""
+    """If no epoch is left to train, fit does not average the weights again."""
     make, make_callback = AVERAGES[name]
     options = {"max_epochs": 3, "train": lambda: make_loader(12)}
     whole = fit(tmp_path, make, callbacks=[make_callback()], **options)
@@ -127,7 +127,7 @@ def test_resuming_a_finished_run_keeps_the_averaged_weights(tmp_path, name, resu
 
 
 class Frozen(Classifier):
-    """A hook trains the first layer, which was frozen."""
+    """Unfreezes its first layer in a hook."""
 
     def __init__(self, freezes_last=False):
         super().__init__()
@@ -143,7 +143,7 @@ class Frozen(Classifier):
 
 
 def test_resume_does_not_unfreeze_layers_frozen_by_the_new_module(tmp_path):
-    """A resume restores the flags that hooks have changed, and keeps those that __init__ sets now."""
+    """A resume restores requires_grad only where a hook of the saved run changed it."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)
     flags = [[p.requires_grad for p in layer.parameters()] for layer in (module.net[0], module.net[3])]
@@ -161,7 +161,7 @@ class EvalBackbone(Backbone):
 
 
 class EvalInStep(Backbone):
-    """Switches modes in a step, and back again later."""
+    """Switches the backbone between train mode and eval mode in training steps."""
 
     def training_step(self, batch, batch_idx):
         self.backbone.train(self.global_step % 4 < 2)
@@ -169,7 +169,7 @@ class EvalInStep(Backbone):
 
 
 class EvalFromOwnHook(EvalBackbone):
-    """Restores the modes after a validation by its own hook."""
+    """Overrides the hook that switches back to train mode after a validation."""
 
     def on_validation_model_train(self):
         self.net.train()

@@ -37,7 +37,7 @@ class DecaysGradients(Classifier):
 
 
 class ClipsAll(Classifier):
-    """Clips by the norm of all gradients, including one of a parameter that no optimizer has."""
+    """Clips by the norm of all gradients, including that of a parameter without an optimizer."""
 
     def __init__(self):
         super().__init__()

@@ -53,7 +53,7 @@ class KeyedByWeight(Pairs):
             first.mul_(0.99)
 
 
-# Large containers and arrays, of which a run changes one value
+# Large containers and arrays in which a run changes one value
 
 
 class Large(Model):
@@ -165,7 +165,7 @@ class Hooked(Model):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Contains another optimizer, with which it shares its parameter groups."""
+    """Wraps another optimizer and shares the parameter groups with it."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -177,7 +177,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class ReloadingWrapper(Wrapper):
-    """Shares the groups again after a resume, as the usual implementation of SAM does."""
+    """Shares the groups again in load_state_dict(), as common implementations of SAM do."""
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -185,7 +185,7 @@ class ReloadingWrapper(Wrapper):
 
 
 class KeepsContainers(torch.optim.Optimizer):
-    """Keeps lists, dicts and its own keys in its state, also of other dtypes than the weights."""
+    """Keeps lists, dicts and float64 tensors in its state. One key is not a parameter."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -222,8 +222,8 @@ class Optimized(Model):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-class HeldGroup(Model):
-    """Changes the learning rate in a parameter group of its optimizer."""
+class KeepsGroup(Model):
+    """Keeps a parameter group in an attribute, and changes the learning rate in it."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -253,7 +253,7 @@ CASES = {
     "wrapper": shuffled(lambda: Optimized(Wrapper)),
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
     "containers": shuffled(lambda: Optimized(KeepsContainers)),
-    "held_group": shuffled(HeldGroup),
+    "kept_group": shuffled(KeepsGroup),
 }
 
 
@@ -306,8 +306,8 @@ def test_each_loop_restores_state_that_the_other_loop_saved(tmp_path, name, writ
     assert_same(fit(reader, "parts", 3, resume="last"), whole)
 
 
-class HoldsGroups(LRScheduler):
-    """Changes the weight decay in the parameter groups, which it holds in its own attribute."""
+class GroupScheduler(LRScheduler):
+    """Keeps the parameter groups in an attribute, and changes the weight decay in them."""
 
     def __init__(self, optimizer):
         self.groups = optimizer.param_groups
@@ -318,17 +318,17 @@ class HoldsGroups(LRScheduler):
         return [0.1]
 
 
-class HoldsGroupsModel(Model):
+class GroupSchedulerModel(Model):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        return [optimizer], [HoldsGroups(optimizer)]
+        return [optimizer], [GroupScheduler(optimizer)]
 
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_scheduler_state_with_trained_parameters_is_refused(tmp_path, kind):
-    """A resume would replace the groups in the scheduler by copies."""
+    """A resume would replace the parameter groups in the scheduler by copies."""
     with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
-        train(kind, tmp_path, shuffled(HoldsGroupsModel), kill_at=0)
+        train(kind, tmp_path, shuffled(GroupSchedulerModel), kill_at=0)
 
 
 class LateGenerator(Model):

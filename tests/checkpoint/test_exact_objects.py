@@ -31,7 +31,7 @@ from fabric_template.errors import CheckpointError
 
 
 class NoisySGD(torch.optim.SGD):
-    """SGD with noise from its own generator, which becomes smaller with each step."""
+    """SGD with noise from its own generator. The noise becomes smaller with each step."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -262,7 +262,7 @@ class Meter:
 
 
 class HasHelpers(Model):
-    """Its loss depends on objects of several classes, which no state_dict contains."""
+    """The loss depends on objects of several classes that no state_dict contains."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +311,7 @@ class SlowWeights:
 
 
 class HasHiddenModules(Model):
-    """Keeps its weights near averages, which are in unregistered modules."""
+    """Keeps its weights near averages in modules that are not registered as submodules."""
 
     def __init__(self):
         super().__init__()
@@ -395,7 +395,7 @@ class HasPhases(Model):
 
 
 class Recorder:
-    """A forward hook that scales outputs with the mean of earlier ones."""
+    """A forward hook that scales outputs by the mean of earlier outputs."""
 
     mean = 0.0
 
@@ -413,7 +413,7 @@ class HasHook(Model):
 
 
 class Groups:
-    """Draws samples from ranges. Objects of the sampler draw the order."""
+    """A sampler whose attributes contain the objects that draw the order."""
 
     def __init__(self):
         self.ranges = [range(i, i + 4) for i in range(0, 16, 4)]
@@ -517,7 +517,7 @@ def test_a_resumed_run_restores_the_state_of_user_objects(tmp_path, name, kind):
 
 
 class Curve(LambdaLR):
-    """A scheduler with an object in its state that a resume refuses to unpickle."""
+    """A scheduler whose state contains an object that a resume refuses to unpickle."""
 
     def __init__(self, optimizer):
         self.generator = torch.Generator()
@@ -542,7 +542,7 @@ class Note:
 
 
 class NotingSGD(torch.optim.SGD):
-    """An optimizer that keeps an object in its state from the first step on."""
+    """An optimizer that puts an object into its state in the first step."""
 
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["note"] = Note()
@@ -579,7 +579,7 @@ def test_resume_refuses_or_warns_about_a_different_optimizer_class(tmp_path, kin
         match = "got the state of another optimizer|got .* as the optimizer, expected SGD"
         with pytest.raises(ValueError, match=match):
             train(kind, tmp_path, with_optimizer(name), resume="last")
-    # NAdam has the options of RAdam, and more.
+    # NAdam has all options of RAdam, so the state of NAdam fits into RAdam.
     with pytest.raises(KilledError):
         train(kind, tmp_path / "same options", with_optimizer("NAdam"), kill_at=6)
     with pytest.warns(UserWarning, match=r"RAdam.* as the optimizer|optimizers was \['NAdam'\]"):
@@ -614,7 +614,7 @@ def test_mini_loop_refuses_to_change_accumulate_grad_batches_within_an_epoch(tmp
 
 
 class UntiedModel(Model):
-    """Two layers share a weight in the first epoch. Then a hook gives the second its own."""
+    """Shares a weight between two layers until a hook gives the second layer its own weight."""
 
     def __init__(self):
         super().__init__()
@@ -644,7 +644,7 @@ def test_untying_weights_in_a_hook_is_refused(tmp_path):
 
 
 class LayerReplacement(Model):
-    """Has a new layer from the second epoch on, which its optimizer does not train."""
+    """Replaces a layer in the second epoch. The optimizer does not train the new layer."""
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -661,7 +661,7 @@ def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
 
 
 class HasStrings(torch.nn.Module):
-    """Its output depends on arrays of strings and of dates, which change."""
+    """The output depends on arrays of strings and dates that change in each step."""
 
     def __init__(self):
         super().__init__()
@@ -714,7 +714,7 @@ def test_each_loop_restores_objects_saved_by_the_other_loop(tmp_path, writer, ma
 
 
 class CreatesMeter(Model):
-    """Has an object from its first batch on, which a resumed run lacks."""
+    """Creates an object in its first batch, so a new model does not have it."""
 
     def training_step(self, batch, batch_idx):
         if not hasattr(self, "meter"):
@@ -740,7 +740,7 @@ class Connection:
 
 
 class ModelWithConnection(Model):
-    """A model with an object of an installed package, which counts its sockets."""
+    """Has an object whose class is defined in an installed package."""
 
     def __init__(self, make):
         super().__init__()
@@ -876,7 +876,7 @@ class ModelWithSharedMemory(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_shared_memory_of_a_different_size_is_not_restored(tmp_path, kind):
-    """MiniLoop raises an error. FabricLoop warns, as for each attribute that it cannot restore."""
+    """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)
     is_mini = kind is MiniLoop
@@ -896,7 +896,7 @@ class Counted(torch.nn.Module):
 
 
 class ScriptedModel(Model):
-    """A scripted module keeps its buffers in an object of C++."""
+    """Contains a scripted module, which keeps its buffers in a C++ object."""
 
     def __init__(self):
         super().__init__()
@@ -947,7 +947,7 @@ class CountsCalls:
 
 
 class Gauge(CountsCalls):
-    """Has one slot of its base, a private slot, and a dict of attributes."""
+    """Has a slot of its base class, a private slot, and a __dict__."""
 
     __slots__ = ("__hidden", "once", "__dict__")
 
@@ -963,7 +963,7 @@ class Gauge(CountsCalls):
 
 
 class MeteredModel(Model):
-    """Hides a class attribute with an attribute of its own, and deletes this one and a slot."""
+    """Has an instance attribute that hides a class attribute. Later deletes it and a slot."""
 
     factor = 1.0
 
@@ -996,7 +996,7 @@ class MeteredPoints(Dataset):
 
 METERED = {
     "in the model": shuffled(MeteredModel),
-    "in the data set": lambda: (Model(), DataLoader(MeteredPoints(), 4, shuffle=True)),
+    "in the dataset": lambda: (Model(), DataLoader(MeteredPoints(), 4, shuffle=True)),
 }
 
 

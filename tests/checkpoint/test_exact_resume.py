@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Net(pl.LightningModule):
-    """Draws from every library's random numbers, and logs per step and per epoch."""
+    """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
 
     def __init__(self, manual=False, metric=False):
         super().__init__()
@@ -61,7 +61,7 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss)
-        # The validation steps of all epochs are counted, also over a resume.
+        # The step of this value counts the validation batches of all epochs, also after a resume.
         self.log("val_step", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self):
@@ -94,10 +94,10 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "plain": {"make_module": Plain},
     "accumulate": {"accumulate_grad_batches": 2},
     "inside an accumulation window": {"accumulate_grad_batches": 4, "val_check_interval": 1},
-    "validation inside": {"val_check_interval": 0.5},
-    "validation across": {"val_check_interval": 4, "check_val_every_n_epoch": None},
+    "validation within an epoch": {"val_check_interval": 0.5},
+    "validation across epochs": {"val_check_interval": 4, "check_val_every_n_epoch": None},
     "validation by steps": {"validate_every_n_steps": 5, "accumulate_grad_batches": 2},
-    "validation rarely": {"check_val_every_n_epoch": 2, "save_every_n_steps": 3},
+    "validation every second epoch": {"check_val_every_n_epoch": 2, "save_every_n_steps": 3},
     "validation, generator": {"make_val": lambda: loader(generator=seeded()), "val_check_interval": 2},
     "validation, persistent": {"make_val": lambda: loader(**PERSISTENT), "val_check_interval": 2},
     "limit": {"limit_train_batches": 4},
@@ -120,7 +120,7 @@ def make_val():
 
 
 def fit(root, make_train=loader, make_module=Net, make_val=make_val, **options):
-    """Train into a folder. Returns (loop, module, history)."""
+    """Train in the folder ``root``, and return (loop, module, history)."""
     options = {"log_every_n_steps": 1, "max_epochs": 3, **options}
     return runs.fit(root, make_module, make_train, make_val, **options)
 
@@ -138,7 +138,7 @@ def assert_same(one, other, root, other_root):
           "max_size_cycle", "max_size of streams", "sampler generator", "limit", "reload"),
 )  # fmt: skip
 def test_a_killed_run_resumes_exactly(tmp_path, name):
-    """Resume a copy of the run from before some of the batches, with another seed."""
+    """Resume copies of the run folder, made before some batches, with a different seed."""
     options = {"save_every_n_steps": 1, **CASES[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
@@ -153,7 +153,7 @@ class Raises(Callback):
     """Raises in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        # A number would be restored when a run is resumed.
+        # A resume would restore a number, but does not restore an iterator.
         self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 
@@ -176,7 +176,7 @@ def test_iterable_datasets_of_different_length_resume_exactly_after_an_error(tmp
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_a_run_resumes_exactly_from_a_file_of_a_model_checkpoint_callback(tmp_path, when):
-    """A resume completes what follows the save: the row, the validation, the end of the epoch."""
+    """A resumed run writes the row, validates and ends the epoch if this followed the save."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
@@ -199,7 +199,7 @@ class Kills(Raises):
 
 @pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
 def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
-    """The run resumes from the file before the kill. The kill leaves neither a lock nor a temporary file."""
+    """The run resumes from the last checkpoint before the kill. No temporary file is left."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)
     for batch in (9, 5):
@@ -287,7 +287,7 @@ def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
-    """The averaged model has its own copy of the buffer, which the final model takes."""
+    """The final model takes the buffers of the averaged model, which are copies."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     options = {"make_module": WithBank, "save_every_n_steps": 1}
@@ -298,7 +298,7 @@ def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
 
 
 class RandomSplit(pl.LightningDataModule):
-    """Draws its validation data when the loader is created, in the first epoch that validates."""
+    """Splits the data at random when the validation loader is created."""
 
     def train_dataloader(self):
         return loader()

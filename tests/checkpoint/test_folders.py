@@ -52,7 +52,7 @@ def test_next_version_counts_only_numbered_folders(tmp_path):
         (tmp_path / name).mkdir()
     assert next_version(tmp_path, tmp_path / "missing") == 4
     assert claim_version(tmp_path) == 4
-    # A name that int() refuses is a version like any other name.
+    # int() refuses the digit "²", so "version_²" is a version name without a number.
     fit(tmp_path, Plain, make_loader, max_epochs=1, version="version_²")
     assert fit(tmp_path, Plain, make_loader, max_epochs=2, resume="last")[0].current_epoch == 2
 
@@ -80,7 +80,7 @@ def test_writing_a_lock_file_does_not_follow_a_symlink(tmp_path):
 
 @pytest.mark.parametrize("name", ["model[1].ckpt", "a*.ckpt", "what?.ckpt", "[!x].ckpt"])
 def test_removing_a_checkpoint_removes_only_its_own_shards(tmp_path, name):
-    """As a glob pattern, the name would match the folders of other checkpoints."""
+    """As a glob pattern, the checkpoint's name would match the folders of other checkpoints."""
     others = ["model1.ckpt.step=5", "abc.ckpt.step=5", "whats.ckpt.step=5", "y.ckpt.step=5"]
     for folder in (*others, f"{name}.step=5"):
         (tmp_path / folder).mkdir()

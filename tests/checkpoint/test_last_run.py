@@ -77,7 +77,7 @@ def test_resume_continues_the_run_that_saved_last(tmp_path, change, keyword):
 
 
 def test_resume_finds_the_newest_run_after_it_was_moved(tmp_path):
-    """The time inside the checkpoints is used where the .lock file is missing."""
+    """If the .lock file is missing, the time inside the checkpoints is used."""
     fit(tmp_path / "a", Plain, max_epochs=1)
     fit(tmp_path / "b", Plain, max_epochs=2)
     for kind in ("checkpoints", "logs"):
@@ -193,7 +193,7 @@ def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(tmp_path, f
             MissingCheckpointError, match=r"resume: got 'last'.*newest run in .* has no checkpoint"
         ) as e:
             fit(root, Plain, max_epochs=3, version=given, resume="last")
-    # The error names a checkpoint of the older run, which a path continues.
+    # The error names a checkpoint of the older run. Passing its path continues that run.
     path = re.search(r"write resume='(.*?)'", str(e.value))[1]
     shutil.copytree(root, tmp_path / "again")
     loop, _, rows = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)
@@ -201,7 +201,7 @@ def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(tmp_path, f
     assert rows["epoch"].tolist() == read_logs(root / "logs")["epoch"].tolist() == [0, 1, 2]
     assert not Path(loop.log_dir, ".replaced").exists()
     assert fit(root, Plain, max_epochs=4, resume="last", **first)[0].current_epoch == 4
-    # resume="auto" starts again.
+    # resume="auto" starts a new run instead of raising an error.
     root = tmp_path / "again"
     loop, _, rows = fit(root, Plain, max_epochs=1, version=version, resume="auto", **first)
     assert (loop.ckpt_path, len(rows)) == (None, 1)

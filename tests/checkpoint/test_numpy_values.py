@@ -108,7 +108,7 @@ def sgd(module, rate):
 
 
 def exponential(module):
-    """The scheduler multiplies the rate, so its precision matters in each epoch."""
+    """The scheduler multiplies the learning rate in each epoch, so rounding would be visible."""
     optimizer = sgd(module, np.float32(0.1))
     return [optimizer], [schedulers.ExponentialLR(optimizer, np.float32(0.7))]
 

@@ -20,7 +20,7 @@ from fabric_template.rng_state import find_generators, get_generator_state, set_
 
 
 class Holder:
-    """An object with the given attributes."""
+    """An object whose attributes are the keyword arguments."""
 
     def __init__(self, **attributes):
         vars(self).update(attributes)
@@ -190,7 +190,7 @@ def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
 
 
 def test_find_generators_omits_the_global_random_generators():
-    """The global generators, which are saved anyway, are left out."""
+    """Each checkpoint contains the states of the global generators in any case."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
     found = find_generators({**own, "list": [1, own["torch"]], "dict": {"x": own["random"]}, **others})
@@ -251,7 +251,7 @@ class Remembers(Classifier):
 
 
 class Schedules(Callback):
-    """A callback without state_dict. It changes the gradients by its attributes."""
+    """A callback that changes gradients by its attributes, and has no state_dict()."""
 
     def __init__(self):
         self.level, self.seen, self.generator = 0.1, {}, torch.Generator().manual_seed(8)
@@ -266,7 +266,7 @@ class Schedules(Callback):
 
 
 class Counted(Callback):
-    """A callback with a state_dict. Other attributes are not restored."""
+    """A callback with a state_dict(). Its other attributes are not restored."""
 
     def __init__(self):
         self.batches = self.others = 0
@@ -335,7 +335,7 @@ class Computes(Classifier):
 RUNS = {
     "computed weights": (Computes, {}),
     "module": (Remembers, {}),
-    "validation inside": (Remembers, {"val_check_interval": 2}),
+    "validation within an epoch": (Remembers, {"val_check_interval": 2}),
     "accumulation": (Remembers, {"accumulate_grad_batches": 2}),
     "object": (Plain, {}),
     "reload": (Remembers, {"reload_dataloaders_every_n_epochs": 1}),
@@ -387,8 +387,6 @@ def test_runs_resume_exactly_from_checkpoints_saved_in_hooks(tmp_path, when):
 
 
 def test_a_datamodule_is_restored_before_its_loaders_are_reloaded(tmp_path):
-    """Its attributes and generators are restored before a loader is reloaded."""
-
     def run(root, **arguments):
         pl.seed_everything(arguments.pop("seed", 1), verbose=False)
         options = with_files(root, max_epochs=4, reload_dataloaders_every_n_epochs=2, **arguments.pop("options", {}))

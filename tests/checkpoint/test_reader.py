@@ -32,7 +32,7 @@ class Color(enum.Enum):
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A named tuple. Only weights_only=False may create its class."""
+    """A named tuple, which is created only with weights_only=False."""
 
 
 class Outer:
@@ -57,7 +57,7 @@ class Outer:
 
 
 class MarksFile:
-    """Creates a file when it is pickled as a call and unpickled by an unsafe reader."""
+    """Creates a folder if a reader executes the call in its pickle."""
 
     def __init__(self, path):
         self.path = path
@@ -149,7 +149,7 @@ def test_reading_a_checkpoint_drops_the_python_attributes_of_a_tensor(tmp_path):
     assert not hasattr(found["weight"], "scale")
 
 
-# Objects that are not created
+# Objects that reading a checkpoint does not create
 
 
 def objects(folder):
@@ -222,7 +222,7 @@ def test_reading_a_checkpoint_key_that_contains_an_object_raises_an_error(tmp_pa
 
 
 class Colored(Callback):
-    """Has a value in its state that a resume does not create."""
+    """Has an Enum in its state, which a resume refuses to create."""
 
     def __init__(self):
         self.color = Color.RED
@@ -253,7 +253,7 @@ def test_a_callback_with_an_object_in_its_state_cannot_resume(tmp_path):
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):
         fit(tmp_path, max_epochs=2, resume="last", **options)
-    # A new run needs the weights only.
+    # load= reads only the weights.
     assert fit(tmp_path, max_epochs=1, load="last", **options)[0].current_epoch == 1
 
 
@@ -322,14 +322,14 @@ SPARSE = "torch._utils._rebuild_sparse_tensor"
 REFUSED = {
     "state of a tensor": tensor() + b"}" + STATE + b"b",
     "state of a class": b"ccollections\nOrderedDict\n}" + STATE + b"b",
-    "state of torch's class": b"ctorch\nTensor\n}" + STATE + b"b",
+    "state of a torch class": b"ctorch\nTensor\n}" + STATE + b"b",
     "items of a class": b"cbuiltins\ndict\nK\x01K\x02s",
     "call of a class": b"cbuiltins\nlist\n(K\x01tR",
     "state of a function": b"ctorch._utils\n_rebuild_tensor_v2\n}" + STATE + b"b",
     "extension": b"\x82\x01",
     "call of an object": b"K\x05)R",
     "larger storage": tensor(length=1 << 20),
-    "other type of storage": tensor(dtype="Double"),
+    "different storage type": tensor(dtype="Double"),
     "negative length": tensor(length=-1),
     "larger tensor": tensor(size=(5,)),
     "offset": tensor(offset=3),
@@ -339,9 +339,9 @@ REFUSED = {
     "overflow": tensor(size=(2**62, 2**62), stride=(2**62, 1)),
     "huge offset": tensor(offset=2**70),
     "size without stride": tensor(size=(2, 2)),
-    "size of text": tensor(size="4"),
+    "size as text": tensor(size="4"),
     "no storage": b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x00)) NtR".replace(b" ", b"\x89"),
-    "parameter of text": call("torch._utils._rebuild_parameter", "a", True, None),
+    "parameter from text": call("torch._utils._rebuild_parameter", "a", True, None),
     "sparse without tensors": call(SPARSE, torch.sparse_coo, (1, 2, (3,))),
 }
 
@@ -428,7 +428,7 @@ def test_resume_uses_the_previous_checkpoint_if_the_zip_directory_is_damaged(tmp
     fit(tmp_path, max_epochs=2, **options)
     last = tmp_path / LAST
     content = bytearray(last.read_bytes())
-    # The second byte of the method of compression of the last entry.
+    # Change the compression method of the last entry.
     content[content.rindex(b"PK\x01\x02") + 10] ^= 8
     last.write_bytes(content)
     with pytest.warns(UserWarning, match=r"last\.ckpt.*Using the previous checkpoint instead"):
@@ -449,7 +449,7 @@ def test_a_checkpoint_with_overlapping_zip_entries_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     write_pickle(pickle.dumps({}, 2), path, [bytes(5000), bytes(5000)])
     content = path.read_bytes()
-    # Let each entry of the directory refer to the second storage.
+    # Add entries to the directory that all refer to the second storage.
     entry = content.rindex(b"PK\x01\x02")
     directory = content[content.index(b"PK\x01\x02") : content.rindex(b"PK\x05\x06")]
     many = b"".join(content[entry : entry + 46] + b"archive/data/%d" % n for n in range(10))

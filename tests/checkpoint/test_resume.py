@@ -39,7 +39,7 @@ def plateau(module):
 
 
 def plateau_strict_off(module):
-    """Without a value in the first epoch, Lightning warns."""
+    """Return plateau() with strict=False, so that a missing val_loss causes only a warning."""
     found = plateau(module)
     scheduler = {"scheduler": found["lr_scheduler"], "strict": False, "monitor": "val_loss"}
     return {"optimizer": found["optimizer"], "lr_scheduler": scheduler}
@@ -55,7 +55,7 @@ def plateau_by_step(module):
 
 
 def compare_with_resume(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
-    """Compare 4 epochs with 2 epochs and a resume with another seed, including the files."""
+    """Compare a run of 4 epochs with 2 epochs and a resume with a different seed."""
     options = {"log_every_n_steps": 3, **options}
     whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **options)
     fit(tmp_path / "parts", make_module, train, val, given=given, max_epochs=2, **options)
@@ -129,7 +129,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
 
 
 def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_csv_rows(tmp_path):
-    """metrics.csv is moved together with the checkpoint."""
+    """The test moves metrics.csv together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)
     shutil.move(tmp_path / "a/checkpoints/run/version_0/last.ckpt", tmp_path / "moved.ckpt")
@@ -140,8 +140,6 @@ def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_csv_rows(
 
 
 def test_resume_best_drops_the_csv_rows_after_the_best_epoch(tmp_path):
-    """ "best" continues after the best epoch, and the rows of later epochs are removed."""
-
     class Worse(Classifier):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", abs(self.current_epoch - 1.0))
@@ -185,6 +183,6 @@ def test_load_restores_only_the_weights(tmp_path):
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         return module
 
-    # The numbers are those of a run whose module had these weights.
+    # The result equals that of a run whose module had these weights from the start.
     expected = fit(tmp_path / "b", trained_before, seed=5, max_epochs=1)
     assert same(weights_of(expected[1]), weights_of(loop.lightning_module))

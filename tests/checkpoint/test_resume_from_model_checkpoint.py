@@ -10,18 +10,19 @@ from runs import assert_same_end, fit, logs_of, tree, val_loader
 from fabric_template.errors import MissingCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-PLACES = {  # location of the files: (options of the callback, logger)
-    "beside_our_logs": (lambda root: {}, lambda root: True),
+# {location of the checkpoints: (options of the callback, logger)}
+PLACES = {
+    "in_the_run_directory": (lambda root: {}, lambda root: True),
     "no_logger": (lambda root: {}, lambda root: False),
     "own_folder": (lambda root: {"dirpath": root / "kept"}, lambda root: True),
-    "beside_a_logger": (lambda root: {}, lambda root: CSVLogger(root, "csv")),
-    "beside_a_version": (lambda root: {}, lambda root: TensorBoardLogger(root, "board", version="mine")),
+    "at_the_csv_logger": (lambda root: {}, lambda root: CSVLogger(root, "csv")),
+    "at_the_tensorboard_logger": (lambda root: {}, lambda root: TensorBoardLogger(root, "board", version="mine")),
 }
 
 
 @pytest.mark.parametrize(
     ("place", "resume"),
-    [*((place, "auto") for place in PLACES), ("beside_our_logs", "last"), ("beside_a_logger", "last")],
+    [*((place, "auto") for place in PLACES), ("in_the_run_directory", "last"), ("at_the_csv_logger", "last")],
 )
 def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place, resume):
     make_options, make_logger = PLACES[place]
@@ -31,14 +32,16 @@ def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place,
         saving = ModelCheckpoint(save_last=True, **make_options(root))
         return fit(root, val=val_loader, logger=make_logger(root), callbacks=[saving], **options)
 
-    whole = run("whole", max_epochs=4, resume="auto")  # "auto" starts, because there is no file yet
+    # There is no checkpoint yet, so resume="auto" starts a new run.
+    whole = run("whole", max_epochs=4, resume="auto")
     run("parts", max_epochs=2)
     resumed = run("parts", max_epochs=4, resume=resume, seed=9)
     assert Path(resumed[0].ckpt_path).is_relative_to(tmp_path / "parts")
     assert_same_end(whole, resumed)
-    if place in ("beside_our_logs", "no_logger"):
+    if place in ("in_the_run_directory", "no_logger"):
         assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
-    version = int(place == "own_folder")  # the folder names no version, so a new one has all rows
+    # If the folder name contains no version, the resumed run gets a new version with all rows.
+    version = int(place == "own_folder")
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
@@ -54,7 +57,7 @@ def test_resume_auto_continues_the_newest_version_with_a_checkpoint(tmp_path):
     assert Path(loop.ckpt_path).parent == tmp_path / folder.format(0)
 
 
-@pytest.mark.parametrize("place", ["beside_our_logs", "no_logger", "own_folder"])
+@pytest.mark.parametrize("place", ["in_the_run_directory", "no_logger", "own_folder"])
 def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, place):
     make_options, make_logger = PLACES[place]
 
@@ -67,7 +70,7 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
     last.rename(last.with_name(".last.ckpt.7.tmp"))
     used = Path(run(2, "auto").ckpt_path)
     assert (used.parent, used.name[:8]) == (last.parent, "epoch=0-")
-    assert place != "beside_our_logs" or list(last.parent.glob(".*.tmp")) == []
+    assert place != "in_the_run_directory" or list(last.parent.glob(".*.tmp")) == []
 
 
 def test_resume_last_without_save_last_is_refused(tmp_path):

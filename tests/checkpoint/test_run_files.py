@@ -25,7 +25,7 @@ FOLDER = "logs/run/version_0"
 
 
 class Known(pl.LightningModule):
-    """Logs numbers that are easy to compute. Batch i of 4 logs i, and the weight stays 1."""
+    """Logs known numbers. Batch i of an epoch logs i, and the weight stays 1."""
 
     def __init__(self, lr=0.5):
         super().__init__()
@@ -95,7 +95,7 @@ def test_each_fit_gets_a_new_version(tmp_path):
         loop.fit(Known(), four())
         assert loop.log_dir.endswith(f"version_{version}")
     for _ in range(2):
-        # A given version is used again.
+        # An explicit version is used again.
         fit(tmp_path, Known, four, version=0, max_epochs=2)
         assert len(read_logs(tmp_path / "logs/run/version_0")) == 2
 
@@ -230,7 +230,7 @@ def test_restarting_a_finished_run_changes_nothing(tmp_path, capsys, options, pl
         assert longer[0].global_step > first[0].global_step
 
 
-# The state of a run
+# The status of a run
 
 
 class Raises(Plain):
@@ -286,7 +286,7 @@ def test_the_message_after_ctrl_c_names_the_saved_checkpoint(capsys):
 
 
 class Recorder(Logger):
-    """Notes what it is given."""
+    """Records the calls of its methods."""
 
     def __init__(self):
         super().__init__()

@@ -117,7 +117,7 @@ def test_a_resumed_run_may_compile_other_submodules_than_the_saved_run(tmp_path,
 
 
 class TwoNames(nn.Module):
-    """A network in which two names differ only in a part that wrappers insert."""
+    """Has two parameter names that differ only by "module.", the prefix of wrappers."""
 
     def __init__(self):
         super().__init__()
@@ -199,11 +199,11 @@ def test_load_accepts_a_pickled_module_with_weights_only_false(tmp_path):
     assert_same_weights(net, saved)
 
 
-# Modules that exist only after a hook
+# Modules that a hook creates
 
 
 class BuildsAverage(Classifier):
-    """Builds the model of averaged weights in one of the hooks before training."""
+    """Creates a submodule of averaged weights in one of the hooks before training."""
 
     def __init__(self, hook="setup"):
         super().__init__()

@@ -70,7 +70,7 @@ def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     assert done.stdout.endswith("trained\n")
     written = ["checkpoints", "digits.png", "logs", "runs.html", "somewhere"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
-    # Its checkpoints do not name its modules, so that they can be read after a change of name.
+    # Checkpoints contain no module names of the copy, so they can be read after it is renamed.
     checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
@@ -95,14 +95,14 @@ def test_no_file_of_the_package_imports_the_package_by_its_own_name(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_no_file_looks_up_the_package_by_a_hard_coded_name(path):
-    """For example by import_module("fabric_template...") or in sys.modules."""
+    """Calls such as import_module("fabric_template.loop") would fail in a renamed copy."""
     source = path.read_text(encoding="utf-8")
     lookups = r"(?:import_module|__import__|resources\.files|sys\.modules\[|find_spec)"
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
 def test_importing_the_copy_does_not_import_heavy_packages(tmp_path):
-    """Imports of Lightning itself do not count."""
+    """Packages that Lightning itself imports are not counted."""
     copy_to(tmp_path)
     code = """
 import lightning.fabric

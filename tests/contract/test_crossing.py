@@ -44,7 +44,7 @@ def plateau(module):
 
 
 class Two(Classifier):
-    """Uses two optimizers in manual optimization, one of them with a scheduler per step."""
+    """Uses two optimizers in manual optimization. The second has a scheduler."""
 
     def __init__(self):
         super().__init__(dropout=0.0)
@@ -70,7 +70,7 @@ class Two(Classifier):
 
 
 def scaled(kind):
-    """Return 16-mixed without a GPU. Its scaler grows every third step, so that the scaler's state matters."""
+    """Return the option for 16-mixed on the CPU. The loss scale grows in every third step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     return {"plugins": (MixedPrecision if kind == "trainer" else FabricMixedPrecision)("16-mixed", "cpu", scaler)}
 
@@ -138,7 +138,7 @@ def end(trainer, module, callbacks):
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "scaler": scaler and scaler.state_dict(),
-        "stands at": (trainer.current_epoch, trainer.global_step),
+        "progress": (trainer.current_epoch, trainer.global_step),
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "stopping": states.get("EarlyStopping"),
     }
@@ -157,7 +157,7 @@ def plain_dict(value):
     return [plain_dict(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-# Trainer 2.4 counts a file from the middle of an epoch differently, and repeats or skips its batches.
+# Trainer 2.4 repeats or skips batches if it resumes a checkpoint from the middle of an epoch.
 exact_trainer = pytest.mark.skipif(pl.__version__.startswith("2.4."), reason="Trainer 2.4 resumes inexactly")
 
 SAVERS = {
@@ -171,8 +171,9 @@ SAVERS = {
 def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
     """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
 
-    A scheduler that monitors a metric is the exception. It takes its step after these hooks, and Trainer does not save
-    the metric. Trainer skips this step on resume. FabricLoop skips it with Trainer's files, but not with its own.
+    The exception is a scheduler that monitors a metric. Its step comes after the hooks that save,
+    and Trainer does not save the metric. After a resume, Trainer skips this step. FabricLoop skips
+    it with Trainer's checkpoints, but not with its own.
     """
     if case == "no_validation" and where == "validation_end":
         pytest.skip("nothing is validated")
@@ -264,7 +265,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
     for kind in LOOPS:
         root = tmp_path / kind
         counter = SanityCounter()
-        # With max_steps, Trainer counts the epoch of the file twice.
+        # With max_steps, Trainer counts the epoch of the checkpoint twice.
         epochs = {"max_epochs": -1 if limit else 4}
         loop = LOOPS[kind](**quiet(default_root_dir=root, callbacks=[counter], **epochs, **options))
         pl.seed_everything(3, verbose=False)

@@ -31,7 +31,8 @@ class Saves(pl.Callback):
         at = trainer.fit_loop.epoch_loop
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append((trainer.current_epoch, batch_idx, trainer.global_step, rate))
-        self.logged_at.append((batch_idx, at._batches_that_stepped))  # Trainer counts one more after a resume in a step
+        # Trainer counts one batch too many here after a resume within a step.
+        self.logged_at.append((batch_idx, at._batches_that_stepped))
 
 
 class Manual(Classifier):
@@ -103,7 +104,8 @@ def test_a_checkpoint_saved_within_a_step_resumes_at_the_last_optimizer_step(tmp
     with pytest.raises(CheckpointError, match="trainer.ckpt', which Trainer saved in the middle of epoch"):
         run("loop", Saves(), make, path=tmp_path / "trainer.ckpt", **options)
     assert_equals_uninterrupted_run(whole, ends["loop", "loop"])
-    if options and (batches - 1) % 10 % 3:  # Trainer resumes in the accumulation window, without its gradients
+    # Trainer resumes in the middle of an accumulation window, without the gradients.
+    if options and (batches - 1) % 10 % 3:
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
         assert_equals_uninterrupted_run(ends["trainer", "trainer"], ends["loop", "trainer"])

@@ -15,7 +15,7 @@ from fabric_template import FabricLoop, MiniLoop
 
 
 class Endless:
-    """Batches without a length."""
+    """A loader without a length."""
 
     def __iter__(self):
         while True:
@@ -23,7 +23,7 @@ class Endless:
 
 
 def check_error(kind, message, call, root):
-    """Check that the call raises one line with this start, and changes no file."""
+    """Check that the call raises a one-line error that starts with ``message``. No file changes."""
     before = tree(root)
     with pytest.raises(kind, match=f"^{re.escape(message)}") as caught:
         call()
@@ -187,7 +187,7 @@ def test_load_accepts_a_plain_state_dict(tmp_path):
 
 
 def test_a_monitor_that_is_never_logged_raises_an_error_after_the_first_epoch(tmp_path):
-    """The error is raised at the end of the first epoch, after its checkpoint is saved."""
+    """The checkpoint of the first epoch is saved before the error is raised."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', which is not logged\. Logged metrics: .*val_loss"):
         call()
@@ -198,7 +198,7 @@ def test_a_monitor_that_is_never_logged_raises_an_error_after_the_first_epoch(tm
 
 
 class FetchesBatches(Classifier):
-    """Has every step of Lightning with the argument ``dataloader_iter``."""
+    """Has the step methods of all stages, with the argument ``dataloader_iter``."""
 
     def training_step(self, dataloader_iter):
         return super().training_step(*next(dataloader_iter)[:2])

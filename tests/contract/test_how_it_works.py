@@ -81,7 +81,7 @@ def named(title):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """Return the files that a batch, a log call and a resume run through."""
+    """Return the files whose functions run in a batch, in a call of log and in a resume."""
     os.chdir(tmp_path_factory.mktemp("traced"))
     torch.manual_seed(0)
     module = Logs()
@@ -124,7 +124,7 @@ def test_files_named_in_how_it_works_md_exist():
     assert {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")} <= entries
 
 
-# The changes
+# The documented changes
 
 START = """
 import torch
@@ -253,7 +253,7 @@ assert read_logs("logs/cut/version_0/steps.csv").equals(rows.assign(name="cut"))
 
 
 def edits(title):
-    """Yield (file, old lines, new lines) of each part of a change's diff."""
+    """Yield (file, old lines, new lines) for each hunk of a documented diff."""
     section = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", PAGE, re.M | re.S)[1]
     name, old, new = None, [], []
     for line in [*re.search(r"^```diff\n(.*?)^```$", section, re.M | re.S)[1].splitlines(), "@@"]:

@@ -89,7 +89,7 @@ class OwnOrder(BatchSampler):
 
 
 class Continues(IterableDataset):
-    """A stream that keeps its position, also for the next pass if it was loaded."""
+    """A stream that starts at its position, which load_state_dict() can set."""
 
     def __init__(self):
         self.position = 0
@@ -108,7 +108,7 @@ class Continues(IterableDataset):
 
 
 class Shuffles(IterableDataset):
-    """A stream whose order follows from its epoch."""
+    """A stream that is shuffled with its epoch number as the seed."""
 
     def __init__(self):
         self.epoch = 0
@@ -157,7 +157,7 @@ LOADERS = {
         DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)
     ),
     "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
-    "own state": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "changing dataset": lambda: DataLoader(Noisy(), 4, shuffle=True),
     "subset": lambda: DataLoader(Subset(Noisy(), range(20)), 4, shuffle=True),
     "concatenated": lambda: DataLoader(ConcatDataset([DATA, Subset(Noisy(), range(8))]), 4, shuffle=True),
     "stream with a position": lambda: DataLoader(Continues(), 4),
@@ -202,7 +202,7 @@ class Remembers(nn.Module):
 
 
 def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_net, **options):
-    """Train a fresh model. ``seed`` sets the RNG states between the model and the fit."""
+    """Train a new model. ``seed`` is set after the model is created and before fit."""
     torch.manual_seed(1)
     net = make_net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
@@ -213,7 +213,7 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     functions = {"training_step": step, "validation_step": step}
     history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
     rows = history.drop(columns=["time", "waiting", "samples_per_second"], errors="ignore").to_dict("records")
-    # A row of the last steps has no validation.
+    # Leave out NaN values. The row after the last steps has no val_loss, for example.
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
@@ -222,9 +222,11 @@ def train_without_break(loop_name, name):
     return train(loop_name, tempfile.mkdtemp(), LOADERS[name], max_epochs=3)
 
 
-# tests/checkpoint/test_exact_resume.py and tests/data resume FabricLoop with the loaders that are not kept here.
-OF_FABRIC_LOOP = keep(LOADERS, "weights", "own state", "stateful, own sampler", "stateful, own batch sampler",
-                      "stateful, weights", "stateful, random batches")  # fmt: skip
+# tests/checkpoint/test_exact_resume.py and tests/data test FabricLoop with the other loaders.
+FABRIC_LOOP_LOADERS = keep(
+    LOADERS, "weights", "changing dataset", "stateful, own sampler", "stateful, own batch sampler",
+    "stateful, weights", "stateful, random batches",
+)  # fmt: skip
 
 
 LIMITS = {"after an epoch": {"max_epochs": 2}, "in an epoch": {"max_steps": 8}}
@@ -238,7 +240,7 @@ def test_each_kind_of_loader_resumes_exactly_with_mini_loop(tmp_path, name, limi
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("name", OF_FABRIC_LOOP)
+@pytest.mark.parametrize("name", FABRIC_LOOP_LOADERS)
 def test_each_kind_of_loader_resumes_exactly_with_fabric_loop(tmp_path, name, limit):
     check_resume(tmp_path, "FabricLoop", name, limit)
 
@@ -266,7 +268,7 @@ def test_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name,
 @pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
-    """The weights and all rows stay, including the row of the last steps."""
+    """The weights and all CSV rows stay the same, including the row after the last steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
     resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
@@ -276,7 +278,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
 
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_a_run_killed_before_it_saved_last_ckpt_resumes_exactly(tmp_path, loop_name):
-    """The first best.ckpt is complete, and last.ckpt does not exist yet."""
+    """The run was killed after it saved best.ckpt for the first time, and before last.ckpt."""
     options = {"monitor": "val_loss", "make_loader": LOADERS["shuffled"]}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", max_epochs=1, **options)
@@ -342,7 +344,7 @@ class LongArray(LongOrder):
 
 
 class CountsInClass(Sampler):
-    """A sampler whose counter becomes an attribute of the object in the first epoch."""
+    """A sampler whose counter is a class attribute until the first epoch."""
 
     passes = 0
 
@@ -481,7 +483,7 @@ def test_changed_lists_of_batches_and_of_indices_are_restored(tmp_path, loop_nam
 
 
 class HoldsIterator(Order):
-    """A sampler that continues an iterator in each epoch."""
+    """A sampler that continues the same iterator in each epoch."""
 
     def __init__(self):
         self.indices = itertools.cycle(range(20))
@@ -515,7 +517,7 @@ class Sample:
 
 
 class CachesObjects(Noise):
-    """A dataset that creates objects while it is read."""
+    """A dataset that caches objects while it is read."""
 
     def __init__(self):
         self.cache = {}
@@ -541,7 +543,7 @@ def test_the_first_save_warns_about_state_of_a_loader_that_is_not_saved(tmp_path
 
 
 class RestartsIterator(HoldsIterator):
-    """A sampler that replaces its iterator in each epoch, also in its generator."""
+    """A sampler that creates a new iterator in each epoch."""
 
     def __iter__(self):
         self.indices = iter(range(24))

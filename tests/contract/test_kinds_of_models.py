@@ -40,7 +40,7 @@ def mlp():
 
 
 class Around(nn.Module):
-    """Has a network in one attribute, which gives all parameters one prefix."""
+    """Has a network in an attribute, whose name is a prefix of all parameter names."""
 
     def __init__(self, net, name="module"):
         super().__init__()
@@ -224,7 +224,7 @@ def with_functions(make):
 
 
 def with_optimizer_of_head():
-    """Return a network of which the optimizer has only the last layer."""
+    """Return a network, and an optimizer that trains only its last layer."""
     net, given = with_functions(mlp)
     return net, {**given, "optimizer": sgd(net[2].parameters())}
 
@@ -301,7 +301,7 @@ class InEvalMode(InList):
 
 
 class WithParameters(Object):
-    """Has parameters beside its network."""
+    """Has parameters in addition to those of its network."""
 
     def __init__(self):
         super().__init__()
@@ -477,7 +477,7 @@ def optimizer_state(loop):
     return (loop.optimizers[0] if isinstance(loop, FabricLoop) else loop.optimizer).state_dict()
 
 
-# MiniLoop refuses these models by name.
+# The models that MiniLoop refuses, with the error messages.
 REFUSED_BY_MINI_LOOP = {
     "object, setup": "with setup, .* Use FabricLoop",
     "object, configure_model": "with configure_model, .* Use FabricLoop",
@@ -494,13 +494,13 @@ CROSSING = [name for name in MODELS if name not in REFUSED_BY_MINI_LOOP]
 
 @pytest.mark.parametrize("name", REFUSED_BY_MINI_LOOP)
 def test_mini_loop_refuses_a_model_that_it_cannot_train(tmp_path, name):
-    """The error comes before a file is written."""
+    """The error is raised before any file is written."""
     with pytest.raises((TypeError, ValueError), match=REFUSED_BY_MINI_LOOP[name]):
         train(name, "MiniLoop", tmp_path / "refused", max_epochs=1)
     assert not (tmp_path / "refused").exists()
 
 
-# In the suite, each loop trains every second model.
+# To save time, each loop trains only every second model.
 CASES = [case for case in sample(2, LOOPS, MODELS) if case.values[0] == "FabricLoop" or case.values[1] in CROSSING]
 
 
@@ -596,7 +596,7 @@ def test_two_processes_save_the_trained_weights_and_return_them_to_the_caller(tm
     ],
 )
 def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, monkeypatch, name, message):
-    """The processes would not synchronize these parameters. The error is raised before training."""
+    """The processes would not synchronize the gradients of these parameters."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))
     with pytest.raises(Exception, match=message):

@@ -23,7 +23,8 @@ EXPRESSIONS = re.compile(
 HEADING = re.compile(r"[A-Z][A-Za-z_ ]{0,30}: ")
 HEADLESS = re.compile(r"(What|Whether|Where|Who|The same)\b")
 
-# (expressions, "Noun: definition" docstrings, headless docstrings) by folder
+# For each folder, the largest allowed numbers of banned expressions, of docstrings such as "Noun:
+# definition", and of docstrings that start with a word such as "What".
 LANGUAGE_LIMITS = {
     "tests": (1, 0, 0),
 }
@@ -73,7 +74,7 @@ def measure_language(repository):
         files += [path for path in (repository / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
     counts = {}
     for path in files:
-        # This file lists the expressions. Jupyter writes the checkpoints of notebooks.
+        # This file contains all expressions. Jupyter writes copies into .ipynb_checkpoints.
         if path.name != Path(__file__).name and ".ipynb_checkpoints" not in path.parts:
             counts.setdefault(folder_of(path.relative_to(repository)), Counter()).update(language_of(path))
     return {folder: (c["expressions"], c["headings"], c["headless"]) for folder, c in sorted(counts.items())}

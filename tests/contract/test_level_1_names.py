@@ -22,7 +22,8 @@ def test_setup_keeps_the_parameters_and_their_names(precision):
     net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     assert [id(p) for p in net.parameters()] == [id(p) for p in bare.parameters()]
     assert list(net.state_dict()) == list(bare.state_dict())
-    if precision == "32-true":  # nothing to wrap
+    # In float32 on one device, there is nothing to wrap.
+    if precision == "32-true":
         assert net is bare
         assert type(optimizer) is torch.optim.SGD
     else:
@@ -37,7 +38,7 @@ def test_setup_keeps_the_parameters_and_their_names(precision):
 
 
 def test_fit_accepts_the_objects_that_setup_returned():
-    """Fit does not wrap the model twice. Its weights equal those of a model that was not set up."""
+    """fit does not wrap the model again, so the weights equal those of a run without setup()."""
 
     def fitted(through_setup):
         net = make_net()

@@ -108,7 +108,8 @@ def test_level_1_setup_backward_and_log_work_in_a_hand_written_loop(expected, tm
     assert float(rows[-1]["val_loss"]) == pytest.approx(expected[1][-1][1])
 
     loop.save("mine.ckpt", {"net": net, "optimizer": optimizer, "epoch": 2, "note": "mine"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.ckpt"]  # No temporary file is left.
+    # No temporary file is left.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.ckpt"]
     fresh = make_net()
     other = make_loop("other")
     fresh_net, fresh_optimizer = other.setup(fresh, make_optimizer(fresh))

@@ -47,7 +47,7 @@ def run_mini(
     return loop, module
 
 
-# Numbers
+# Weights and metrics
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -119,7 +119,7 @@ class Hooked(Classifier):
         super().__init__(optimizers)
         self.accuracy = torchmetrics.MeanMetric()
         self.order = []
-        # A hook on the instance is called, too.
+        # A hook that is assigned to the instance is called, too.
         self.on_train_end = lambda: self.order.append("on_train_end")
 
     def training_step(self, batch, batch_idx):
@@ -294,7 +294,7 @@ def test_resume_restores_attributes_changed_in_the_saved_run(before, after, make
 
 
 class Counts(torch.utils.data.TensorDataset):
-    """A dataset that changes an attribute."""
+    """A dataset that counts its reads in an attribute."""
 
     reads = 0
 
@@ -318,7 +318,7 @@ def test_mini_loop_refuses_loader_attributes_saved_by_fabric_loop():
 
 
 class HasContainers(torch.nn.Module):
-    """Its output depends on containers in its attributes, and on a buffer that no state_dict has."""
+    """The output depends on containers in attributes, and on a buffer outside of state_dict()."""
 
     def __init__(self):
         super().__init__()
@@ -362,7 +362,10 @@ def test_both_loops_restore_attributes_that_are_containers(writer, reader):
 
 
 class ChangesOptions(Classifier):
-    """Changes options of its loop in the second epoch, and fails in the third one if asked to."""
+    """Changes options of its loop in the second epoch.
+
+    If ``fails`` is set, the third epoch fails.
+    """
 
     fails = False
 
@@ -397,7 +400,7 @@ def test_both_loops_restore_options_changed_by_hooks(writer, reader):
 
 
 def test_a_step_based_run_resumes_exactly_within_an_epoch():
-    """It writes rows after steps 7, 14, ... and at the end."""
+    """The run writes a row of metrics.csv after steps 7, 14 and 21, and at its end."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
     _, expected, rows = fit("MiniLoop", "whole", -1, max_steps=24, **{**options})
     assert rows["step"].tolist() == [7, 14, 21, 24]
@@ -466,7 +469,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
     assert rows["step"].tolist() == [10, 14]
     _, module, again = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
     assert_same_weights(expected, module)
-    # The row of step 14 is part of the row of step 20.
+    # After the resume, the row of step 20 replaces the row of step 14.
     pd.testing.assert_frame_equal(again, whole)
     assert again["step"].tolist() == [10, 20, 24]
     assert again["val_loss"].isna().tolist() == [False, False, True]
@@ -512,7 +515,7 @@ def test_a_new_run_cannot_replace_an_existing_version(before):
     with pytest.raises(ValueError, match=r"version: got 'version_0', which already contains checkpoints\. Continue"):
         fit("MiniLoop", "run", 1, version=0)
     assert csv_of("run", "metrics.csv")["epoch"].tolist() == [0, 1, 2]
-    # FabricLoop starts a run in this version, which ends before its first checkpoint.
+    # FabricLoop starts a new run in this version. The run ends before its first checkpoint.
     loop = FabricLoop(name="run", version=0, max_epochs=1, accelerator="cpu", **QUIET)
     with pytest.raises(ValueError, match="broken"):
         loop.fit(Broken(), make_loader())
@@ -618,7 +621,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_csv_rows():
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
         assert codes == [code], errors
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
-    # The run that was killed before its first checkpoint has left its folder.
+    # The run that was killed before its first checkpoint has left the folder of an older version.
     *_, newest = sorted(Path("logs/killed").iterdir())
     written = pd.read_csv(newest / "metrics.csv").drop(columns=["time", "waiting"])
     pd.testing.assert_frame_equal(written, rows)
@@ -660,7 +663,7 @@ def train_ranked(rank, epochs, resume, file):
     if rank == 0:
         torch.save(module.state_dict(), f"{file}.pt")
     assert len(MiniLoop(accelerator="cpu", devices=2, strategy="ddp").validate(module, val_loader())) == 1
-    # Each process reads its share of the samples with the options of the given loader.
+    # Each process reads its share of the samples, with the same options of the DataLoader.
     loop = MiniLoop(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, name=f"{file} again")
     loop.fit(module, make_loader(num_workers=1, prefetch_factor=3))
     assert (len(loop.train_loader), loop.train_loader.prefetch_factor) == (5, 3)
@@ -709,7 +712,7 @@ def train_on_uneven_streams(rank):
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes")
 def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends():
-    """Otherwise, the other process would wait forever."""
+    """Otherwise, the process with the longer loader would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
 
@@ -901,7 +904,7 @@ def test_all_processes_end_an_accumulation_window_at_the_same_batch():
     torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
 
 
-# mini.py without the package
+# mini.py without the rest of the package
 
 ALONE = """
 import sys
@@ -1154,7 +1157,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
 def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
     class StepLogger(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            # A usual way to have epochs on the x axis of TensorBoard.
+            # Users log "step" to get epochs on the x axis of TensorBoard.
             self.log("step", float(self.trainer.current_epoch), on_step=True, on_epoch=True)
             self.log("epoch", 0.5, on_step=True, on_epoch=True)
 
@@ -1214,7 +1217,7 @@ def damage(path):
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_resume_warns_about_a_damaged_last_ckpt_and_uses_best_ckpt(kind):
-    # The loss falls, so that best.ckpt is that of the first epoch.
+    # The loss falls and mode is "max", so best.ckpt is from the first epoch.
     options = {"monitor": "train_loss", "mode": "max"}
     _, expected, rows = fit(kind, "whole", 3, **options)
     fit(kind, "parts", 2, **options)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabric_template import FabricLoop, MiniLoop
 
 LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
-OF_LOOP = pytest.mark.parametrize("name", LOOPS)
+both_loops = pytest.mark.parametrize("name", LOOPS)
 
 
 def make_loop(name, **options):
@@ -63,13 +63,13 @@ def forgets(net, batch):
     loss_of(net, batch)
 
 
-@OF_LOOP
+@both_loops
 def test_a_training_step_without_a_return_value_is_refused(name):
     with pytest.raises(TypeError, match="^training_step: got .*None.* expected .*loss"):
         fit(name, forgets, {"monitor": "train_loss"})
 
 
-@OF_LOOP
+@both_loops
 def test_fit_warns_about_a_validation_step_without_a_return_value(name):
     text = "validation_step returned no value and logged no metric. Return the loss"
     with pytest.warns(UserWarning, match=text):
@@ -170,7 +170,7 @@ OWN_STEPS = {
 }
 
 
-@OF_LOOP
+@both_loops
 @pytest.mark.parametrize("case", OWN_STEPS)
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_step_that_trains_the_network_itself_is_refused(name, case, accumulated):
@@ -179,7 +179,7 @@ def test_a_step_that_trains_the_network_itself_is_refused(name, case, accumulate
         fit(name, make_step(), {"accumulate_grad_batches": accumulated})
 
 
-@OF_LOOP
+@both_loops
 def test_an_object_whose_step_calls_backward_is_refused(name):
     class Model:
         def __init__(self):
@@ -196,7 +196,7 @@ def test_an_object_whose_step_calls_backward_is_refused(name):
 
 
 def adversarial(net, batch):
-    """Make adversarial examples with a backward pass of a loss that is not returned, and train on them."""
+    """Call backward on another loss to make adversarial examples, and train on them."""
     inputs = batch[0].clone().requires_grad_()
     cross_entropy(net(inputs), batch[1]).backward()
     return loss_of(net, ((inputs + 0.05 * inputs.grad.sign()).detach(), batch[1]))
@@ -209,7 +209,7 @@ def refused(name, step):
     return pytest.raises(ValueError, match=message) if is_refused else nullcontext()
 
 
-@OF_LOOP
+@both_loops
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("step", [backward_twice, adversarial])
 def test_a_step_that_calls_backward_is_refused_in_each_precision(name, precision, step):
@@ -254,7 +254,7 @@ def test_a_training_step_may_call_backward_on_a_loss_it_does_not_return(name, ma
     assert_same_weights(expected, net)
 
 
-@OF_LOOP
+@both_loops
 def test_fit_clears_gradients_computed_before_the_run(name):
     def make_optimizer(net):
         loss_of(net, next(iter(make_loader(shuffle=False)))).backward()
@@ -264,7 +264,7 @@ def test_fit_clears_gradients_computed_before_the_run(name):
     assert_same_weights(*found)
 
 
-@OF_LOOP
+@both_loops
 def test_an_error_suggests_detach_for_a_hidden_state(name):
     state = torch.zeros(8)
 
@@ -284,7 +284,7 @@ def fit_in_process(rank, name, step, accumulated):
         loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
 
 
-@OF_LOOP
+@both_loops
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
 def test_a_step_that_calls_backward_is_refused_in_two_processes(name, step, accumulated):
     codes, errors = run_processes(fit_in_process, name, step, accumulated, ranks=2)
@@ -300,7 +300,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
 def test_training_continues_if_a_step_calls_backward_in_one_of_two_processes(own_step):
-    """The check of the first step does not wait for the process without a backward pass."""
+    """FabricLoop refuses such a step only if it calls backward in all processes."""
     codes, errors = run_processes(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
 
@@ -325,7 +325,7 @@ def of_tensors(net, batch):
 NUMPY = r"got NumPy arrays in the batch, expected tensors. Write TensorLoader\(x, y, batch_size=32\)"
 
 
-@OF_LOOP
+@both_loops
 def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name):
     loaders = [array_batches(), DataLoader(SAMPLES, batch_size=8, collate_fn=to_arrays)]
     for loader in loaders:
@@ -340,7 +340,7 @@ def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name)
     assert_same_weights(net, fit(name, train=batches)[0])
 
 
-@OF_LOOP
+@both_loops
 def test_an_error_in_a_step_of_the_user_is_raised_unchanged(name):
     def step(net, batch):
         raise TypeError("mine")
@@ -352,7 +352,7 @@ def test_an_error_in_a_step_of_the_user_is_raised_unchanged(name):
 # Arguments
 
 
-@OF_LOOP
+@both_loops
 @pytest.mark.parametrize("argument", ["gradient_clip_val", "max_epochs", "seed"])
 def test_fit_refuses_an_option_that_belongs_to_the_loop(name, argument):
     message = rf"^fit: got {argument}=1, which is an option of {name}. Write {name}\({argument}=1\)"
@@ -367,14 +367,14 @@ def test_validate_refuses_an_option_that_belongs_to_the_loop():
         make_loop("FabricLoop").validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
 
 
-@OF_LOOP
+@both_loops
 def test_fit_without_a_training_loader_is_refused(name):
     net = make_net()
     with pytest.raises(TypeError, match="train_dataloaders"):
         make_loop(name).fit(net, None, optimizer=sgd(net), training_step=loss_of)
 
 
-@OF_LOOP
+@both_loops
 def test_a_scheduler_whose_optimizer_was_not_passed_to_fit_is_refused(name):
     scheduler = StepLR(sgd(make_net()), 1)
     for given in (scheduler, {"scheduler": scheduler, "interval": "step"}, [scheduler]):
@@ -382,7 +382,7 @@ def test_a_scheduler_whose_optimizer_was_not_passed_to_fit_is_refused(name):
             fit(name, scheduler=given)
 
 
-@OF_LOOP
+@both_loops
 def test_log_dict_in_a_step_takes_the_same_arguments_as_log(name, tmp_path):
     options = {"log_every_n_steps": 1, "validate_every_n_steps": 5}
 
@@ -438,7 +438,7 @@ class EndlessData(IterableDataset):
             yield torch.ones(8), torch.tensor(1)
 
 
-@OF_LOOP
+@both_loops
 @pytest.mark.filterwarnings("default:val_dataloaders")
 @pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
 def test_fit_warns_if_the_run_ends_before_its_first_validation(name, train):

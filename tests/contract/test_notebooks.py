@@ -33,7 +33,8 @@ def execute(notebook, folder, timeout=900):
     with mock.patch.dict(os.environ, private):
         executed = NotebookClient(nbformat.from_dict(notebook), **options, coalesce_streams=True).execute()
     for cell in code_cells(executed):
-        # torch prints lines of its profiler, of Python 3.13.0, and of a CUDA toolkit without a GPU.
+        # On some machines, torch prints messages about its profiler, Python 3.13.0 or a missing
+        # GPU.
         printed = r"USDT:|Python 3\.13\.0|No CUDA runtime is found"
         cell.outputs = [out for out in cell.outputs if not re.search(printed, out.get("text", ""))]
     return executed
@@ -61,7 +62,7 @@ def texts(notebook):
 
 
 def claims(cell):
-    """Return the lines that are True or False, such as "the same weights"."""
+    """Return the printed results of comparisons, which are True or False."""
     found = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
     return [line for text in found for line in text.split() if line in ("True", "False")]
 
@@ -75,7 +76,10 @@ def test_the_notebooks_are_numbered_without_gaps():
     keep([path.stem for path in NOTEBOOKS], "02_mini_loop", "06_checkpoints_and_resume", "09_trainer_and_back"),
 )
 def test_a_notebook_runs_in_a_new_kernel(name, tmp_path):
-    """Each cell shows the kinds of output that are committed, and each comparison is True."""
+    """Each cell gives the same kinds of output as in the committed notebook.
+
+    Comparisons are True.
+    """
     committed = read(REPOSITORY / "notebooks" / f"{name}.ipynb")
     executed = execute(committed, tmp_path)
     for cell, expected in zip(code_cells(executed), code_cells(committed), strict=True):
@@ -111,7 +115,7 @@ def test_notebook_outputs_contain_no_paths_warnings_or_errors(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_short_text_short_cells_and_three_pictures(path):
-    """The prose is short, there are three pictures, and cells have at most 14 lines. Classes and scripts may be longer."""
+    """Cells have at most 14 lines, except for classes and scripts."""
     notebook = read(path)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     assert prose[0].startswith("# ")

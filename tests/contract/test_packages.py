@@ -30,7 +30,10 @@ class Rows(Logger):
 
 
 def both(make_module, **options):
-    """Train with both, compare the results, and return (trainer, its module, loop, its module)."""
+    """Train with Trainer and FabricLoop, and compare the results.
+
+    Return both, with their modules.
+    """
     rows = Rows(), Rows()
     trainer, expected = run_trainer(
         make_module, make_loader, val, max_epochs=2, log_every_n_steps=1, **{"logger": rows[0], **options}
@@ -45,7 +48,7 @@ def both(make_module, **options):
 
 
 class OwnLog(Classifier):
-    """Overrides log, which calls Lightning's, and logs from every kind of hook."""
+    """Overrides log with a method that calls Lightning's log."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +81,7 @@ def test_a_module_that_overrides_log_logs_the_same_values_as_with_trainer(make_m
 
 
 class Chooses(Classifier):
-    """Chooses its scheduler's monitor by whether Trainer has validation loaders."""
+    """Monitors val_loss if there are validation loaders, and train_loss otherwise."""
 
     def configure_optimizers(self):
         validates = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
@@ -112,7 +115,7 @@ def test_validate_and_test_keep_the_epoch_and_step_at_which_fit_ended():
 
 
 class Data(pl.LightningDataModule):
-    """Draws its data in setup. They differ from those of the module's own loader."""
+    """Draws random data in setup, so its loaders differ from the module's loader."""
 
     def setup(self, stage):
         self.rows = torch.randn(12, 8)
@@ -125,7 +128,7 @@ class Data(pl.LightningDataModule):
 
 
 class OwnLoader(Classifier):
-    """Has a loader for validation, none for anything else."""
+    """Has a validation loader and no other loader."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +169,10 @@ class Uncounted(Gan):
 
 
 class OverridesOnce(Gan):
-    """Overrides the hook after a step. Trainer restores the hook after the batch."""
+    """Replaces the hook _on_after_step of an optimizer.
+
+    Trainer restores the hook after the batch.
+    """
 
     def training_step(self, batch, batch_idx):
         if batch_idx % 4 == 0:
@@ -186,7 +192,7 @@ class StepsInOtherHooks(Gan):
 
 
 class CountsBatches(Gan):
-    """Calls step() of the wrapped optimizers, which is not counted, and counts the batches."""
+    """Counts batches as steps, and steps the unwrapped optimizers, which are not counted."""
 
     def optimizers(self, use_pl_optimizer=True):
         return super().optimizers(use_pl_optimizer=False)
@@ -215,7 +221,7 @@ def test_a_callback_can_replace_the_optimizer_through_the_strategy():
 
 
 class ShuffledByEpoch(torch.utils.data.IterableDataset):
-    """Shuffles by the number of the epoch, which the user sets."""
+    """Shuffles with the epoch number as the seed."""
 
     epoch = 0
 
@@ -229,7 +235,7 @@ class ShuffledByEpoch(torch.utils.data.IterableDataset):
 
 
 class SetsEpoch(Classifier):
-    """Sets the epoch of each dataset, which it finds in the loops' loaders."""
+    """Calls set_epoch() of each dataset that it finds through trainer.fit_loop."""
 
     def on_train_epoch_start(self):
         loaders = [self.trainer.fit_loop._combined_loader]

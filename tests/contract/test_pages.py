@@ -61,7 +61,7 @@ def run_page(rank, page, sources, check):
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
     torch.manual_seed(torch.initial_seed())
     if page == "README.md":
-        # Its script imports a copy of mini.py.
+        # The script in the README imports a copy of mini.py.
         shutil.copy(REPOSITORY / "fabric_template" / "mini.py", ".")
         sys.path.insert(0, os.getcwd())
     names = {"__name__": "__main__"}
@@ -115,7 +115,7 @@ ALL_COMMANDS = [line for text in PAGES.values() for line in commands(text)]
 
 
 def section(text, title):
-    """Return what is below a title, up to the next one of its level."""
+    """Return the text below a title, up to the next title of the same level."""
     level = title.split()[0]
     return re.search(rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)[1]
 
@@ -139,7 +139,10 @@ def test_every_python_block_of_the_documentation_runs(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_documentation_page_starts_with_a_code_block_and_renders_as_written(page):
-    """On the site, longer lines of a block are cut off, <name> is a tag, and four spaces nest a list."""
+    """On the site, <name> outside of code is an HTML tag.
+
+    Long code lines are cut off, and only lists indented by four spaces are nested.
+    """
     opened = re.findall(r"^```(.*)$", PAGES[page], re.M)
     assert set(opened[::2]) <= {"python", "bash", "text", "diff"}
     assert set(opened[1::2]) <= {""}
@@ -374,7 +377,7 @@ def test_coming_from_md_lists_each_trainer_option_that_is_refused():
 
 
 def test_coming_from_md_lists_each_argument_that_trainer_lacks():
-    """Each argument that Trainer lacks has a row with Trainer's way to write it."""
+    """The table shows how to write each of these arguments with Trainer."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))
     names = (OWN | OF_FABRIC) - OF_TRAINER

@@ -20,7 +20,7 @@ def val():
 
 
 class WithMetrics(Classifier):
-    """torchmetrics objects, one per step and epoch, and a collection."""
+    """Logs a torchmetrics object per step and per epoch, and a MetricCollection."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Everywhere(Classifier):
 
 
 class Stepped(Classifier):
-    """Asks for the number of steps when it makes its scheduler."""
+    """Creates its scheduler with trainer.estimated_stepping_batches."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -93,7 +93,7 @@ class NoIdx(Classifier):
 
 
 class Frozen(Classifier):
-    """A submodule in eval mode stays in eval mode."""
+    """Has a submodule in eval mode, which must stay in eval mode."""
 
     def __init__(self):
         super().__init__()
@@ -105,8 +105,6 @@ class Frozen(Classifier):
 
 
 class Clips(Classifier):
-    """Clip with the given options."""
-
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

@@ -90,7 +90,7 @@ def val_function(net, batch):
 
 
 class PlainObject:
-    """Level 3: any object that holds a module."""
+    """An object with step methods and no base class."""
 
     def __init__(self, net, make_optimizer):
         self.net, self.make_optimizer = net, make_optimizer
@@ -106,8 +106,6 @@ class PlainObject:
 
 
 class PlainModule(nn.Module):
-    """Level 3: an nn.Module with step methods."""
-
     def __init__(self, net, make_optimizer):
         super().__init__()
         self.net, self.make_optimizer = net, make_optimizer
@@ -124,8 +122,6 @@ class PlainModule(nn.Module):
 
 
 class LitModule(pl.LightningModule):
-    """Level 4."""
-
     def __init__(self, net, make_optimizer):
         super().__init__()
         self.net, self.make_optimizer = net, make_optimizer
@@ -179,7 +175,7 @@ def test_fit_ends_with_the_same_weights_as_a_plain_loop(case, level):
 
 
 def test_a_tensor_loader_shuffles_the_same_way_in_fit_and_a_plain_loop():
-    """The loader draws the same global random numbers in both loops."""
+    """In both loops, the loader draws its order from the global random generator."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)
     expected = make_net()
@@ -230,11 +226,12 @@ def test_validation_changes_no_weights_and_gives_the_same_means_as_a_plain_loop(
     assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time", "waiting"]
     found = history[["epoch", "train_loss", "val_loss", "val_acc"]].itertuples(index=False, name=None)
     for row, expected_row in zip(found, rows, strict=True):
-        assert row == pytest.approx(expected_row, rel=1e-6)  # The sums are added in another order.
+        # The two loops add the losses in a different order.
+        assert row == pytest.approx(expected_row, rel=1e-6)
 
 
 def test_setup_and_backward_do_not_change_the_weights_of_a_plain_loop():
-    """This is level 1, where the user writes the loop."""
+    """On level 1, the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()
     plain(expected, make_loader(40))

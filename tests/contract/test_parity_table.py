@@ -60,7 +60,7 @@ CASES = {
 
 
 def run(kind, folder, case, module=None, **more):
-    """Train the case with Trainer or FabricLoop. Returns the loop and the module."""
+    """Train one of the CASES with Trainer or FabricLoop. Return the loop and the module."""
     module_class, options, loaders = case
     options = {name: value() if callable(value) else value for name, value in options.items()}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -77,7 +77,7 @@ def run(kind, folder, case, module=None, **more):
 
 
 def assert_same(ours, theirs):
-    """Compare weights, metrics and counters to the bit."""
+    """Compare weights, metrics, counters and the next random numbers bit for bit."""
     (loop, module), (trainer, reference) = ours, theirs
     for (name, value), expected in zip(module.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
@@ -90,7 +90,6 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_parity_case_gives_the_same_weights_and_metrics_as_with_trainer(name, tmp_path):
-    """The weights, the metrics, the counters and the next random numbers are Trainer's."""
     theirs = run(pl.Trainer, tmp_path / "trainer", CASES[name])
     expected = torch.rand(3)
     ours = run(FabricLoop, tmp_path / "loop", CASES[name])
@@ -100,9 +99,9 @@ def test_each_parity_case_gives_the_same_weights_and_metrics_as_with_trainer(nam
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_first, tmp_path):
-    """A run that continues with the other loop ends bit for bit as a run of Trainer alone."""
+    """A run that changes to the other loop equals a run with Trainer alone, bit for bit."""
     if not ours_first and pl.__version__.startswith("2.4."):
-        pytest.skip("Trainer 2.4 draws other random numbers when it resumes its own file")
+        pytest.skip("Trainer 2.4 draws different random numbers when it resumes its own checkpoint")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)
     results = []
     for kinds in ((pl.Trainer, pl.Trainer), (first, second)):
@@ -126,13 +125,13 @@ def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_firs
 
 
 def hook_names(part):
-    """Return the names of a class's public methods that its framework calls."""
+    """Return the names of the hooks of a class."""
     skipped = {"log", "log_dict", "optimizers", "lr_schedulers", "configure_sharded_model", "state_dict"}
     return {name for name, _ in getmembers(part, isfunction) if not name.startswith("_")} - skipped
 
 
 def record_hooks(part, names, label, calls):
-    """Note each call of a part's hooks, with the loop's counters."""
+    """Append each call of a hook of ``part`` to ``calls``, with the numbers in its arguments."""
 
     def recorded(name, method):
         def call(*args, **kwargs):
@@ -151,7 +150,7 @@ def record_hooks(part, names, label, calls):
     "name", ["plain", "odd_accumulation", "own_hooks", "manual", "skipping", "validate_by_fraction"]
 )
 def test_hooks_are_called_in_the_same_order_as_with_trainer(name, tmp_path):
-    """Every hook of the callbacks and the module is called as often and in the same order."""
+    """The comparison covers all hooks of a callback and of the module."""
     orders = []
     of_module = hook_names(pl.LightningModule) - hook_names(nn.Module) - {"all_gather", "freeze", "unfreeze", "print"}
     for kind in (pl.Trainer, FabricLoop):
@@ -168,7 +167,7 @@ def test_hooks_are_called_in_the_same_order_as_with_trainer(name, tmp_path):
 
 
 def test_validate_test_and_predict_return_the_same_values_as_with_trainer(tmp_path):
-    """validate, test and predict return the same values for one and for several loaders."""
+    """test and predict are compared with one loader and with several loaders."""
     Module.test_step, results = Module.validation_step, []
     for kind in (pl.Trainer, FabricLoop):
         loop, module = run(kind, tmp_path, CASES["plain"], max_epochs=1, enable_checkpointing=False)
@@ -200,7 +199,6 @@ class PlainObject:
 
 @pytest.mark.parametrize("level", ["object", "functions"])
 def test_step_methods_and_step_functions_train_like_a_hand_written_loop(level, tmp_path):
-    """Objects and step functions give the weights and the means of a hand-written loop."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     twin = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))

@@ -24,7 +24,7 @@ import fabric_template
 from fabric_template.lightning_compat import private
 
 PACKAGE = Path(fabric_template.__file__).parent
-# Documented names of the standard library.
+# These names of the standard library start with an underscore, but are documented.
 DOCUMENTED = {"_exit", "_getframe", "_replace"}
 
 
@@ -67,7 +67,7 @@ NAMES_OF_OTHERS = {
     "_iterator": "The workers of a persistent loader.",
     "_MultiProcessingDataLoaderIter": "Shut down the workers of a loader.",
     "_shutdown_workers": "Shut down the workers of a loader.",
-    "_sampler_iter": "Read the batches that workers have started, and ask for no more.",
+    "_sampler_iter": "Read the batches that workers have started, without requesting more.",
     "_index_sampler": "Give persistent workers the indices of the rest of a pass.",
     "_parameters": "Share a network's parts by name.",
     "_buffers": "Share a network's parts by name.",
@@ -80,7 +80,7 @@ NAMES_OF_OTHERS = {
     "_rebuild_tensor_v2": "torch.save names this function for a tensor.",
     "_rebuild_tensor_v3": "torch.save names this function for a tensor such as float8.",
     "_fields": "The documented names of the items of a named tuple.",
-    "_actions": "The options that a mistyped one may mean.",
+    "_actions": "The options that are suggested for a mistyped option.",
 }
 
 # Names that the package offers, each with its path from a Trainer and the file that reads it.
@@ -164,7 +164,7 @@ def is_self(node):
 
 
 def foreign_names(tree):
-    """Return the underscored names that a file asks of other objects or imports from other packages."""
+    """Return the names with an underscore that a file reads from other objects or packages."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -9,7 +9,7 @@ import pytest
 from interpreter import fork_command
 
 SOAK = Path(__file__).resolve().parents[2] / "soak"
-# Programs with one unusual feature, and one with an event.
+# Programs with an unusual feature, and one that is killed.
 CODE = """
 import json, sys, tempfile
 from pathlib import Path

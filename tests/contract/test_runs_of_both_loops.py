@@ -79,7 +79,7 @@ def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(first, seco
     for keyword in ("resume", "load"):
         with pytest.raises((ValueError, OSError), match=f"{keyword}: got 'last'"):
             train(third, 3, version=version, **{keyword: "last"})
-    # resume="auto" starts again, and removes the checkpoints of the first run.
+    # resume="auto" starts a new run, which removes the checkpoints of the first run.
     if third == "MiniLoop":
         check_is_refused("version: got", third, 1, resume="auto", version=version)
         return
@@ -88,7 +88,10 @@ def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(first, seco
 
 
 def check_is_refused(message, *arguments, **options):
-    """Check that MiniLoop neither replaces a run nor continues a replaced run."""
+    """Check that train() raises ValueError.
+
+    MiniLoop neither replaces a run nor continues a replaced run.
+    """
     with pytest.raises(ValueError, match=message):
         train(*arguments, **options)
 

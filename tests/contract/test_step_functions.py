@@ -48,7 +48,7 @@ def logged(loop, log):
 
 
 def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
-    """Weights, learning rates and metrics equal those of a LightningModule that logs and schedules the same."""
+    """The results equal those of a LightningModule that logs and schedules the same."""
 
     class Lit(Classifier):
         def training_step(self, batch, batch_idx):
@@ -96,7 +96,7 @@ def named_fit(epochs=2, **more):
 
 
 def test_loader_names_become_prefixes_of_column_names():
-    """Each column has the value of its own loader. validate uses the same names."""
+    """Each column has the value of its own loader. loop.validate uses the same names."""
     net, loop, history = named_fit()
     assert list(history.columns) == [
         "epoch",
@@ -118,7 +118,7 @@ def test_loader_names_become_prefixes_of_column_names():
 
 @pytest.mark.parametrize(("accumulated", "expected"), [(1, [5, 10, 15, 20, 25, 30]), (3, [5, 10])])
 def test_validate_every_n_steps_counts_optimizer_steps(accumulated, expected):
-    """An epoch has 10 batches. Each validation and the last step write a row of metrics.csv."""
+    """Each validation and the last step write a row of metrics.csv. An epoch has 10 batches."""
     net, steps = make_net(), []
 
     class Note:
@@ -156,7 +156,7 @@ def make_gan():
 
 
 def test_a_training_step_may_call_optimizer_step_of_several_optimizers():
-    """The weights are those of the same loop without FabricLoop. Each optimizer step counts."""
+    """The weights equal those of the same loop without FabricLoop. global_step counts each step."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
     torch.manual_seed(2)

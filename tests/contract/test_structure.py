@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
-# A folder, or a file at the top of the package, may import those before it in this list.
+# Each folder or file may import only from folders and files before it in this list.
 ORDER = [
     "metric_names", "errors", "config", "files", "rng_state", "plain_state",
     "lightning_compat", "distributed", "data", "loggers", "checkpoint", "training",
@@ -15,7 +15,7 @@ ORDER = [
 
 
 def runtime_imports(path):
-    """Yield each relative import of a file that runs, as the path of the imported file."""
+    """Yield the path of each file that ``path`` imports at run time, not only for type checks."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = set()
     for node in ast.walk(tree):

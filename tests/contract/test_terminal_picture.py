@@ -1,4 +1,4 @@
-"""Test the picture in the README of a training that SIGKILL ends, and of its resume."""
+"""Test the picture in the README that shows a killed and resumed run."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 
 
 def last_lines(picture):
-    """Return the lines that are shown at the end, from top to bottom."""
+    """Return the lines at the end of the animation, from top to bottom."""
     texts = [text for text in ElementTree.fromstring(picture).iter(TEXT) if "past" not in text.get("class")]
     return [text.text for text in sorted(texts, key=lambda text: float(text.get("y")))]
 
@@ -29,7 +29,8 @@ def check_picture(picture):
         if line.startswith("$ "):
             tables.append([])
         if line.startswith("epoch   step"):
-            # On a busy machine, a second header has the column "waiting", which is empty in some rows.
+            # On a busy machine, the header changes and has a column "waiting", which some rows
+            # leave empty.
             header = line.split()
         if re.match(r" +\d+ ", line):
             row = zip(header, line.split(), strict=False)

@@ -20,20 +20,22 @@ from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop, TensorLoader, plot_logs, read_logs
 
-# The line of each error, as "case: Class: message". After "...", it depends on the versions of Lightning and torch.
+# Each line has the form "case: Class: message". A message that ends with "..." is compared only up
+# to there, because the rest depends on the versions of Lightning and torch.
 ERRORS = dict(line.split(": ", 1) for line in Path(__file__).with_name("wrong_inputs.txt").read_text().splitlines())
 
-# Neither ValueError nor TypeError: a package that is missing, and a class that code written for Trainer catches.
+# These errors are neither ValueError nor TypeError. One is a missing package. The other has the
+# class that code written for Trainer catches.
 OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": RuntimeError}
 
 
 def options(**given):
-    """Return a call that creates a loop with a wrong option."""
+    """Return a function that creates a loop with a wrong option."""
     return lambda root: FabricLoop(**{**with_files(root), **given})
 
 
 def fit(*args, **given):
-    """Return a fit with a wrong model, wrong loaders or another wrong argument."""
+    """Return a function that calls fit with a wrong model, loader or other argument."""
 
     def call(root):
         model, *loaders = args or (Plain(),)
@@ -43,7 +45,7 @@ def fit(*args, **given):
 
 
 def fit_functions(**given):
-    """Return a fit with step functions and one wrong argument."""
+    """Return a function that calls fit with step functions and one wrong argument."""
 
     def training_step(net, batch):
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
@@ -57,13 +59,13 @@ def fit_functions(**given):
 
 
 def partly_of_another(net, other=None):
-    """Return an optimizer of the network's parameters and of another parameter."""
+    """Return an optimizer that has parameters of the network and of another network."""
     others = nn.Linear(4, 2).parameters() if other is None else [other]
     return SGD([*net.parameters(), *others], lr=0.1)
 
 
 def with_method(**methods):
-    """Return a fit of an object with a wrong method."""
+    """Return a function that calls fit with an object that has a wrong method."""
 
     def call(root):
         val = make_loader() if "validation_step" in methods else None
@@ -74,7 +76,7 @@ def with_method(**methods):
 
 
 def call_of(name, *args, model=Plain, **given):
-    """Return a call of another method with a wrong argument."""
+    """Return a function that calls a method such as validate with a wrong argument."""
 
     def call(root):
         made = [make_loader() if arg == "loader" else arg for arg in args]
@@ -84,12 +86,12 @@ def call_of(name, *args, model=Plain, **given):
 
 
 def level_1(function):
-    """Return a call of a level 1 method with a wrong argument."""
+    """Return a function that calls a method such as loop.setup with a wrong argument."""
     return lambda root: function(FabricLoop(**with_files(root)), root)
 
 
 def file(name, content, argument="resume"):
-    """Return a fit from a file that is not a checkpoint of this model."""
+    """Return a function that resumes or loads a file that is not a checkpoint of this model."""
 
     def call(root):
         path = Path("files", name)
@@ -323,7 +325,10 @@ CASES = {
 
 
 def error_of(call, folder):
-    """Return (the error, its class and message, the files that it left). Paths and addresses get fixed names."""
+    """Return (error, "Class: message", files that exist afterwards).
+
+    Paths and addresses are replaced by fixed names.
+    """
     root = folder / "root"
     try:
         call(str(root))
