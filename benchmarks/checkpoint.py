@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py --megabytes 100 --pairs 12
 
-Both ways take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain way overwrites the old
-file and syncs it. Peak memory is how much the process grows from the creation of the weights on, divided by their size.
+The two ways take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain way overwrites the
+old file and syncs it. Peak memory is the growth of the process after it has created the weights, divided by their size.
 """
 
 import argparse
@@ -21,10 +21,8 @@ import torch
 
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
-SPEED, MEMORY = (
-    0.7,
-    1.1,
-)  # Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the weights.
+# Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the weights.
+SPEED, MEMORY = 0.7, 1.1
 
 
 def ours(state, path):
@@ -52,8 +50,10 @@ def peak():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--megabytes", type=int, default=100, help="of weights")
-    parser.add_argument("--pairs", type=int, default=12, help="of one save of each kind")
+    parser.add_argument("--megabytes", type=int, default=100, help="the size of the weights (100)")
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="the number of saves in each way (12)"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # This call imports modules.

@@ -56,7 +56,7 @@ TUNED, OURS_FAST, OURS_FASTEST = (
 
 
 class Clock:
-    """Record when each epoch starts, after the device has finished its work."""
+    """Record when each epoch starts. First wait until the GPU has finished its work."""
 
     def __init__(self, device: str) -> None:
         self.device, self.times, self.acc = device, list[float](), 0.0
@@ -74,7 +74,7 @@ class Clock:
 
 @dataclass
 class Problem:
-    """Random images that can be learned, because each class has a pattern with noise."""
+    """Random images that a model can learn, because each class is a noisy pattern."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class Problem:
         )
 
     def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the data as float tensors on the device."""
+        """Return a split's data as normalized float tensors on the device."""
         x, y = (part.to(self.device) for part in self.data(stage))
         x = x.float().div_(255).sub_(0.5).div_(0.25)
         return (x.to(memory_format=torch.channels_last) if channels_last else x), y
@@ -256,7 +256,7 @@ def tuned(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Train on tensors, with metrics as in our loops: sums on the device that are read at the end of the epoch."""
+    """Train on tensors. Like our loops, sum the metrics on the device, and read them once per epoch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -417,7 +417,7 @@ class Returning(nn.Module):
 def tensor_loop(
     channels_last: bool = False, compiles: bool = False, **options: Any
 ) -> Callable[[Problem, int, Clock], None]:
-    """Train with our loop, on tensors on the device, with a fused optimizer, a bar, a CSV file and checkpoints."""
+    """Return a function that trains with FabricLoop and TensorLoader, with a bar, a CSV file and checkpoints."""
 
     def run(problem: Problem, epochs: int, clock: Clock) -> None:
         from fabric_template import FabricLoop, TensorLoader
@@ -483,7 +483,7 @@ GOALS = {  # problem: (contestant, against, at most)
 def measure(
     problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
 ) -> dict[str, list]:
-    """By contestant and round, return the seconds of the first and the later epochs, and the final accuracy."""
+    """Return each contestant's rounds: seconds of the first and of a later epoch, and the final accuracy."""
     measured: dict[str, list] = {}
     for number in range(rounds):
         for name, (package, run) in contestants.items():
@@ -561,15 +561,21 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--epochs", type=int, default=3, help="that are measured in each round")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="the number of measured epochs per round"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=8, help="of the tuned DataLoader")
     parser.add_argument(
-        "--without", nargs="*", default=[], metavar="CONTESTANT", help="by the names of the table"
+        "--workers", type=int, default=8, help="the workers of the tuned DataLoader"
     )
     parser.add_argument(
-        "--toy", action="store_true", help="a few images, no compilation: to see that it runs"
+        "--without",
+        nargs="*",
+        default=[],
+        metavar="CONTESTANT",
+        help="leave out contestants of the table",
     )
+    parser.add_argument("--toy", action="store_true", help="check the script with a few images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE.parent))  # Import this clone's package.

@@ -15,7 +15,7 @@ from pathlib import Path
 CONTESTANTS = {
     "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
-    # A name is loaded at its first use. Most scripts use this one.
+    # The package imports a class at its first use, and most scripts use this one.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
     # The console script calls this function, which works without an installation.
     "fabric-template --help": [
@@ -26,11 +26,8 @@ CONTESTANTS = {
     ],
 }
 BASE = "import lightning.fabric"
-GOALS = {
-    "import fabric_template": 0.2,
-    "its FabricLoop": 0.2,
-    "fabric-template --help": 1.0,
-}  # Limits in seconds beyond BASE.
+# The largest times in seconds beyond BASE.
+GOALS = {"import fabric_template": 0.2, "its FabricLoop": 0.2, "fabric-template --help": 1.0}
 
 
 def seconds(command: list[str]) -> float | None:
@@ -46,9 +43,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
 
-    runs = {
-        name: command for name, command in CONTESTANTS.items() if seconds(command) is not None
-    }  # This call also fills the file caches.
+    # This first call also fills the file caches.
+    runs = {name: command for name, command in CONTESTANTS.items() if seconds(command) is not None}
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")
     times: dict[str, list[float]] = {name: [] for name in runs}

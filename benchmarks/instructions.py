@@ -5,8 +5,8 @@
 
 The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains an epoch of 100 steps
 and one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends. A step's count is
-one hundredth of the difference. Bars are drawn only once, because later updates depend on a clock. Instructions do not show
-the cost of memory and caches. overhead.py measures time.
+one hundredth of the difference. Progress bars are drawn only once, because further updates depend on a clock. The number of
+instructions does not show the cost of memory and caches, but overhead.py measures time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}  # si
 
 
 def counted(problem: Problem, folder: Path) -> None:
-    """Train each contestant in forked processes under valgrind, and list the files that contain the counts."""
+    """Train each contestant in forked processes, and list the files to which valgrind writes the counts."""
     torch.set_num_threads(1)
     draw_once()
     for name in CONTESTANTS:
@@ -49,7 +49,7 @@ def counted(problem: Problem, folder: Path) -> None:
 
 
 def counted_once(folder: Path) -> None:
-    """Count whole fits of no epoch, one epoch and eleven epochs, with one step per epoch."""
+    """Count complete fits of no epoch, one epoch and eleven epochs, with one step per epoch."""
     torch.set_num_threads(1)
     draw_once()
     for name, make in {
@@ -96,7 +96,7 @@ def run(train: Callable, problem: Problem, steps: int) -> None:
 
 
 def counts_in(folder: Path) -> dict[str, dict[int, int]]:
-    """Return the counts by contestant and number of steps or epochs."""
+    """Return valgrind's counts, keyed by contestant and by number of steps or epochs."""
     counts: dict[str, dict[int, int]] = {}
     for line in (folder / "names").read_text().splitlines():
         child, number, name = line.split(" ", 2)
@@ -136,11 +136,10 @@ def main() -> None:
     parser.add_argument("--problem", choices=[*PROBLEMS], default="tiny")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
     parser.add_argument(
-        "--once", action="store_true", help="count whole fits of the tiny model with adam"
+        "--once", action="store_true", help="count complete fits of the tiny model with adam"
     )
-    parser.add_argument(
-        "--into", type=Path, help=argparse.SUPPRESS
-    )  # The script passes this option to itself under valgrind.
+    # The script passes this option to itself under valgrind.
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -151,7 +150,7 @@ def main() -> None:
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise SystemExit(
-            "valgrind is not installed: expected it on the PATH, as the package valgrind of your system brings it"
+            "valgrind is not on the PATH. Install the package valgrind of your system."
         )
     with tempfile.TemporaryDirectory() as folder:
         counting = [

@@ -190,7 +190,7 @@ def example(root):
     return model.net
 
 
-def example_mended(root):
+def example_fixed(root):
     import lightning as L
 
     L.fabric.utilities.types.LRScheduler = torch.optim.lr_scheduler.LRScheduler
@@ -205,7 +205,7 @@ CONTESTANTS = {
     ACCELERATE_EPOCH: accelerate,
     ACCELERATE_STEPS: accelerate_steps,
     EXAMPLE: example,
-    EXAMPLE_FIXED: example_mended,
+    EXAMPLE_FIXED: example_fixed,
 }
 
 
@@ -227,9 +227,9 @@ def weights_of(root):
 
 
 def losses_of(root):
-    """Return {step: loss} from all tables under the folder. If a step has two rows, the later one counts.
+    """Return {step: loss} from all CSV files in a folder. If a step has two rows, the later one counts.
 
-    Rows with a learning rate are our rows of epochs, which are compared as a whole.
+    FabricLoop's rows of epochs, which contain a learning rate, are returned completely.
     """
     losses = {}
     for path in sorted(
@@ -257,9 +257,8 @@ def warm_up(name, folder):
 
     # Otherwise a bar starts a thread, and a forked process would wait for the thread's locks.
     tqdm.monitor_interval = 0
-    tqdm.set_lock(
-        threading.RLock()
-    )  # Forked processes share tqdm's lock, and a killed one would never release it.
+    # Otherwise, forked processes would share tqdm's lock, which a killed process never releases.
+    tqdm.set_lock(threading.RLock())
     CONTESTANTS[name](folder / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
         from accelerate.state import AcceleratorState
@@ -267,12 +266,12 @@ def warm_up(name, folder):
         AcceleratorState._reset_state(reset_partial_state=True)
     if threading.active_count() > 1:
         raise RuntimeError(
-            "it has started threads: a forked command could wait for their locks for ever"
+            "the contestant has started threads, whose locks could block a forked process forever"
         )
 
 
 def compete(name, runs, draw, folder):
-    """Kill and resume several runs. Write (ended, same weights, complete CSV or None), or why a run did not start."""
+    """Kill and resume several runs. Write the numbers of successes, or an error, to a JSON file."""
     log, result = folder / "log", folder / "result.json"
     try:
         with open(log, "ab") as arguments:
@@ -303,7 +302,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=30, help="killed runs of each contestant (30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the seed of the moments of the kills (0)"
+    )
     parser.add_argument(
         "--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples"
     )
@@ -323,7 +324,7 @@ def main():
     for name in needed + ["accelerate"] * (
         not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
     ):
-        importlib.import_module(name)  # Forked processes then have it imported.
+        importlib.import_module(name)  # Forked processes then need not import it.
     if arguments.example:
         sys.path.insert(0, str(arguments.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")

@@ -5,8 +5,8 @@
 
 How it is measured:
 
-- The data are shuffled images of bytes in MNIST's shape, with labels, in batches of 100. The batches are not used. "With a
-  transform" converts them to normalized floats, per sample in a DataLoader, as in torchvision, and per batch elsewhere.
+- The data are shuffled images of bytes in MNIST's shape, with labels, in batches of 100. No model uses the batches. "With a
+  transform" converts the images to normalized floats: a DataLoader converts each sample, and the others convert each batch.
 - One pass over all samples is timed, after a pass that is not timed. The contestants take turns. The table shows the median
   and the range of the ratios within a round.
 - Worker processes start before the timing (persistent_workers=True).
@@ -69,7 +69,7 @@ class ByHand:
 
 
 class Whole:
-    """Transform a loader's batches as a whole."""
+    """Transform each of a loader's batches at once, not sample by sample."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -93,7 +93,7 @@ def contestants(x: Tensor, y: Tensor, transform: bool, workers: list[int]) -> di
 
 
 def check(loader: Any, x: Tensor, y: Tensor, transform: bool) -> None:
-    """Return whether a loader yields each sample once. The compared sums do not depend on the order."""
+    """Assert that a loader yields each sample once. Compare sums, which do not depend on the order."""
     batches = list(loader)
     expected = normalized(x) if transform else x
     assert sum(len(part) for part, _ in batches) == len(x)

@@ -8,7 +8,7 @@ How it is measured:
 - A tiny model trains one epoch and eleven epochs of one step each, with a CSV file and a bar. This is repeated with a
   validation of one batch, and without checkpoints. An epoch costs one tenth of the difference. A validation or a checkpoint
   costs the difference between fits with it and without it.
-- "once" is a whole fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
+- "once" is a complete fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
   The creation of the loop has its own row, and so has Lightning Fabric's part of it.
 - "by hand" is the same step in a plain script. The goal applies to the difference between "once" and "by hand".
 - Contestants and parts take turns. CPU time is the median of the rounds. Wall-clock time is their minimum, because other
@@ -89,7 +89,7 @@ def fabric() -> Any:
 
 
 def by_hand() -> Time:
-    """Train one step in a plain script, which is the optimizer's first step."""
+    """Train one step in a plain script. It is slower than later ones, because the optimizer creates its state."""
     with out_of_the_way():
         net, loader = module(False), PROBLEM.loader(1)
 

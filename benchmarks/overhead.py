@@ -117,7 +117,7 @@ def plain(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_metrics(problem: Problem, steps: int) -> nn.Module:
-    """Train with a careful hand-written loop. It has a bar, a CSV file, a checkpoint, and sums on the device for the rows."""
+    """Train with a careful hand-written loop. It has a bar, CSV files, a checkpoint, and sums metrics on the device."""
     from tqdm import tqdm
 
     model, loader = problem.model_there(), problem.loader(steps)
@@ -209,9 +209,9 @@ def trainer_bare(problem: Problem, steps: int) -> nn.Module:
 
 def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
-    from lightning.pytorch.callbacks import (
-        TQDMProgressBar,
-    )  # Trainer uses this bar if rich is not installed.
+
+    # Trainer uses this bar if rich is not installed.
+    from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
     module = lightning_module(problem, log=True)
@@ -254,9 +254,8 @@ def ignite(problem: Problem, steps: int) -> nn.Module:
     return model
 
 
-CONTESTANTS: dict[
-    str, tuple[str, Callable[[Problem, int], nn.Module]]
-] = {  # name: (package that it needs, function)
+# name: (package that it needs, function)
+CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {
     PLAIN: ("torch", plain),
     PLAIN_METRICS: ("tqdm", plain_metrics),
     OURS: ("fabric_template", ours_bare),
@@ -278,7 +277,7 @@ GOALS = [  # (contestant, against, at most, problem)
 
 
 def lightning_module(problem: Problem, log: bool):
-    """Return the module for Trainer and our loops. With `log`, it logs two metrics per step, per epoch and in the bar."""
+    """Return a module for Trainer and our loops. If `log` is True, it logs two metrics to files and the bar."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -361,7 +360,7 @@ def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps:
 
 
 def able(problem: Problem) -> list[str]:
-    """Return the contestants that are installed, that run, and that end with the plain loop's weights."""
+    """Return the contestants that are installed, run, and end with the same weights as the plain loop."""
     names = []
     expected = plain(problem, steps=30).state_dict()
     for name, (package, train) in CONTESTANTS.items():
@@ -384,7 +383,7 @@ def able(problem: Problem) -> list[str]:
 def measure(
     problem: Problem, names: list[str], steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of a step and of a fit, by contestant and round."""
+    """Return the seconds per step and the other seconds of a fit, for each contestant and round."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():
@@ -421,16 +420,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--steps", type=int, default=400, help="S: fits of S and of 3S steps are compared"
-    )
+    parser.add_argument("--steps", type=int, default=400, help="S, for epochs of S and 3S steps")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="where net and batches are"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="the device of model and batches"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="100 steps, 3 rounds: too few for a verdict"
+        "--quick",
+        action="store_true",
+        help="100 steps and 3 rounds, which are too few for a verdict",
     )
     arguments = parser.parse_args()
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)

@@ -6,10 +6,9 @@
 
 How it is measured:
 
-- metrics: each step logs 0, 1, 4, 16 or 64 values per step and per epoch to CSV files. A hand-written loop does only the same
-  tensor arithmetic (a clone, and a sum scaled by the batch size). The cost is the CPU time of long fits minus that of short
-  fits, as the minimum of the rounds. "Of one more" compares with the row above. The first metric's cost includes the rows of
-  steps.csv.
+- metrics: each step logs 0, 1, 4, 16 or 64 values by step and by epoch to CSV files. A hand-written loop does only the tensor
+  arithmetic of this (a clone, and a sum scaled by the batch size). The cost is the smallest CPU time of a long fit minus that of
+  a short fit. "Of one more" is the cost of each metric beyond the row above. The first metric's cost includes writing steps.csv.
 - steps: one fit of each loop in a new process, with epochs of 1,000 steps. Memory is the process's resident set size, and
   handles are its open files.
 - epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median over a fifth of the epochs.
@@ -17,7 +16,8 @@ How it is measured:
 - checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
 - versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
   CPU time.
-- resume: a checkpoint of batch 7 is changed to batch 1,000,000. The time is that from the call of fit to the first batch.
+- resume: the batch number in a checkpoint is changed from 7 to 1,000,000. The time is measured from the call of fit to the
+  first batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
 BATCH = 32
-DONE = 7  # The checkpoint's batch number, which is then changed.
+DONE = 7  # The number of trained batches in the checkpoint. The script replaces this number.
 
 
 class Net(nn.Module):
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 
 class Repeated:
-    """Several batches that are the same tensors, so that the data costs nothing."""
+    """A loader that yields one batch again and again, so that loading data costs no time."""
 
     def __init__(self, number: int) -> None:
         self.number, self.batch = number, made_batch()
@@ -144,9 +144,8 @@ def metrics(size: float) -> Iterator[str]:
         / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    beyond = {
-        number: each["ours", number] - each["by hand", number] for number in numbers
-    }  # The cost beyond tensor arithmetic.
+    # The cost beyond tensor arithmetic.
+    beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
         row = f"{number:<24}{each['by hand', number]:20.1f}{each['ours', number]:10.1f}"
@@ -165,7 +164,7 @@ def resident() -> float:
 
 
 def new_loop(kind: str, **options: Any) -> Any:
-    """Return a silent FabricLoop or MiniLoop that saves best.ckpt by the metric."""
+    """Return a FabricLoop or MiniLoop that prints nothing and monitors "metric" for best.ckpt."""
     options = {"monitor": "metric", "mode": "min", "accelerator": "cpu", "devices": 1, **options}
     return MiniLoop(**options) if kind == "MiniLoop" else FabricLoop(**{**SILENT, **options})
 
@@ -219,7 +218,7 @@ def steps(size: float) -> Iterator[str]:
 
 
 class Measurements(list[float]):
-    """A list that no checkpoint contains, because its type is not plain."""
+    """A list that checkpoints do not contain, because its class is a subclass of list."""
 
 
 class Timed(Net):
@@ -254,7 +253,7 @@ def epochs(size: float) -> Iterator[str]:
 
 
 def filled(name: str, rows: int) -> CSVLogger:
-    """Return a logger whose file has the given number of rows."""
+    """Return a logger for a CSV file that already has ``rows`` rows."""
     logger = CSVLogger("logs", version=rows)
     append = appending(logger, name)
     append(0)
@@ -413,11 +412,11 @@ class Items(Dataset):
 
 
 class There(Exception):
-    """Raised when the first batch has reached the step."""
+    """Raised in the first training step, to end the run."""
 
 
 def moved(item: Any, to: int) -> Any:
-    """Replace each DONE in nested values by another number."""
+    """Replace each number DONE in nested values by the number ``to``."""
     if isinstance(item, dict):
         return {key: None if key == "ahead" else moved(part, to) for key, part in item.items()}
     if isinstance(item, list | tuple):
@@ -482,9 +481,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument(
-        "--toy", action="store_true", help="a hundredth of it or less: to see that it runs"
-    )
+    parser.add_argument("--toy", action="store_true", help="check the script with small sizes")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -499,9 +496,8 @@ def main() -> None:
         flush=True,
     )
     for name in arguments.only:
-        lines = list(
-            SECTIONS[name](0.005 if arguments.toy else 1)
-        )  # Print the table at the end, because all output inside is discarded.
+        # Print the table at the end, because output within a section is discarded.
+        lines = list(SECTIONS[name](0.005 if arguments.toy else 1))
         print("", *lines, sep="\n", flush=True)
 
 

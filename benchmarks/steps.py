@@ -3,10 +3,10 @@
     python benchmarks/steps.py                # three minutes
     python benchmarks/steps.py --rounds 5     # a quick look
 
-The contestants of overhead.py take turns, and the dataset records when each batch is requested. Only an epoch's fast steps count
-(the fastest tenth, quarter and half), because other load makes some steps slower, but none faster. The table shows the medians
-of all rounds. The row every 50 steps, the drawing of the bar and the end of an epoch are not included. overhead.py includes
-them, and needs a quiet machine.
+The contestants of overhead.py take turns, and the dataset records when each batch is requested. Only the fastest tenth, quarter
+and half of an epoch's steps count, because other load makes some steps slower, but none faster. The table shows the medians of
+all rounds. This leaves out the steps that write a row or draw the bar, and the end of an epoch. overhead.py includes them, but
+it needs a machine without other load.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instructions import CONTESTANTS
 from overhead import PLAIN, PLAIN_METRICS, Batches, Problem
 
 PARTS = 10, 4, 2  # The fastest tenth, quarter and half of the steps.
-WARM = 30  # The number of first steps that do not count.
+WARM = 30  # The first steps, which do not count.
 
 
-class Noting(Batches):
+class RecordingBatches(Batches):
     """Batches that record when each one is requested."""
 
     asked: list[int] = []  # noqa: RUF012
@@ -40,18 +40,18 @@ class Noting(Batches):
 
 
 def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
-    """For each of PARTS, return the duration of its slowest step in one epoch."""
-    Noting.asked.clear()
+    """For each of PARTS, return its slowest step in one epoch, in microseconds."""
+    RecordingBatches.asked.clear()
     gc.collect()
     with overhead.out_of_the_way():
         overhead.CONTESTANTS[name][1](problem, steps)
-    asked = Noting.asked[WARM:]
+    asked = RecordingBatches.asked[WARM:]
     lengths = sorted(after - before for before, after in zip(asked[:-1], asked[1:], strict=True))
     return [lengths[len(lengths) // part] / 1000 for part in PARTS]
 
 
 def table(measured: dict[str, list[list[float]]]) -> str:
-    """Return a table of medians over the rounds, for durations and for the ratios of the fastest tenths."""
+    """Return a table of median durations, and of median ratios of the fastest tenths."""
     lines = [
         f"{'us a step':26}{'tenth':>8}{'quarter':>9}{'half':>7}{'/ plain':>10}{'/ same metrics':>16}"
     ]
@@ -72,11 +72,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=250, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=250, help="the number of steps in an epoch")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     overhead.quieten()
-    kept, overhead.Batches = overhead.Batches, Noting  # type: ignore[misc]
+    kept, overhead.Batches = overhead.Batches, RecordingBatches  # type: ignore[misc]
     problem = Problem("tiny", (64, 32, 10), 32, "adam")
     measured: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
     for turn in range(arguments.rounds + 1):

@@ -4,8 +4,8 @@
     python benchmarks/transformer.py --toy         # a quick check of the script
 
 All contestants use bf16-mixed, fused AdamW, torch.compile for the model with its loss, and random tokens on the device. They take
-turns. The first steps of each turn, which compile, do not count. "As it comes" has a bar, a CSV file and a history of the loss.
-"Bare" has none of these.
+turns. The first steps of each turn do not count, because they compile the model. "As it comes" means with a progress bar, a CSV
+file and a history of the loss. "Bare" means without these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A model of GPT-2's shape, whose forward returns a batch's loss. The embedding and the head share their weights."""
+    """A model like GPT-2 whose forward returns the loss. The embedding and the head share their weights."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Measure the time between two steps, each after the device has finished its work."""
+    """Measure the time between the starts of two steps. Wait each time until the GPU has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0
@@ -168,7 +168,7 @@ def ours(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    # A checkpoint after the last step is not part of the measurement.
+    # Do not save a checkpoint after the last step, because the bare loop saves none.
     options = {
         "accelerator": task.device,
         "devices": 1,
@@ -222,7 +222,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Task, Watch, bool], None], bool]] = {
 
 
 def measure(task: Task, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return the tokens per second, by contestant and round."""
+    """Return the tokens per second of each contestant in each round."""
     measured: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--toy", action="store_true", help="tiny, nothing compiled: to see that it runs"
+        "--toy", action="store_true", help="check the script with a tiny model and no compilation"
     )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.

@@ -38,7 +38,7 @@ BY_HAND: list[dict[str, Any]] = [
 
 
 def by_hand(problem: str) -> list[dict[str, Any]]:
-    """Return each setting, then all settings together, then all settings with a large batch."""
+    """Return combinations of settings as an engineer would try them, the last ones with a large batch."""
     large = {"batch_size": LARGE[problem]}
     return [*BY_HAND, {**ONE, **large}, {**FAST, **large}]
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument(
-        "--toy", action="store_true", help="one problem, few settings, a moment each"
+        "--toy", action="store_true", help="check the script with one problem and few settings"
     )
     asked = parser.parse_args()
     print(

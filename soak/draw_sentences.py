@@ -1,7 +1,7 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
 python soak/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
-A comment or a message counts as one sentence, because its parts lack context.
+A comment or a message counts as one sentence, because its sentences depend on each other.
 """
 
 import argparse

@@ -25,7 +25,7 @@ TORCHRUN = "-m torch.distributed.run --nnodes=1 --max-restarts=10 --monitor-inte
 
 
 def work(root, kind):
-    """Train as one worker. Each attempt runs the same command."""
+    """Train as one worker of torchrun. After each restart, torchrun runs the same command."""
     quiet()
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = sharded_strategy(ranks) if kind == "sharded" else "ddp"
@@ -64,7 +64,7 @@ class Run:
         return [int(pid) for pid in path.read_text().split()] if self.agent.poll() is None else []
 
     def wait_for_workers(self, killed=()):
-        """Return a new attempt's workers, or an empty list if the run has ended."""
+        """Wait until torchrun has started all workers. Return their ids, or [] if the run has ended."""
         while not self.is_over():
             found = [pid for pid in self.workers() if pid not in killed]
             if len(found) == self.ranks:
@@ -89,11 +89,11 @@ class Run:
 
 
 def kill_workers(run, draw, seconds):
-    """Kill a worker in each of one to three attempts. Return the number of kills."""
+    """Kill a worker, and up to two more after restarts. Return the number of kills."""
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # Imports take up most of an attempt, so three of four kills wait until training has started.
+        # Workers import for most of the time, so three of four kills wait until training has started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:
@@ -170,15 +170,13 @@ def campaign(kills, ranks, kind, seed, most):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=10, help="the number of workers to kill (10)")
+    parser.add_argument("--ranks", type=int, default=2, help="the number of workers (2)")
     parser.add_argument(
-        "--kills", type=int, default=10, help="SIGKILLs that hit a running worker (10)"
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="workers (2)")
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="printed"
+        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="printed if drawn"
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no run after as many"
+        "--seconds", type=float, default=float("inf"), help="start no run later than this"
     )
     parser.add_argument(
         "--sharded", dest="kind", action="store_const", const="sharded", default="whole"

@@ -1,6 +1,7 @@
-/* Preloaded: the system calls of a process on files under one folder are counted, and the n-th fails as it is told to.
+/* A preloaded library that counts a process's system calls on files in one folder, and lets the n-th call fail.
 
-   cc -shared -fPIC -O1 -o faults.so faults.c -ldl;  LD_PRELOAD=faults.so python ...;  see syscalls.py, which arms it. */
+   cc -shared -fPIC -O1 -o faults.so faults.c -ldl;  LD_PRELOAD=faults.so python ...
+   syscalls.py calls faults_arm(), which sets the folder, the numbers of the calls and the kind of failure. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -47,7 +48,7 @@ static int is_ours(const char *path)
 
 static int is_open(int fd) { return armed && fd >= 0 && fd < (int)sizeof ours && ours[fd]; }
 
-static int noted(int fd, const char *path)
+static int remember(int fd, const char *path)
 {
     if (fd >= 0 && fd < (int)sizeof ours)
         ours[fd] = is_ours(path);
@@ -67,7 +68,7 @@ static int decide(const char *name, const char *path)
 }
 
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)
-/* what a call gives that fails before it is done, or behind it */
+/* Make the call, and let it fail before (FAILS, IS_SHORT) or after (IS_DONE) it has an effect. */
 #define ANSWER(applies, name, path, call)                                                     \
     do {                                                                                      \
         int what = (applies) ? decide(name, path) : NOTHING;                                  \
@@ -82,7 +83,7 @@ static int decide(const char *name, const char *path)
         REAL(int, name, const char *, int, ...);                                              \
         va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
         if (is_ours(path) && decide("open", path)) { errno = code; return -1; }               \
-        return noted(real(path, flags, mode), path);                                          \
+        return remember(real(path, flags, mode), path);                                          \
     }
 #define OPENAT(name)                                                                          \
     int name(int at, const char *path, int flags, ...)                                        \
@@ -90,7 +91,7 @@ static int decide(const char *name, const char *path)
         REAL(int, name, int, const char *, int, ...);                                         \
         va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
         if (is_ours(path) && decide("open", path)) { errno = code; return -1; }               \
-        return noted(real(at, path, flags, mode), path);                                      \
+        return remember(real(at, path, flags, mode), path);                                      \
     }
 OPEN(open)
 OPEN(open64)
@@ -146,7 +147,7 @@ int fstatat(int at, const char *p, struct stat *s, int flags)
     ANSWER(is_ours(p), "stat", p, real(at, p, s, flags));
 }
 
-int close(int fd) /* it is closed, whatever it answers: so does Linux */
+int close(int fd) /* Like Linux, close the file even if the call reports an error. */
 {
     REAL(int, close, int);
     int was = is_open(fd), what = was ? decide("close", NULL) : NOTHING;

@@ -1,7 +1,7 @@
 """A hand-written training loop, which random_runs.py compares with FabricLoop and MiniLoop.
 
-It trains an nn.Module with step functions, or an object with step methods, as an engineer would write it for a single case.
-The only part of the package that it uses is TensorLoader.
+It trains an nn.Module with step functions, or an object with step methods. The code is what an engineer would write for a
+single project. It uses nothing of the package except TensorLoader.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def parse_optimizer(value):
 
 
 def length_of(loader):
-    """Return the number of batches, or infinity if it is unknown."""
+    """Return the number of a loader's batches, or infinity if the number is unknown."""
     if isinstance(loader, CombinedLoader):
         choose = min if loader._mode == "min_size" else max
         return choose(map(length_of, loader.flattened))
@@ -116,7 +116,7 @@ def batches_of(loader):
 
 
 class Loss:
-    """The mean of a loss, weighted by the batch size, in the precision of metrics."""
+    """The mean of a loss over batches, weighted by the batch size."""
 
     def __init__(self):
         self.total, self.weight = torch.zeros(()), 0
@@ -140,7 +140,7 @@ class Loss:
 
 
 class Steps(nn.Module):
-    """Run a step in forward(), so that DDP applies to it."""
+    """Run a step in forward(), because DDP synchronizes gradients only of forward()."""
 
     def __init__(self, networks):
         super().__init__()
@@ -178,7 +178,7 @@ class HandLoop:
         if ranks > 1:
             self.steps = DistributedDataParallel(self.steps)
         self.epoch = self.global_step = 0
-        # The learning rate of the last step, and whether a validation belongs to the next row.
+        # The learning rate of the last step, and whether a validation has run since the last row.
         self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
     def _prepare(self):
@@ -235,7 +235,7 @@ class HandLoop:
         return type(loader)(loader.dataset, batch_sampler=batches, **options)
 
     def fit(self, other_loader=None, from_epoch=None):
-        """Train. From the given epoch on, use the other loader."""
+        """Train. From epoch ``from_epoch`` on, use ``other_loader``."""
         while self.epoch < self.options.get("max_epochs", 1000) and not self.is_done():
             if self.epoch == from_epoch:
                 self.train_loader = self._share(other_loader, shuffle=True)
@@ -262,7 +262,7 @@ class HandLoop:
                 self.step_schedulers("step", batch_idx + 1, is_plateau=True)
             if self.is_done():
                 break
-        # An epoch that max_steps ends early is not complete.
+        # If max_steps ends an epoch early, do not validate at its end.
         if is_last and self.is_validation_due_at_end():
             self.validate()
         if is_last:
@@ -294,7 +294,6 @@ class HandLoop:
         return interval is not None and batches % interval == 0
 
     def is_validation_due_at_end(self):
-        """Return whether to validate at the end of the epoch."""
         if {"validate_every_n_steps", "val_check_interval"} & self.options.keys():
             return False
         return (self.epoch + 1) % self.options.get("check_val_every_n_epoch", 1) == 0
@@ -316,7 +315,7 @@ class HandLoop:
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
             return
-        # If a loader has no length, only the attempt to read the next batch shows whether it has ended.
+        # Without a length, only reading the next batch shows whether the current batch is the last one.
         batch, batch_idx = next(iterator, None), 0
         while batch is not None:
             following = next(iterator, None) if batch_idx + 1 < limit else None

@@ -4,9 +4,9 @@
     python soak/launchers.py --only signals  only the signals
 
 The launchers are `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and
-two processes with SLURM's variables. The strategies are DDP and FSDP2 on two processes, and one process. A cell names the
-methods whose weights, moments, rows, metrics or predictions differ from those under torchrun in any bit. A single
-spawned rank is compared with a forked one, because both use DDP. `resume` continues a run from the middle of an epoch, and
+two processes with SLURM's variables. The strategies are DDP and FSDP2 on two processes, and one process. A cell of the table
+names the methods whose results differ from those under torchrun in any bit: weights, optimizer states, rows, metrics or
+predictions. A single spawned rank is compared with a forked one, because both use DDP. `resume` continues a run from the middle of an epoch, and
 is also compared with `fit`. FSDP2 is also compared with DDP.
 """
 
@@ -54,7 +54,7 @@ class Module(Classifier):
 
 
 def where(launcher, strategy):
-    """Return the options for a number of ranks."""
+    """Return the loop's options for a launcher and a strategy."""
     started_here = {"spawn": "ddp_spawn", "fork": "ddp_fork"}.get(launcher)
     if strategy == "fsdp":
         return {"strategy": sharded_strategy(), "devices": 2}
@@ -64,7 +64,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """In every rank, replace sharded tensors in nested values by full tensors."""
+    """Replace sharded tensors in nested values by full tensors. Every rank must call this."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -96,7 +96,7 @@ def work(launcher, strategy, folder):
             {k: v for k, v in row.items() if k not in ("time", "waiting")}
             for row in csv.DictReader(table.open())
         ]
-        # The caller's process does not have the optimizer of a forked or spawned rank.
+        # If the ranks are forked or spawned, the calling process has no optimizers.
         keeps = launcher not in ("spawn", "fork")
         return (
             loop,
@@ -116,7 +116,7 @@ def work(launcher, strategy, folder):
 
 
 class Slow(Module):
-    """Writes a file when training starts, so that the signal is sent during training."""
+    """A slow module that creates a file when training has started, so that a signal can be sent."""
 
     def on_train_batch_start(self, batch, batch_idx):
         Path(f"trains{self.global_rank}").touch()
@@ -157,7 +157,7 @@ def free_port():
 
 
 def commands(launcher, ranks, script):
-    """Return the command, and an environment for each process that this script starts."""
+    """Return a command and environment variables for each process to start."""
     if launcher == "SLURM":
         port = free_port()
         return [([sys.executable, *script], slurm(rank, ranks, port)) for rank in range(ranks)]
@@ -203,7 +203,7 @@ def run(launcher, strategy, folder):
 
 
 def compared(found, expected):
-    """Describe the differences by method."""
+    """Return the differences between two results, keyed by method."""
     problems = {}
     for method in CALLS:
         one, other = found[method], expected[method]
@@ -226,7 +226,7 @@ def the_table(folder):
             if strategy == "fsdp" and launcher in (
                 "spawn",
                 "fork",
-            ):  # For this strategy, Fabric starts only scripts.
+            ):  # Fabric cannot fork or spawn the ranks of FSDP.
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
             found = run(launcher, strategy, folder / f"{launcher}-{strategy}".replace(" ", "-"))
@@ -254,8 +254,7 @@ def the_table(folder):
 
 # ---- Signals
 
-# The receiver, the signal, --max-restarts, whether torchrun's output shows that it forwards the signal, and whether the run is
-# a batch job of SLURM.
+# For each case: the receiver, the signal, --max-restarts, whether torchrun handles SIGUSR1, and whether the run is a SLURM job.
 SIGNALS = {
     "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
     "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),

@@ -1,6 +1,6 @@
 """Pieces of source code from which random_runs.py assembles programs.
 
-Each table maps the name of a shape to code. The pieces of a program share these names: ``X`` and ``Y`` are the
+Each table maps the name of a shape to code, such as "dropout" in NETS. All pieces use the following names. ``X`` and ``Y`` are the
 samples, ``make_data`` makes the dataset, ``collate`` and ``get_xy`` pack and unpack a batch, ``make_train`` and
 ``make_val`` make the loaders, ``make_net`` makes the network, ``make_optimizer`` returns the value of
 configure_optimizers, and ``loss_of`` is the loss of a batch.
@@ -710,7 +710,7 @@ for _name, _value in {
         "        self.calls = int(state)\n    def forward",
     )
 
-# ---- Styles: how the steps are given, and build()
+# ---- Styles: step functions, step methods or a LightningModule, and the function build()
 
 # $log is the training step's line that logs. $returned is the value that the step returns.
 STYLES = {

@@ -1,8 +1,8 @@
-"""Run a program in a forked process, with one of the loops or with its oracle, and compare the results.
+"""Run a program in a forked process with FabricLoop, MiniLoop, Trainer or a hand-written loop, and compare the results.
 
-A program is source code with a function ``build()``, which returns a dict: model, train, val, options of the loop,
-and optionally callbacks and ``fit``, more arguments of fit. Each run is forked from a process that has imported
-everything. An event ends a run at the n-th visit of a point.
+A program is source code with a function ``build()``. It returns a dict with the model, the loaders and the loop's
+options, and optionally with callbacks and more arguments of fit. Each run is forked from a process that has imported
+everything. An event, such as SIGKILL, ends a run at a point, such as the n-th backward pass.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fabric_template import FabricLoop, MiniLoop
 
 LOOPS = ("FabricLoop", "MiniLoop", "Trainer", "HandLoop")
-# Options that Trainer does not have. In Trainer, a ModelCheckpoint saves the checkpoints.
+# Options that Trainer does not have. Trainer saves checkpoints through ModelCheckpoint.
 OWN_OPTIONS = (
     "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
     "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
@@ -64,7 +64,7 @@ class PlannedError(Exception):
 
 
 class Points:
-    """Count a run's visits of points. The event ends the run at the n-th visit of its point."""
+    """Count how often a run reaches each point, such as "backward". The event ends the run at one."""
 
     def __init__(self, event=None):
         self.counts, self.event, self.pid = Counter(), event, os.getpid()
@@ -141,7 +141,7 @@ def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
         "options": program["options"],
-        # A validation after the run writes a row to steps.csv.
+        # List the files before the validation, which writes another row to steps.csv.
         "files": files_of(root),
         "validated": validate(loop, program) if program["changes"].get("is_logged") else None,
     }
@@ -205,7 +205,7 @@ def run_hand_loop(program, root, points, resume=None, ranks=1, rank=0):
 
 
 class RowLogger(Logger):
-    """A logger that keeps each row."""
+    """A logger that stores all rows in memory."""
 
     name, version, save_dir = "rows", 0, None
 
@@ -271,7 +271,7 @@ class Run:
         self.log_path = self.root.with_name(f"{self.root.name}.log")
 
     def run(self):
-        """Run the program. Return a dict: the end of the run, or "error", or "code" if the process ended otherwise."""
+        """Run the program. Return a dict with its results, with its error, or with only its exit codes."""
         self.root.mkdir(parents=True, exist_ok=True)
         for path in self.root.parent.glob(f"{self.end_path.name}*"):
             path.unlink()
@@ -282,7 +282,7 @@ class Run:
             end = {**read_pickle(self.end_path), "codes": codes}
             if self.ranks > 1 and "weights" in end:
                 others = read_pickle(Path(f"{self.end_path}1"))
-                # As in any DDP run, each process has the buffers of its own last batch.
+                # Under DDP, buffers differ between processes, because each process has its own last batch.
                 names = {name for buffers in end["buffers"] for name in buffers}
                 found = differences(end["weights"], others)
                 end["is_in_sync"] = all(any(name in line for name in names) for line in found)
@@ -370,7 +370,7 @@ def read_pickle(path):
 
 
 def describe_error(error, points):
-    """Return the properties of an error that decide whether it refuses a program by name."""
+    """Return an error's text, and whether the loop refuses the program on purpose."""
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "error": f"{type(error).__name__}: {error}",
@@ -381,7 +381,7 @@ def describe_error(error, points):
 
 
 def is_refusal(error, points):
-    """Return whether an error is raised before the first batch, or names a hook's value that was unknown until then."""
+    """Return whether an error was raised before the first backward pass, or is known to be raised later."""
     if not isinstance(error, TypeError | ValueError | FileNotFoundError):
         return False
     late = (
@@ -420,7 +420,7 @@ def wait(pids, is_ended):
                 codes[pid] = -signal.SIGKILL if is_left else "hang"
         time.sleep(0.001)
     for pid in pids:
-        # End a killed run's workers.
+        # Kill the DataLoader workers that a killed run has left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     return list(codes.values())
@@ -430,7 +430,7 @@ def wait(pids, is_ended):
 
 
 def plain(value):
-    """Return nested plain values. A tensor becomes its type, dtype, shape and numbers."""
+    """Convert nested values to plain Python values. A tensor becomes an object of the class Numbers."""
     if isinstance(value, dict):
         return {plain_key(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -455,12 +455,12 @@ def plain_key(key):
 
 
 def plain_text(text):
-    """Remove the run's folder from a text. A run that was killed early starts again in the next version."""
+    """Replace the run's folder and version in a text, because both differ between two equal runs."""
     return re.sub(r"version_\d+", "version_N", text.replace(os.getcwd(), "ROOT"))
 
 
 class Numbers:
-    """The numbers of a tensor."""
+    """The dtype and the values of a tensor."""
 
     def __init__(self, dtype, values):
         self.dtype, self.values = dtype, values

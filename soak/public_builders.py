@@ -19,7 +19,7 @@ QUIET |= {"enable_model_summary": False, "accelerator": "cpu", "devices": 1, "ma
 
 
 class FitCalledError(BaseException):
-    """Raised when an estimator calls ``Trainer.fit``, to end the call of the estimator."""
+    """Raised when an estimator calls ``Trainer.fit``, to end the estimator's own fit method."""
 
 
 def capture_fit(call):
@@ -446,7 +446,6 @@ def build_scvi():
             table.obsm["protein"] = generator.poisson(3.0, (count, 4)).astype(np.float32)
         return table
 
-    # SCANVI separates cells with a label from cells without one.
     train = {"max_epochs": 3, "batch_size": 10, "accelerator": "cpu", "train_size": 0.75}
     train |= {"enable_progress_bar": False, "check_val_every_n_epoch": 1}
 
@@ -513,7 +512,7 @@ def build_lightly():
         return TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
 
     class Named(Dataset):
-        """Adds a file name to each sample, like the package's own dataset."""
+        """A dataset whose samples include a file name, like those of the package's own dataset."""
 
         def __init__(self):
             self.samples = images()
@@ -546,7 +545,7 @@ def build_lightly():
         return OnlineProbe(), loaders_of(images())
 
     class OnlineProbe(importlib.import_module("lightning.pytorch").LightningModule):
-        """Uses the package's online classifier, as its documentation does."""
+        """A module with the package's online classifier, as in its documentation."""
 
         def __init__(self):
             super().__init__()

@@ -112,7 +112,7 @@ def train_with_trainer(case, folder, ckpt_path=None, seed=None):
 
 
 def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None, weights_only=None):
-    """Train with FabricLoop. ``seed`` sets the RNG states between the model and the fit."""
+    """Train with FabricLoop. ``seed`` sets the RNG states after the model is created."""
     seed_everything(1, verbose=False)
     model, arguments = case()
     places = Places(kill_at)
@@ -295,12 +295,12 @@ def choose_places(names, generator):
 
 
 def try_module(case, folder, generator, options):
-    """Check a module in all ways. Return the findings, keyed by the name of the way."""
+    """Run all checks of a module. Return the findings, keyed by the name of the check."""
     found = {}
     trainer = run_process(folder / "a", train_with_trainer, case, folder / "a")
     every = generator.choice([1, 1, 2, 3])
     whole = run_process(folder / "b", train_with_loop, case, folder / "b", every)
-    # Trainer writes other CSV files.
+    # Do not compare CSV files, because Trainer writes different ones.
     found["parity"] = describe(trainer, whole, ignored=("csv",))
     if isinstance(whole, str):
         return found
@@ -311,13 +311,13 @@ def try_module(case, folder, generator, options):
         if killed != "killed":
             found[f"killed {number + 1}"] = f"not killed at {names[place]}: {killed}"
             continue
-        # A run that was killed before its first save starts from scratch, with the first seed.
+        # A run that was killed before its first save starts from scratch, so it needs the same seed.
         has_saved = any(where.rglob("*.ckpt"))
         again = {"resume": "auto", "seed": options.other_seed if has_saved else None}
         resumed = run_process(where, train_with_loop, case, where, every, **again)
         difference = describe(whole, resumed)
         if "are not created" in difference:
-            # The module's on_load_checkpoint reads objects from the file.
+            # The checkpoint has objects that only weights_only=False loads.
             again["weights_only"] = False
             resumed = run_process(where, train_with_loop, case, where, every, **again)
             difference = f"refused by name; trusted: {describe(whole, resumed)}"
@@ -331,7 +331,7 @@ def try_module(case, folder, generator, options):
 
 
 def try_crossing(case, folder, names, trainer):
-    """Continue checkpoints from the end of the first epoch."""
+    """Continue each engine's checkpoint from the end of the first epoch with the other engine."""
     if isinstance(trainer, str):
         return {}
     (file,) = (folder / "a" / "trainer").glob("epoch=0.ckpt")
@@ -394,7 +394,7 @@ def try_package(package, root, options):
 
 
 def print_summary(found):
-    """Print for each way how many modules gave the same results."""
+    """Print for each check how many modules gave the same results."""
     for title, prefix in (("parity", "parity"), ("killed and resumed", "killed")):
         results = [[v for k, v in way.items() if k.startswith(prefix)] for way in found.values()]
         same = sum(bool(values) and set(values) == {"same"} for values in results)
@@ -413,7 +413,7 @@ def main():
     parser.add_argument("--package", nargs="*", default=sorted(BUILDERS))
     parser.add_argument("--only", nargs="*", help="names of modules")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--other-seed", type=int, help="the RNG state of a resumed run")
+    parser.add_argument("--other-seed", type=int, help="the seed of a resumed run")
     parser.add_argument("--keep", type=Path, help="keep the files of all runs in this folder")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Draw the description of a random program, and assemble its source code from the pieces in program_pieces.py.
 
-A description is a dict with the name of a shape for each dimension. It depends only on a seed and a number.
+A description maps each dimension, such as "net", to a shape, such as "dropout". A seed and a number determine it.
 """
 
 import random
@@ -9,7 +9,7 @@ import re
 import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-# Shapes without randomness. Trainer does not restore RNG states, so it can continue only such runs.
+# Networks that draw random numbers. Trainer does not restore RNG states, so it cannot continue them exactly.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
 # Networks with changing attributes, which Trainer does not save.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
@@ -120,7 +120,7 @@ def draw_lightning(generator, description):
     description["callbacks"] = [name for name in pieces.CALLBACKS if generator.random() < 0.04]
 
 
-# Each option's values, and its odds.
+# The probability and the possible values of each option.
 OPTIONS = {
     "accumulate_grad_batches": (0.12, [2, 3]),
     "gradient_clip_val": (0.12, [0.1, 1.0]),
@@ -159,7 +159,7 @@ def draw_options(generator, description, killed):
     return options
 
 
-# Kinds of events and their weights. The kinds without a point change something between two runs.
+# Events and their relative frequencies. The last five change something between two runs, such as the batch size.
 EVENTS = {
     "SIGKILL": 8,
     "SIGTERM": 2,
@@ -289,7 +289,7 @@ INVALID = [
         ),
     ),
     (
-        "half of a validation with one batch is nothing",
+        "half of one validation batch is no batch",
         lambda d: d["options"].get("limit_val_batches") == 0.5 and (d["val"] == "two" or d["ranks"] > 1),
     ),
     (
@@ -302,7 +302,7 @@ INVALID = [
     ),
     ("rates need a scheduler and a logger", lambda d: "rates" in d["callbacks"]),
     (
-        "a ModelCheckpoint excludes the own options",
+        "ModelCheckpoint excludes FabricLoop's options for checkpoints",
         lambda d: (
             {"model_checkpoint", "best_checkpoint"} & set(d["callbacks"])
             and {"monitor", "save_every_n_steps", "save_top_k", "save_last"} & set(d["options"])
@@ -310,7 +310,7 @@ INVALID = [
     ),
     ("two ModelCheckpoints save the same files", lambda d: {"model_checkpoint", "best_checkpoint"} <= set(d["callbacks"])),
     (
-        "one interval of validation excludes the others",
+        "a run has only one validation interval",
         lambda d: "validate_every_n_steps" in d["options"]
         and {"val_check_interval", "check_val_every_n_epoch"} & set(d["options"]),
     ),
@@ -321,7 +321,7 @@ INVALID = [
         and {"validate_every_n_steps", "seed"} & set(d["options"]),
     ),
     (
-        "a batch that is overfitted has its own order and limit",
+        "overfit_batches sets the order and the limit of batches",
         lambda d: "overfit_batches" in d["options"]
         and ("limit_train_batches" in d["options"] or "limit_val_batches" in d["options"] or not is_lightning(d)),
     ),
@@ -337,11 +337,11 @@ INVALID = [
         ),
     ),
     (
-        "the schedulers of two optimizers are in one style",
+        "the style with two optimizers has its own scheduler",
         lambda d: d["style"] == "lightning_two_optimizers" and d["scheduler"] != "none",
     ),
     (
-        "a model of buffers has no loss",
+        "a model that has only buffers has no loss",
         lambda d: d["style"] == "lightning_buffers"
         and (d["val"] != "none" or d["log"] != "nothing" or d["options"].keys() & {"monitor"}
              or d["loader"] in pieces.SEVERAL_LOADERS or d["callbacks"]
@@ -356,7 +356,7 @@ INVALID = [
         lambda d: d["val"] == "shuffled" and d["options"].get("num_sanity_val_steps") != 0,
     ),
     (
-        "torch's schedulers take no new group",
+        "torch's schedulers do not support new parameter groups",
         lambda d: "adds_group" in d["hooks"]
         and (d["scheduler"] != "none" or d["optimizer"].endswith("groups") or "swa" in d["callbacks"]),
     ),
@@ -371,7 +371,7 @@ INVALID = [
         ),
     ),
     (
-        "layers that are unfrozen are a new group",
+        "unfrozen layers form a new parameter group",
         lambda d: "unfreezes" in d["callbacks"]
         and (
             d["net"] not in ("mlp", "dropout", "batchnorm", "tied") or d["scheduler"] != "none" or d["ranks"] > 1
@@ -381,7 +381,7 @@ INVALID = [
         ),
     ),
     (
-        "a hook needs parameters of a kind",
+        "hooks that freeze a linear layer need a second layer",
         lambda d: {"freezes", "freezes_once"} & set(d["hooks"])
         and d["net"] not in ("mlp", "dropout", "batchnorm"),
     ),
@@ -391,16 +391,16 @@ INVALID = [
         lambda d: "seed" in d["options"] and d["workers"] and not is_lightning(d),
     ),
     (
-        "rows by steps are those of validations",
+        "a step-based run writes its rows at validations",
         lambda d: "validate_every_n_steps" in d["options"] and d["val"] == "none",
     ),
     (
-        "a run crosses to Trainer as a LightningModule without randomness",
+        "Trainer continues only a LightningModule without randomness exactly",
         lambda d: event_kind(d) in ("to_Trainer", "from_Trainer")
         and not (d["style"] == "lightning" and is_complete_in_trainer(d)),
     ),
     (
-        "another batch size needs a loader with one",
+        "a change of the batch size needs a loader that has one",
         lambda d: event_kind(d) == "other_batch_size"
         and not (
             d["loader"] == "dataloader"
@@ -416,11 +416,11 @@ INVALID = [
         and (is_lightning(d) or d["val"] == "none" or {"monitor", "save_top_k"} & set(d["options"])),
     ),
     (
-        "hooks are visited by a callback",
+        "only a callback can end a run in a hook",
         lambda d: d["event"] and d["event"]["at"] == "hook" and not is_lightning(d),
     ),
     (
-        "a hook moves the weights by values of one process",
+        "hooks that change weights by values of one process break DDP",
         lambda d: d["ranks"] > 1
         and {"keeps_outputs", "adds_noise", "captures_activations", "follows_best"} & set(d["hooks"]),
     ),
@@ -428,7 +428,7 @@ INVALID = [
         "the sampler of an own batch sampler is unknown, so two processes cannot share it",
         lambda d: d["ranks"] > 1 and d["sampler"].startswith("own_batches") and not is_lightning(d),
     ),
-    ("a run that changes between epochs has no limit of steps",
+    ("a change between epochs excludes max_steps",
      lambda d: event_kind(d) in ("more_epochs", "new_monitor", "other_batch_size", "to_Trainer", "from_Trainer")
      and "max_steps" in d["options"]),
 ]  # fmt: skip
@@ -436,7 +436,7 @@ INVALID = [
 # Programs in which torch or Lightning is inexact, as (reason, condition).
 EXCLUDED = [
     (
-        "Trainer fails where EarlyStopping meets an interval of time",
+        "Trainer fails with EarlyStopping and a time-based val_check_interval",
         lambda d: (
             "early_stopping" in d["callbacks"]
             and isinstance(d["options"].get("val_check_interval"), dict)
@@ -496,7 +496,7 @@ EXCLUDED = [
         lambda d: d["data"] == "counts_reads" and d["workers"] and d["event"],
     ),
     (
-        "torch's fused SGD: its first step reads a bfloat16 momentum that nobody has set",
+        "the first step of torch's fused SGD reads an uninitialized bfloat16 momentum",
         lambda d: (
             d["optimizer"] == "SGD_fused"
             and (d["options"].get("precision") == "bf16-true" or d["net"] == "bfloat16")
@@ -680,7 +680,7 @@ def make_optimizer(d):
 
 
 def join_source(parts):
-    """Join pieces. Move imports to the top, and drop unused names."""
+    """Join pieces. Move imports to the top, and drop unused ones."""
     lines = [line for part in parts for line in part.splitlines() if line.strip()]
     imports = dict.fromkeys(line for line in lines if re.match(r"(from|import) ", line))
     body = [line for line in lines if line not in imports]

@@ -46,7 +46,7 @@ from victim import quiet
 # ---- Checking a program
 
 ENDS = ("weights", "buffers", "attributes", "optimizers", "schedulers", "counters")
-# By kind of event, the results of a resumed run that must equal those of an uninterrupted run.
+# The results of a resumed run that must equal those of an uninterrupted run.
 ALL_ENDS = (*ENDS, "metrics", "rows", "modes", "random", "files")
 OWN_LOOPS = ("FabricLoop", "MiniLoop")
 OTHER = {"FabricLoop": "MiniLoop", "MiniLoop": "FabricLoop"}
@@ -85,7 +85,6 @@ class Check:
         ).run()
 
     def check(self):
-        """Return the outcome."""
         kind = self.event["kind"] if self.event else None
         needs_oracle = kind in (None, "to_Trainer")
         oracle = self.run(self.oracle) if needs_oracle else None
@@ -135,7 +134,7 @@ class Check:
                 found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
                 names = ["logged", "validated", "random"] if self.event is None else ["random"]
                 found += part_differences(names, oracle, end)
-            # A step-based run has a row per validation.
+            # The numbers of rows differ if the run is step-based, with one row per validation.
             if self.oracle == "HandLoop" and len(oracle["rows"]) == len(end["rows"]):
                 found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
             self.outcome.add(f"{loop} differs from {self.oracle}", found)
@@ -195,7 +194,7 @@ class Check:
         return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
 
     def resume(self, loop, name, **options):
-        """Resume a run with a fresh model. Return its end, and the parts to compare."""
+        """Resume a run with a fresh model. Return its results, and the names of those to compare."""
         finisher = OTHER[loop] if self.crosses(loop) else loop
         end = self.run(finisher, name, seed=self.seed_of(name), resume="auto", **options)
         return end, ALL_ENDS if finisher == loop else ENDS
@@ -209,7 +208,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def finish_new_monitor(self, loop, name, whole, oracle):
-        """Monitor another metric after the resume. The best file is then from the last epoch."""
+        """Monitor another metric after the resume. best.ckpt must then be from the last epoch."""
         first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:
@@ -253,7 +252,7 @@ def is_allowed_after_resume(line, end):
         # At the end, ModelCheckpoint saves unless it has saved since the resume.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
     if line.endswith("/differentiable: more"):
-        # When an optimizer loads a state, torch adds this default, so a group that is added later has it.
+        # When an optimizer loads a state, torch adds this default, so a group that is added later has it, too.
         return True
     if re.search(r"/plain_state/attributes/\(.*\): more$", line):
         # A resumed run also saves an attribute that changed earlier but has its first value again.
@@ -278,7 +277,7 @@ def build_options(source):
 
 
 def part_differences(parts, expected, found):
-    """List the differences between the given parts of two ends."""
+    """List the differences between two runs in the given results."""
     return [line for part in parts for line in differences(expected[part], found[part], part)]
 
 

@@ -50,14 +50,14 @@ class Reads(Layer):
         self.recorded.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # Do not truncate a read of a CSV file, because only the file's size would reveal this.
+        # Do not truncate a read of a CSV file, because a run could notice this only by the size.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
         raise OSError(code, os.strerror(code))
 
     def path_of(self, file=None):
-        # This class reads files itself.
+        # Do not count the reads of this method itself.
         if self._is_busy or file is None:
             return None
         self._is_busy = True
@@ -150,7 +150,7 @@ def check(folder, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Sweep over all reads, or over every n-th one. Return the figures."""
+    """Let every n-th read fail, each in its own run. Return the figures."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}
@@ -184,9 +184,9 @@ def sweep(every, names):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=3, help="let every N-th look fail (3)")
+    parser.add_argument("--every", type=int, default=3, help="let every N-th read fail (3)")
     parser.add_argument(
-        "--files", nargs="+", default=("killed", "damaged"), help="what is resumed (both)"
+        "--files", nargs="+", default=("killed", "damaged"), help="the runs to resume (both)"
     )
     options = parser.parse_args()
     figures = sweep(options.every, options.files)

@@ -169,10 +169,10 @@ def rows_of(part, seconds, figures):
             ("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)
         ]
     if part == "reads":
-        remark = f"{figures['looks']} looks of a resumed run, each alone and with a later one"
+        remark = f"{figures['looks']} reads in a resumed run"
         return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
     if part == "tests":
-        return [("tests", figures["tests"], len(figures["losses"]), seconds, "the mark soak")]
+        return [("tests", figures["tests"], len(figures["losses"]), seconds, "those marked soak")]
     if part == "syscalls":
         remark = (
             ", ".join(f"{end} {count}" for end, count in figures["ends"].items())

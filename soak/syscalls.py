@@ -98,12 +98,12 @@ def campaign(count, seed):
         """Train with faults in this process. Write the saved step and how the run ended to the report."""
         save = AtomicCheckpointIO.save_checkpoint
 
-        def noting(self, checkpoint, path, storage_options=None):
+        def save_and_record(self, checkpoint, path, storage_options=None):
             save(self, checkpoint, path, storage_options)
             if Path(path).name == "last.ckpt":
                 result["saved"] = checkpoint["global_step"]
 
-        AtomicCheckpointIO.save_checkpoint = noting
+        AtomicCheckpointIO.save_checkpoint = save_and_record
         result = {"saved": 0, "end": "well"}
         library.faults_arm(str(root).encode(), *faults)
         try:
@@ -160,12 +160,12 @@ def campaign(count, seed):
         if wrong := [
             name for name, data in files.items() if ".damaged" in name and data not in damaged
         ]:
-            return f"renamed, and good: {wrong}"
+            return f"intact but renamed: {wrong}"
         if previous is not None and (wrong := [name for name in files if ".before" in name]):
             return f"started from scratch: {wrong}"
         at_least = max([result["saved"], *steps(previous)])
         if at_least > max(steps(root), default=0):
-            return f"saved was step {at_least}, there is {max(steps(root), default=0)}"
+            return f"step {at_least} was saved, but step {max(steps(root), default=0)} is left"
         if result["end"] == "a line" and previous is not None and files == contents(previous):
             return None  # Nothing was changed.
         train(root)
@@ -218,10 +218,10 @@ def campaign(count, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--faults", type=int, default=1000, help="how many calls must have failed (1000)"
+        "--faults", type=int, default=1000, help="the number of calls that fail (1000)"
     )
     parser.add_argument(
-        "--seed", type=int, help="of which call fails and how; drawn and printed if not given"
+        "--seed", type=int, help="decides which calls fail; drawn and printed if not given"
     )
     options = parser.parse_args()
     if READY not in os.environ:

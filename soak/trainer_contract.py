@@ -68,7 +68,7 @@ NOT_READ = [
     "estimated_stepping_batches",
 ]
 
-# A loop's own classes take the place of these classes of Trainer.
+# Trainer and FabricLoop use different classes for these objects. Compare only their purpose.
 OWN_CLASSES = dict.fromkeys(("FabricLoop", "Trainer"), "trainer")
 OWN_CLASSES |= dict.fromkeys(
     ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop"), "a loop"
@@ -104,7 +104,7 @@ ON_PURPOSE = [
 
 
 class WithSteps(Classifier):
-    """A module with a step for each method of the loop."""
+    """A module with steps for fit, validate, test and predict."""
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
@@ -114,7 +114,7 @@ class WithSteps(Classifier):
 
 
 class WithoutLogs(Classifier):
-    """A module that logs nothing, with a step for each method of the loop."""
+    """A module with steps for fit, validate, test and predict, which logs nothing."""
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])

@@ -42,7 +42,7 @@ def case(function):
 
 
 def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **options):
-    """Call a method of a new loop."""
+    """Create a loop and call its method ``call``, such as fit or validate."""
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **SILENT, **options}
     loop = loop_class(**options)
     model = Classifier() if model is None else model
@@ -55,12 +55,12 @@ def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **
 
 
 def changed(**methods):
-    """Create a module of a class, and replace some of its methods."""
+    """Create a Classifier, some of whose methods are replaced."""
     return type("Changed", (Classifier,), methods)()
 
 
 def without(name):
-    """Create a module of a class, with a method replaced by LightningModule's empty one."""
+    """Create a Classifier in which LightningModule's empty method replaces a method."""
     return changed(**{name: getattr(pl.LightningModule, name)})
 
 
@@ -638,7 +638,7 @@ def compare(name, show=False):
         found.append("the text of the error")
     texts = [start_of(text, 5) for text in ours.warnings]
     if ours.error is None:
-        # FabricLoop may raise the error before the warning.
+        # After an error, warnings are not compared, because FabricLoop may raise the error earlier.
         missing = [text for text in trainer.warnings if start_of(text, 5) not in texts]
         found += [f"without the warning: {text}" for text in missing if not NOISE.match(text)]
     reason = next((why for names, why in ON_PURPOSE if re.fullmatch(names, name)), "")

@@ -106,7 +106,7 @@ def end():
 
 
 def ask(folder, *arguments):
-    """Run the client: send streams, folder and arguments, forward signals, and exit like the forked process."""
+    """Send streams, folder and arguments to the server, forward signals, and exit like the forked process."""
     # Hold signals back until the forked process, to which they are forwarded, exists.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     inherited = [number for number in range(256) if _is_open(number)]
