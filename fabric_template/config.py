@@ -534,7 +534,7 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that gives a constructor the signature and field docs of a dataclass.
+    """Return a decorator that copies a dataclass's signature and field docstrings to a constructor.
 
     Editors show the annotated types. help() and notebooks show ``__signature__`` and ``__doc__``.
     """

@@ -86,6 +86,7 @@ def is_metric(column: str) -> bool:
 
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
+
 # Parts of metric names, grouped by the best value: the smallest, the largest, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer

@@ -90,7 +90,7 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# Descriptions of the valid values of options, for error messages.
+# Error messages describe the valid values of an option with these texts.
 EXPECTED = {
     "max_epochs": "a number of epochs (int >= 0), or -1 for no limit",
     "max_steps": "a number of optimizer steps (int >= 0), or -1 for no limit",
@@ -101,7 +101,7 @@ EXPECTED = {
     "gradient_clip_val": "a number >= 0",
 }
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# Arguments of LightningModule.log that MiniLoop accepts only with this value, or with None.
+# MiniLoop accepts these arguments of LightningModule.log only with these values, or with None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Clearer messages for some of torch's errors. Each key is a part of torch's message.
@@ -133,7 +133,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 NUMPY: Any = (np.generic, np.ndarray)
 # Objects of these packages are not saved, because they may hold open files or processes.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# If an attribute holds an object of these types, attributes of the object are not saved.
+# The attributes of objects of these types are not saved.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Checkpoints contain values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -151,7 +151,7 @@ class MiniLoop:
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # None means a new version, or the resumed run's version.
+    version: int | str | None = None  # None means the next free number or, on resume, the old one.
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
     # infers this from the metric's name.
@@ -258,21 +258,21 @@ class MiniLoop:
         """Seed the random generators, and reset everything that an earlier run has changed."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
-        self.current_epoch = self.global_step = 0  # The finished epochs and optimizer steps.
+        self.current_epoch = self.global_step = 0  # Counts of finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in the current epoch.
-        self.should_stop = False  # Set this to True in all processes to stop after the step.
+        self.should_stop = False  # Set this in all processes to stop after the current step.
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the epoch and, with validate_every_n_steps, for the next row of
-        # metrics.csv. Each dict maps (logging hook, metric name) to [total, weight, is_synced].
+        # Running sums for the means over the epoch and, with validate_every_n_steps, for those in
+        # metrics.csv's next row. Each dict maps (hook, metric name) to [total, weight, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._has_validated = False
-        self._validation_names: set[str] = set()  # The metrics' names in the latest validation.
+        self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
         # The values logged for steps.csv in the current training batch. None between batches.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
@@ -282,8 +282,8 @@ class MiniLoop:
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
-        self._before_next: Any = None  # The RNG state before the latest prefetched batch.
-        self._resumed_state: Any = None  # The saved RNG state and attributes.
+        self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
+        self._resumed_state: Any = None  # The RNG state and attributes to restore on resume.
         self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -447,7 +447,7 @@ class MiniLoop:
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
         else:
-            # With DDP, average gradients only in the last batch of the accumulation window.
+            # With DDP, average the gradients over the processes only once per optimizer step.
             with self._step_module.no_sync():
                 self._compute_gradients(batch, batch_idx)
         self.batches_done += 1
@@ -475,7 +475,7 @@ class MiniLoop:
             clear_gradients(self.optimizer)
         if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
-        # Like Trainer, pass on_train_batch_end the loss divided by accumulate_grad_batches.
+        # Like Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
@@ -573,7 +573,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # `_state` warns of iterators in attributes that the following iter() does not replace.
+        # `_state` warns if iter(self.train_loader) does not replace an iterator of the dataset.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -594,7 +594,7 @@ class MiniLoop:
             self._load_state(state)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's attributes from before the run. Mark later ones as removed."""
+        """Return an object's attributes from before the run. Mark later attributes as removed."""
         start = self._start_states[place].items()
         found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
         added = (name for name in changed if name not in self._start_names[place])
@@ -967,7 +967,7 @@ class MiniLoop:
         """Update ``callback_metrics``, and return the means over the epoch so far."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, do not add values that a LightningModule only returns from its step.
+            # Like Trainer, callback_metrics has no values that a LightningModule only returns.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1349,7 +1349,7 @@ class MiniLoop:
         options = to_plain(options)
         write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
         if is_new:
-            # Without the version, a new run that is started from config.yaml gets a new version.
+            # Leave out the version, so that a run started from config.yaml gets a new one.
             options |= {"version": None, "hparams": to_plain(self.hparams or {})}
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
@@ -2054,8 +2054,8 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after its first item.
 
-    After a resume, such a sampler draws different numbers than in the saved run, in which the model
-    also drew numbers.
+    Such a sampler draws different numbers after a resume, because in the saved run, the model drew
+    numbers in between, for example for dropout.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2464,7 +2464,7 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to FabricLoop's format. If its type is not supported, raise a TypeError.
+    """Convert a value to FabricLoop's checkpoint format. Raise a TypeError for unsupported types.
 
     Args:
         most: The largest number of elements in a tensor or an array. None means no limit.
@@ -2682,7 +2682,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
         if path.partition(".")[0] != "model":
             return None
         place = path.removeprefix("model").removeprefix(".")
-        # FabricLoop saves a module's buffers under the name of the module plus "buffers".
+        # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
         place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
         converted.setdefault(place, {})[name] = value
     return converted

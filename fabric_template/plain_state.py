@@ -46,14 +46,14 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# Limits that keep saving cheap.
-_MOST_BYTES = 256 * 2**20  # Bytes per attribute.
-_MOST_ITEMS = 1_000_000  # Items per attribute.
-_COMPARED_BYTES = 2**20  # Bytes per tensor in a digest.
-_COMPARED_ITEMS = 50_000  # Items per container in a digest.
-_DEEPEST = 12  # Nesting depth of containers.
-_MOST_OBJECTS = 64  # Objects in attributes.
-_MOST_SEARCHED = 500  # Items of a container that is searched for objects.
+# Limits that keep checkpoints small and fast.
+_MOST_BYTES = 256 * 2**20  # Attributes with more bytes are not saved.
+_MOST_ITEMS = 1_000_000  # Attributes with more items are not saved.
+_COMPARED_BYTES = 2**20  # Only some elements of a larger tensor are compared.
+_COMPARED_ITEMS = 50_000  # The largest number of items or elements that are compared one by one.
+_DEEPEST = 12  # Containers that are nested more deeply are not saved.
+_MOST_OBJECTS = 64  # At most this number of objects in attributes is saved.
+_MOST_SEARCHED = 500  # Containers with more items are not searched for objects.
 # Objects of these packages are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -82,7 +82,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     its elements.
 
     Args:
-        most: The largest number of items of a container in the digest.
+        most: The largest number of a container's items that the digest contains.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -325,7 +325,7 @@ class Decoder:
     If several attributes share an object, decode the object only once.
 
     Args:
-        network: The network, whose weights replace the encoded names of weights.
+        network: The network with the weights that were encoded by name.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class Decoder:
 def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing object in place. Return whether this was possible.
 
-    If it was not, for example because the shapes differ, leave the object unchanged.
+    If this was impossible, for example because the shapes differ, leave the object unchanged.
     """
     kind = type(current)
     if kind is not type(value):
