@@ -54,7 +54,9 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     root = Path(os.path.abspath(path))
     runs = find_runs(root)
     if not runs:
-        problem = "The path has no metrics.csv" if root.exists() else "The path does not exist"
+        problem = "The path does not exist"
+        if root.exists():
+            problem = "The folder contains no metrics.csv"
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
     tables = []
     for name, version, file in runs:

@@ -213,8 +213,8 @@ class RowWriter:
         values = train_values_first({**self._collected, **self.run.results.take_means()})
         if not values and self.run.results.is_enabled:
             self.run.warn_once(
-                "metrics.csv has no metric, because the steps returned no loss and logged no"
-                " metric. Return the loss from training_step, or log a metric in it."
+                "metrics.csv contains no metrics, because the steps returned no loss and logged"
+                " nothing. Return the loss from training_step, or log a metric in it."
             )
         seconds = self.elapsed()
         own = self._named_rates()

@@ -216,7 +216,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
         saved = {name: value for name, value in saved.items() if name in names}
     for name in names:
         if name not in saved:
-            unknown[f"{part}.{name}"] = "not kept by save_hyperparameters"
+            unknown[f"{part}.{name}"] = "not saved by save_hyperparameters"
     arguments = keep_plain(saved, unknown, f"{part}.")
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
 

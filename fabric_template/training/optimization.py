@@ -394,9 +394,8 @@ class ManualOptimization(Optimization):
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ConfigurationTypeError(
-                    f"optimizer: got {describe(optimizer)} in manual optimization, expected an"
-                    " object of a subclass of torch.optim.Optimizer, whose hooks count the"
-                    " optimizer steps."
+                    f"optimizer: got {describe(optimizer)} in manual optimization, expected a"
+                    " torch.optim.Optimizer. The loop uses its hooks to count optimizer steps."
                 )
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
@@ -437,8 +436,9 @@ class ManualOptimization(Optimization):
         if loss.requires_grad and not self._stepped and not has_gradients:
             raise ConfigurationError(
                 "training_step: got several optimizers, but used none of them. With several"
-                " optimizers, the step itself must call zero_grad(), loss.backward() and step() of"
-                " each. To let the loop call them, pass one optimizer with all parameters."
+                " optimizers, the step itself must call loss.backward(), and zero_grad() and step()"
+                " for each optimizer. To let the loop call them, pass one optimizer with all"
+                " parameters."
             )
 
     def _count_step(self, index: int, *args: Any) -> None:

@@ -98,7 +98,7 @@ def test_an_error_about_monitor_suggests_returning_the_loss():
     loop = make_loop("FabricLoop", monitor="train_loss")
     with warnings.catch_warnings(record=True, action="always") as warned, pytest.raises(ValueError, match=error):
         loop.fit(Forgets(), make_loader())
-    assert any("metrics.csv has no metric" in str(warning.message) for warning in warned)
+    assert any("metrics.csv contains no metrics" in str(warning.message) for warning in warned)
 
 
 def test_a_dict_without_loss_is_logged_in_manual_optimization():

@@ -117,7 +117,7 @@ def test_read_logs_refuses_a_path_without_logs(tmp_path, three_runs):
     with pytest.raises(ValueError, match=r"expected a metrics\.csv.* The path does not exist\."):
         read_logs(missing)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"The path has no metrics\.csv\."):
+    with pytest.raises(ValueError, match=r"The folder contains no metrics\.csv\."):
         read_logs(tmp_path / "empty")
     with pytest.raises(TypeError, match=r"read_logs\(path\): got a DataFrame, expected a path"):
         read_logs(pd.DataFrame())

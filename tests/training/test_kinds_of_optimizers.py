@@ -195,7 +195,7 @@ def test_an_optimizer_without_step_hooks_is_refused_in_manual_optimization(tmp_p
     optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
     loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     with pytest.raises(
-        TypeError, match="optimizer: got a NoSubclass in manual optimization, expected an object of a subclass"
+        TypeError, match="optimizer: got a NoSubclass in manual optimization, expected a torch.optim.Optimizer"
     ):
         loop.fit(net, make_loader(), optimizer=optimizers, training_step=step)
 
