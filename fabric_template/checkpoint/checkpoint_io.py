@@ -63,16 +63,16 @@ class AtomicCheckpointIO(CheckpointIO):
 def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
     """Return the user's CheckpointIO plugin, or an AtomicCheckpointIO if there is none."""
     try:
-        given = fabric.strategy.checkpoint_io
+        found = fabric.strategy.checkpoint_io
     except NotImplementedError:
         # Strategies that shard a model have no CheckpointIO.
         return AtomicCheckpointIO()
-    while hasattr(given, "checkpoint_io"):
+    while hasattr(found, "checkpoint_io"):
         # AsyncCheckpointIO returns before the file is complete, so use the CheckpointIO that it
         # wraps.
-        given = given.checkpoint_io
-    is_default = given is None or type(given) is TorchCheckpointIO
-    return AtomicCheckpointIO() if is_default else given
+        found = found.checkpoint_io
+    is_default = found is None or type(found) is TorchCheckpointIO
+    return AtomicCheckpointIO() if is_default else found
 
 
 def read_checkpoint(
@@ -118,7 +118,7 @@ def describe_content(content: Any) -> str:
     return f"a {type(content).__name__}"
 
 
-# NumPy values
+# Conversion of NumPy values
 
 # For safety, no NumPy objects are created when a checkpoint is read. Therefore, NumPy values are
 # saved as Python values and tensors, which Trainer can read, too. Their original dtypes are saved
@@ -165,8 +165,8 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # In a set, a NumPy number equals the same Python number. Therefore, the dtypes of numbers
-        # in a set are not saved.
+        # A set treats a NumPy number and an equal Python number as the same item. Therefore, the
+        # dtypes of numbers in a set are not saved.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None

@@ -75,7 +75,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint, and verify its shards. If ``is_safe``, run no code from the file."""
+    """Read a checkpoint. If ``is_safe`` is True, no code from the file runs."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -166,7 +166,7 @@ class Version:
         find_files: A function that lists the checkpoints.
         started: The time at which the newest run in the folder started, or 0.0 if unknown.
         time: The time of the latest start or save in the folder, or 0.0 if unknown.
-        damaged: The damaged checkpoints.
+        damaged: The checkpoints that cannot be read because they are damaged.
         replaced: The checkpoints of an older run that a newer run in the same folder replaced.
     """
 
@@ -305,7 +305,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # Do not sort a single file, because read_age would open it.
+        # Do not sort a single file, because sorting opens each file to read its age.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 

@@ -44,7 +44,7 @@ class CheckpointManager:
         self._is_continued = False
         self.last_model_path = ""
         # The monitored values of the best checkpoints, keyed by path.
-        self._kept: dict[str, float] = {}
+        self._best_scores: dict[str, float] = {}
         self._resumed_metric: tuple[str | None, str] = (None, config.mode)
         self._has_saved = False
         self._is_validated = False
@@ -82,11 +82,11 @@ class CheckpointManager:
     def best_model_path(self) -> str:
         if self._metric[0] is None:
             return self.last_model_path
-        return min(self._kept, key=self._rank, default="")
+        return min(self._best_scores, key=self._rank, default="")
 
     @property
     def best_model_score(self) -> float | None:
-        return self._kept.get(self.best_model_path)
+        return self._best_scores.get(self.best_model_path)
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
@@ -129,7 +129,7 @@ class CheckpointManager:
     def _check_monitor(self, run: Run) -> None:
         """Raise an error if the monitored metric is not logged."""
         monitor, metrics = self.config.monitor, run.results.monitored_metrics()
-        if self.folder is None or monitor is None or monitor in metrics or self._kept:
+        if self.folder is None or monitor is None or monitor in metrics or self._best_scores:
             return
         if self.config.limit_val_batches == 0:
             return
@@ -176,7 +176,7 @@ class CheckpointManager:
 
     def _save_among_best(self, run: Run, value: float) -> None:
         """Save a checkpoint if ``value`` is among the save_top_k best, and remove the worst one."""
-        k, previous = self.config.save_top_k, self._kept
+        k, previous = self.config.save_top_k, self._best_scores
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
@@ -184,9 +184,9 @@ class CheckpointManager:
         # If the saved run had a larger save_top_k, more than one checkpoint is removed.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
-        self._kept = {**{name: previous[name] for name in kept}, path: value}
+        self._best_scores = {**{name: previous[name] for name in kept}, path: value}
         if not self.write(run, Path(path)):
-            self._kept = previous
+            self._best_scores = previous
         elif run.fabric.is_global_zero:
             for name in others[len(kept) :]:
                 remove_checkpoint(Path(name))
@@ -207,7 +207,7 @@ class CheckpointManager:
         return value if self._metric[1] == "min" else -value
 
     def _rank(self, path: str) -> float:
-        return self._sort_key(self._kept[path])
+        return self._sort_key(self._best_scores[path])
 
     def finish(self, run: Run) -> None:
         """At the end of training, retry failed writes of last.ckpt and of the CSV files.
@@ -267,10 +267,10 @@ class CheckpointManager:
 
     def state_dict(self) -> dict[str, Any]:
         # Sort the checkpoints from best to worst, because resume="best" uses the first file name.
-        ranked = sorted(self._kept, key=self._rank)
+        ranked = sorted(self._best_scores, key=self._rank)
         monitor, mode = self._metric
         return {
-            "kept": {os.path.basename(path): self._kept[path] for path in ranked},
+            "kept": {os.path.basename(path): self._best_scores[path] for path in ranked},
             "monitor": monitor,
             "mode": mode,
             "is_validated": self._is_validated,
@@ -289,4 +289,4 @@ class CheckpointManager:
         # Use only the file names, because the paths in an untrusted checkpoint could point
         # anywhere.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
-        self._kept = {str(path): value for path, value in kept.items() if path.exists()}
+        self._best_scores = {str(path): value for path, value in kept.items() if path.exists()}

@@ -78,7 +78,7 @@ class PartialCheckpoint(dict[Any, Any]):
 
     Args:
         values: The checkpoint.
-        unbuilt: Maps each key whose value contains a placeholder to a description of the first one.
+        unbuilt: Descriptions of placeholders, keyed by the keys whose values contain them.
         path: The path of the file, for the error message.
     """
 
@@ -172,7 +172,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each key of a checkpoint, describe the first placeholder in its value.
+    """Describe the first placeholder in the value of each key of a checkpoint.
 
     Keys without a placeholder and keys of hyperparameters are omitted.
     """
@@ -198,7 +198,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
     return None
 
 
-# The archive
+# Checks of the zip archive
 
 
 def verify_archive(path: str | Path) -> dict[str, int]:
@@ -257,7 +257,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         raise ValueError("The file has entries that torch.save does not write.")
 
 
-# The pickle
+# Unpickling
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -342,8 +342,8 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Maps old and new module names to the names that VALUES and BUILDERS use: pickle protocol 2 uses
-# the names of Python 2, and Python 3.13 moved pathlib's classes.
+# Maps old and new module names to the names that VALUES and BUILDERS use. Pickle protocol 2 uses
+# the module names of Python 2, and Python 3.13 moved the classes of pathlib to another module.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {
@@ -354,8 +354,8 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# Maps the full name of each class or function that a pickle may call to the function that the
-# reader calls instead.
+# The functions that the reader calls in place of the classes and functions in a pickle, keyed by
+# the full names that the pickle contains.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

@@ -38,7 +38,7 @@ _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module", "_orig_mod")
 
 
-# The model
+# Model and weights
 
 
 def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
@@ -182,7 +182,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
-    # load_state_dict needs the version of each module to convert old weights.
+    # load_state_dict needs the saved version of each module to convert weights of older versions.
     versions = getattr(weights, "_metadata", None) or {}
     versions = {plain_name(name): version for name, version in versions.items()}
     paths = [path for path, _ in target.named_modules() if plain_name(path) in versions]
@@ -200,7 +200,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-# The training
+# Training state
 
 
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
     """Restore the options that hooks changed in the saved run.
 
-    Skip an option if this run was started with another value than the saved run.
+    Skip an option if this run and the saved run were started with different values.
     """
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
@@ -298,7 +298,7 @@ def restore_mini_attributes(run: Run) -> None:
                 namespace[name].default_factory = getattr(current, "default_factory", None)
 
 
-# The position
+# Position in the epoch
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore all saved options, because hooks of the saved run may have changed the options.
+    # Restore all saved options, because hooks of the saved run may have changed them.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":

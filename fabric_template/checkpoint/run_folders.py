@@ -95,7 +95,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make a replaced run's checkpoints valid again, because this run resumes from one."""
+        """Make a replaced run's checkpoints valid again, because this run continues that run."""
         self._write("started 0.0", is_synced=True)
         # Remove the replaced run's CSV files only after the next save, because the resumed run
         # first copies rows from these files.
@@ -219,7 +219,7 @@ def choose_checkpoint_folder(run: Run) -> Path | None:
     return folder / version_folder(version)
 
 
-# Locks
+# Lock files
 
 _open_files: set[IO[str]] = set()
 

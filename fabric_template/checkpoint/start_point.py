@@ -101,7 +101,8 @@ def convert_training_state(
         own: The state that Trainer does not save. None for a checkpoint of Trainer.
 
     Raises:
-        WeightsOnlyError, CheckpointError: Training cannot continue from the checkpoint.
+        WeightsOnlyError: The checkpoint contains only weights.
+        CheckpointError: Training cannot continue from the position in the checkpoint.
     """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(
@@ -180,7 +181,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # Like Trainer, continue with the next epoch, without the saved epoch's final validation.
     progress["epochs_done"] += 1
     # Trainer increments the step of its loggers after on_train_batch_end. Add this step if the
-    # checkpoint was saved before.
+    # checkpoint was saved earlier.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

@@ -45,7 +45,7 @@ _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_coun
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 # The checkpoint keys that a resumed run reads.
-_NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
+_KEYS_READ_ON_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
@@ -357,7 +357,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about objects in a checkpoint that cannot be read without weights_only=False."""
     # Check only the keys that a resumed run reads, because a hook may save anything under other
     # keys.
-    states = {key: checkpoint[key] for key in _NEEDED if key in checkpoint}
+    states = {key: checkpoint[key] for key in _KEYS_READ_ON_RESUME if key in checkpoint}
     with suppress(Exception):
         for problem in find_unreadable(states):
             run.warn_once(
@@ -381,7 +381,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
     return name
 
 
-# Attributes
+# Attributes and buffers
 
 
 def make_plain_state(run: Run) -> PlainState:

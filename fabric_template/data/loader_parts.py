@@ -34,7 +34,7 @@ from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, fin
 from .tensor_loader import TensorLoader
 
 # Objects of these types are not searched for state that determines a loader's position.
-_LEAVES = (
+_TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
 )
@@ -42,8 +42,8 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# Objects from these packages, such as the loop itself, are not searched either.
-_NOT_ENTERED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
+# Objects from these packages, such as the loop itself, contain no state of a loader.
+_PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )
@@ -52,7 +52,7 @@ _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # The loop sets the epoch of a sampler with set_epoch(), so a checkpoint does not need it.
 _OF_SAMPLER = ("epoch",)
 # DataLoader stores its current iterator in this attribute. A resumed run creates a new iterator.
-_ITERATOR_OF_PASS = ("_iterator",)
+_DATALOADER_ITERATOR = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
@@ -181,10 +181,10 @@ def find_values(
     waiting, seen = deque([("stream", owner)]), set()
     while waiting and len(found) < _MOST_VALUES:
         name, value = waiting.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if isinstance(value, _TYPES_NOT_SEARCHED) or id(value) in seen:
             continue
         seen.add(id(value))
-        if value is not owner and type(value).__module__.startswith(_NOT_ENTERED):
+        if value is not owner and type(value).__module__.startswith(_PACKAGES_NOT_SEARCHED):
             continue
         found[name] = value
         if isinstance(value, Iterator) and not enters_iterators:
@@ -196,35 +196,34 @@ def find_values(
         if is_long and not enters_data:
             continue
         for key, item in islice(items.items(), _MOST_VALUES):
-            if key not in _ITERATOR_OF_PASS:
+            if key not in _DATALOADER_ITERATOR:
                 waiting.append((f"{name}.{key}", item))
     return found
 
 
-# Streams
+# Loaders and datasets with a state_dict
 
 
 class StreamState:
     """Saves and restores a loader or dataset with its own ``state_dict`` and ``load_state_dict``.
 
     After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
-    the earlier batches. Therefore, attributes that ``load_state_dict`` has changed must be reset
-    after the resumed epoch. ``load_state_dict`` may also set attributes that later epochs need,
-    such as the epoch number. Therefore, StreamState resets only those attributes whose values
-    differ from their values in the saved run.
+    the earlier batches. To prevent this, StreamState resets the changed attributes at the end of
+    the resumed epoch. Attributes that had the loaded value in the saved run, too, are not reset,
+    because later epochs may need them. An example is the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         parts = {
-            name: Part(owner, _ITERATOR_OF_PASS, has_attributes=not is_of_library(owner))
+            name: Part(owner, _DATALOADER_ITERATOR, has_attributes=not is_of_library(owner))
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
         # The attributes that load_state_dict() set to other values than in the saved run. Each
         # entry contains a digest of the new value, and the encoded value from the saved run.
-        self._different: dict[Place, tuple[Any, Any]] = {}
-        # The state that was passed to load_state_dict(), until the first batch is read.
+        self._changed_by_loading: dict[Place, tuple[Any, Any]] = {}
+        # The state that was passed to load_state_dict(). None after the first batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
@@ -236,7 +235,7 @@ class StreamState:
 
     def attributes(self) -> dict[Place, Any]:
         """Return the changed attributes, without the changes that only load_state_dict has made."""
-        attributes = {**self._plain.changed_attributes(), **self._unused()}
+        attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
@@ -254,21 +253,21 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # None means that the saved value cannot be compared.
+            # ``saved`` is None if the value in the checkpoint cannot be compared.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
-                self._different[place] = loaded, saved[1]
+                self._changed_by_loading[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset the attributes that only load_state_dict changed to their saved values."""
-        self._plain.load_attributes(self._unused())
-        self._different.clear()
+        """Reset attributes to their saved values if only load_state_dict has changed them."""
+        self._plain.load_attributes(self._values_to_reset())
+        self._changed_by_loading.clear()
 
-    def _unused(self) -> dict[Place, Any]:
+    def _values_to_reset(self) -> dict[Place, Any]:
         """Return the saved value of each attribute that only load_state_dict has changed."""
-        digests = self._plain.digests() if self._different else {}
+        digests = self._plain.digests() if self._changed_by_loading else {}
         return {
             place: value
-            for place, (loaded, value) in self._different.items()
+            for place, (loaded, value) in self._changed_by_loading.items()
             if digests.get(place) == loaded
         }

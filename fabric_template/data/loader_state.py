@@ -264,7 +264,7 @@ class ResumableLoader:
         self._iterate(first, ())
         self._restore(captured)
 
-    # State
+    # Saving and restoring
 
     def state_dict(self, is_in_pass: bool, is_per_batch: bool = False) -> dict[str, Any]:
         """Return the position in the loader, with the RNG states that a resume needs.

@@ -66,7 +66,7 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the RNG states and attributes from which its loaders were last created.
+        # For each stage, the RNG states and attributes with which its loaders were last created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -122,9 +122,9 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the RNG states and the attributes from which a hook creates the loaders.
+        """Record the RNG states and the attributes with which a hook creates the loaders.
 
-        In a resumed run, first restore these states, so that the hook creates the same loaders.
+        In a resumed run, restore the recorded states, so that the hook creates the same loaders.
         """
         if stage in self.given:
             yield
@@ -344,20 +344,20 @@ class StageLoaders:
         # If a training loader has no length, prefetch one batch, to know which batch is the last.
         # Checkpoints contain the loader's position and the RNG state before the prefetch.
         is_training = stage == "train"
-        self._is_read_ahead = is_training and self.num_batches == math.inf
+        self._is_prefetching = is_training and self.num_batches == math.inf
         # A loader without a length may end earlier in one process than in another. Without a check
         # before each batch, the other process would wait forever.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
-        self._following: Any = END
-        self._before_following: Any = None
+        self._prefetched: Any = END
+        self._before_prefetch: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
     @property
     def is_last(self) -> bool:
         """Return whether the current training batch is the last one of the epoch."""
-        if self._is_read_ahead:
-            return self._following is END
+        if self._is_prefetching:
+            return self._prefetched is END
         return self._num_given == self.num_batches
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
@@ -378,7 +378,7 @@ class StageLoaders:
         """Create the loaders' iterators. After a resume, they start at the restored positions."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
-        self._following = END
+        self._prefetched = END
         for loader in self.resumable:
             loader.passes = 0
         if self.as_given is self.loaders[0]:
@@ -397,8 +397,8 @@ class StageLoaders:
             items = iter(partial(self.run.hooks.with_profiler(action, next), items, END), END)
         if self._has_uneven_end:
             items = self._until_first_end(items)
-        if self._is_read_ahead:
-            items = self._read_ahead(items)
+        if self._is_prefetching:
+            items = self._with_prefetch(items)
         # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
         now = perf_counter
@@ -430,24 +430,24 @@ class StageLoaders:
                 )
             return
 
-    def _read_ahead(self, items: Iterator[Any]) -> Iterator[Any]:
-        self._read_following(items)
-        while self._following is not END:
-            item = self._following
-            self._read_following(items)
+    def _with_prefetch(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._prefetch(items)
+        while self._prefetched is not END:
+            item = self._prefetched
+            self._prefetch(items)
             yield item
 
-    def _read_following(self, items: Iterator[Any]) -> None:
+    def _prefetch(self, items: Iterator[Any]) -> None:
         """Prefetch one batch. Use the saved RNG state for the first prefetch after a resume."""
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
-        self._before_following = positions, restored or capture_rng_state()
+        self._before_prefetch = positions, restored or capture_rng_state()
         if restored is None:
-            self._following = next(items, END)
+            self._prefetched = next(items, END)
             return
         with unchanged_rng_state():
             restore_rng_state(restored)
-            self._following = next(items, END)
+            self._prefetched = next(items, END)
 
     def _check_empty_loaders(self) -> None:
         for limit, loader in zip(self.limits, self.resumable, strict=True):
@@ -479,8 +479,8 @@ class StageLoaders:
         if is_in_epoch:
             # A resumed run reads the batches of an unfinished accumulation window again.
             dropped = self._num_given - progress["batches_done"]
-        if is_in_epoch and self._is_read_ahead and (dropped or self._following is not END):
-            positions, rng_state = self._before_following
+        if is_in_epoch and self._is_prefetching and (dropped or self._prefetched is not END):
+            positions, rng_state = self._before_prefetch
             pairs = zip(self.resumable, positions, strict=True)
             positions = [loader.with_attributes(position) for loader, position in pairs]
         else:
@@ -526,7 +526,7 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     return {**kept, "batches": done, "is_finished": False}
 
 
-# Loaders and lengths
+# Combined loaders and their lengths
 
 
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:

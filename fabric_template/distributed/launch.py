@@ -177,7 +177,7 @@ def _run_in_process(
     """Run fit or a similar method in a new process, and write its results to a file.
 
     The file replaces the launcher's queue, which blocks on objects that exceed the pipe's buffer.
-    The queue also transfers only the message of an exception.
+    Besides, the queue would transfer only the message of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)

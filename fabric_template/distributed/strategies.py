@@ -70,9 +70,11 @@ def _convert_object(strategy: Any) -> Any:
         )
     # Pass a parallelize_fn that does nothing, because configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
-    made = getattr(strategies, name)(*arguments)
-    vars(made).update({key: value for key, value in vars(strategy).items() if key in vars(made)})
-    return made
+    converted = getattr(strategies, name)(*arguments)
+    vars(converted).update(
+        {key: value for key, value in vars(strategy).items() if key in vars(converted)}
+    )
+    return converted
 
 
 def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
@@ -90,9 +92,9 @@ def convert_plugin(plugin: Any) -> Any:
             f"plugins: got {name}, which only Trainer supports, expected a plugin from"
             " lightning.fabric.plugins.precision, or a plugin of a class derived from it."
         )
-    made = object.__new__(own)
-    vars(made).update(vars(plugin))
-    return made
+    converted = object.__new__(own)
+    vars(converted).update(vars(plugin))
+    return converted
 
 
 # Sharded networks
@@ -135,11 +137,11 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         broadcast_network(fabric, network)
     if is_on_meta or not is_sharded(network):
         # Fabric shards the network, and initializes the tensors that are on the meta device.
-        made = strategy.setup_module(network)
-        if made is not network:
+        returned = strategy.setup_module(network)
+        if returned is not network:
             raise ConfigurationError(
-                f"parallelize_fn: got a new {type(made).__name__} as the return value, expected the"
-                f" same {name} object. Change the model in place. To compile the model, write"
+                f"parallelize_fn: got a new {type(returned).__name__} as the return value, expected"
+                f" the same {name} object. Change the model in place. To compile the model, write"
                 " compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)

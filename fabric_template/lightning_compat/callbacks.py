@@ -52,7 +52,7 @@ def print_summary(
 ) -> None:
     """Print a table of a model's layers, in place of ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
-    # Omit the FLOPs column if it is empty, because the module has no example_input_array.
+    # Omit the FLOPs column if it is empty. The FLOPs are unknown without an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
     lines = list(zip(*columns, strict=True))
     if any("other params" not in line for line in lines[1:]):
@@ -143,7 +143,7 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """If a run resumes in an epoch, call StochasticWeightAveraging.on_train_epoch_start again.
+    """After a resume within an epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
     The hook sets the averaging scheduler. It also changes learning rates and BatchNorm statistics,
     which have already been restored. Therefore, these changes are undone.

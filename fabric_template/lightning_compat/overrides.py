@@ -1,4 +1,4 @@
-"""Check whether an object overrides a hook, has a class of Lightning, or has a state_dict."""
+"""Check whether an object overrides a hook, is of a Lightning class, or has a state_dict."""
 
 from __future__ import annotations
 
