@@ -140,8 +140,8 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If no checkpoint exists, (None, {}) for "auto"
-        and for ``ckpt_path="last"``. Other arguments raise an error in this case.
+        The path and the content of the checkpoint. If no checkpoint exists, the result is
+        (None, {}) for "auto" and for ``ckpt_path="last"``, and other arguments raise an error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -179,7 +179,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the checkpoints. The folder is listed at the first access."""
+        """The paths of the checkpoints, which are listed once, at the first access."""
         return self.find_files()
 
 

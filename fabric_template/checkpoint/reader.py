@@ -192,7 +192,8 @@ def find_placeholder(value: Any, name: str) -> str | None:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, part in pairs:
-                # For other keys, show only the type, because their repr could be huge.
+                # Of keys that are not strings or integers, show only the type, because their repr
+                # could be huge.
                 part_name = key if isinstance(key, str | int) else type(key).__name__
                 waiting += [(f"{place}/{part_name}", part), (place, key)]
     return None
@@ -268,9 +269,9 @@ class PlainUnpickler(pickle.Unpickler):
     uses.
 
     Attributes:
-        sizes: The size in bytes of each tensor storage in the archive. The unpickler compares it
-            with the size in the pickle, because torch does not. If the dict is empty, this check is
-            skipped.
+        sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
+            sizes with those in the pickle, because torch does not. If the dict is empty, this check
+            is skipped.
     """
 
     sizes: ClassVar[dict[str, int]] = {}
@@ -278,7 +279,7 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Look up a class or function in BUILDERS and VALUES.
 
-        If it is in neither, return a new subclass of Placeholder.
+        For an unknown name, return a new subclass of Placeholder.
         """
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
@@ -295,7 +296,7 @@ class PlainUnpickler(pickle.Unpickler):
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a tensor's storage. Its size in the archive must equal its size in the pickle."""
+        """Read a tensor's storage, whose size in the archive must equal the size in the pickle."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()

@@ -45,8 +45,8 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights were loaded. If they do not match the model, fit loads them after the
-        hook on_fit_start, which may add modules. Other calls raise an error.
+        Whether the weights were loaded. If the weights do not match the model, fit loads them
+        after the hook on_fit_start, which may add modules. Other calls raise an error.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -325,8 +325,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     """Restore all states that must be restored before the loaders' iterators are created.
 
     Returns:
-        The saved attributes of the model and other objects, or None. The caller restores them after
-        it has created the iterators.
+        The saved attributes of the model and other objects, or None. The caller restores these
+        attributes after it has created the iterators.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -428,12 +428,13 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that were added to the optimizers during the saved run."""
+    """Add the parameter groups that the saved run added to its optimizers during training."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # The key may be missing, because a custom optimizer may save its state in another format.
+        # The key "param_groups" may be missing, because a custom optimizer may save its state in
+        # another format.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
         for group, group_names in added:

@@ -43,7 +43,7 @@ class RunFolders:
 
     A new run writes the time of its start, and every run writes the times of its saves.
     ``resume="last"`` continues the run with the latest time. Runs with the same ``version=`` share
-    a folder. The times show which of its checkpoints are from an older run.
+    a folder. The start and save times show which checkpoints in the folder are from an older run.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class RunFolders:
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time, or the latest recorded time if it is later."""
+        """Return the current time, or the latest time in the .lock files if it is later."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:

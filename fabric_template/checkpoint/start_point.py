@@ -22,12 +22,12 @@ class StartPoint:
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running its code.
         error: The error if this process found no checkpoint.
-        checkpoint: The content in Trainer's layout. None after the run has restored it.
-        own: The training state in FabricLoop's layout, which is not passed to hooks. Empty unless
-            the run resumes.
+        checkpoint: The content in Trainer's layout, or None after the run has restored it.
+        own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
+            empty unless the run resumes.
         sampler_seed: The seed with which the saved run shuffled samples, or None.
-        restarts_epoch: Whether Trainer would finish the saved epoch before it starts the next one.
-            None if the checkpoint is not from Trainer.
+        restarts_epoch: For a checkpoint of Trainer, whether Trainer would finish the saved epoch
+            before it starts the next one.
     """
 
     path: str | None = None
@@ -60,9 +60,9 @@ class StartPoint:
 
     @property
     def saved_at(self) -> float | None:
-        """The time at which the checkpoint was saved, or None if it is unknown.
+        """The time at which the checkpoint was saved.
 
-        Also None after the run has restored the checkpoint.
+        None if the time is unknown, or if the run has already restored the checkpoint.
         """
         return self.own.get("saved_at")
 
@@ -98,7 +98,7 @@ def convert_training_state(
     """Convert the training state in a checkpoint to FabricLoop's layout.
 
     Args:
-        own: The state that Trainer does not save. None for a checkpoint of Trainer.
+        own: The state that Trainer does not save, or None for a checkpoint of Trainer.
 
     Raises:
         WeightsOnlyError: The checkpoint contains only weights.
@@ -180,8 +180,8 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return own
     # Like Trainer, continue with the next epoch, without the saved epoch's final validation.
     progress["epochs_done"] += 1
-    # Trainer increments the step of its loggers after on_train_batch_end. Add this step if the
-    # checkpoint was saved earlier.
+    # Trainer increments the step of its loggers only after on_train_batch_end. If the checkpoint
+    # was saved before that, add the missing step.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

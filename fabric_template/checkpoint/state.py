@@ -111,13 +111,13 @@ def state_of(part: Any) -> Any:
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     # A state_dict() that returns vars(self) also contains the log methods that the loop has set on
-    # the object. Remove them.
+    # the object. Remove these methods.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the state that Trainer does not save. Its list "ranks" has one entry per process."""
+    """Return the state that Trainer does not save. The list "ranks" has one entry per process."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
@@ -154,8 +154,8 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
     """Return the states of a run's objects, keyed by the name of the object.
 
     Args:
-        per_process: If True, return the states that every process saves. If False, return those
-            that only rank 0 saves.
+        per_process: If True, return the states that every process saves. If False, return the
+            states that only rank 0 saves.
     """
     parts = run.saved_parts().items()
     return {name: part.state_dict() for name, part in parts if part.is_per_process == per_process}

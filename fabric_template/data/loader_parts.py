@@ -209,8 +209,8 @@ class StreamState:
 
     After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
     the earlier batches. To prevent this, StreamState resets the changed attributes at the end of
-    the resumed epoch. Attributes that had the loaded value in the saved run, too, are not reset,
-    because later epochs may need them. An example is the epoch number.
+    the resumed epoch. Attributes that had the loaded value in the saved run, such as the epoch
+    number, are not reset.
     """
 
     def __init__(self, stream: Any) -> None:

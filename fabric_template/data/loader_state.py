@@ -2,7 +2,7 @@
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
 - A map-style DataLoader draws the indices of the finished batches again, but does not read their
-  samples. As long as some workers have not yet returned a batch, it also reads the samples.
+  samples. As long as some workers have not yet returned a batch, the samples are read, too.
 - Any other loader reads all finished batches again.
 
 A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
@@ -44,7 +44,7 @@ STICKY_POSITION = (
 
 
 class ResumableLoader:
-    """Iterates over a loader. In a resumed run, starts after the last finished batch.
+    """Iterates over a loader. A resumed run starts after the last finished batch.
 
     The RNG states at the creation of a loader's iterator determine the order of the samples.
     Therefore, a resumed run restores these RNG states before it creates the iterator.
@@ -121,7 +121,7 @@ class ResumableLoader:
         if state["passes"] > 0:
             return self._reader
         # CombinedLoader stops if a restarted loader returns no batch. Therefore, if the resumed
-        # pass has no batch left, start a new pass over the loader.
+        # iterator has no batch left, start a new iterator.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
@@ -131,7 +131,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the batches that persistent workers have prefetched, to get the RNG states."""
+        """Read the batches that persistent workers have prefetched, to get their RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Without further indices, the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -237,7 +237,7 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator. With workers, it starts at the batch number ``first``."""
+        """Create the loader's iterator. If it has workers, they start at batch ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
@@ -259,7 +259,7 @@ class ResumableLoader:
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers with their saved RNG states. This process's RNG does not change."""
+        """Start the workers with their saved RNG states, and keep this process's RNG state."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -270,8 +270,8 @@ class ResumableLoader:
         """Return the position in the loader, with the RNG states that a resume needs.
 
         Args:
-            is_in_pass: Whether a resumed run reads only the remaining batches. If False, it reads
-                all batches. Has no effect before the first batch.
+            is_in_pass: Whether a resumed run reads only the remaining batches, and not all batches.
+                Before the first batch is read, this makes no difference.
             is_per_batch: Leave out attributes that a resumed run sets when it reads batches again.
         """
         if self._restored is not None:
@@ -384,7 +384,8 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Draw items from a sampler. Warn if it draws random numbers after its first item.
 
-    Such a sampler drew different numbers in the saved run, because the model drew numbers, too.
+    A sampler that draws random numbers during the epoch cannot repeat the saved run's order,
+    because the model of the saved run drew random numbers, too.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()

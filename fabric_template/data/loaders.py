@@ -198,7 +198,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run does so only if the saved run did, to draw the same random numbers.
+        A resumed run creates the loaders this early only if the saved run did. Otherwise, the run
+        would draw different random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -262,8 +263,8 @@ def check_loaders(source: Any, found: str) -> None:
     """Raise an error for loaders that do not yield batches.
 
     Args:
-        found: The start of the error message, such as "val_dataloaders: got {}, ...". A description
-            of the loader replaces {}.
+        found: The start of the error message, in which a description of the loader replaces {}. An
+            example is "val_dataloaders: got {}, expected a loader".
     """
     for loader in combine_loaders(source).flattened:
         problem = find_problem(loader)
@@ -310,7 +311,7 @@ class StageLoaders:
         resumable: A ResumableLoader for each loader.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches from all loaders, or infinity if it is unknown.
-        names: The keys of a dict of loaders. Empty if the loaders are not in a dict.
+        names: The keys if the loaders are in a dict. Otherwise, an empty list.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
     """
 
@@ -335,8 +336,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # If loaders are never reloaded, store 0. Otherwise, a checkpoint would depend on the epoch
-        # in which the loaders were created.
+        # If loaders are never reloaded, store 0 instead of the current epoch. Otherwise, a
+        # checkpoint would depend on the epoch in which the loaders were created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -375,7 +376,7 @@ class StageLoaders:
                     part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators. After a resume, they start at the restored positions."""
+        """Create the loaders' iterators, which start at the restored positions after a resume."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._prefetched = END
@@ -389,7 +390,7 @@ class StageLoaders:
             self.iterator = (item for item in self._combined)
 
     def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch on the device, batch_idx, dataloader_idx)."""
+        """Yield each batch on the device, with its batch_idx and its dataloader_idx."""
         items, num_batches, data = self.iterator, self.count_batches(max_batches), self.run.data
         transfer = make_transfer(self.run)
         if self.run.hooks.profiler is not None:
@@ -549,7 +550,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item must be a batch: a custom object that is not iterable."""
+    """Return whether a list item is a custom object that can only be a batch, and not a loader."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 

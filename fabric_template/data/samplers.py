@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader with this process's samples, in the order that a DataLoader uses."""
+    """Return a TensorLoader with this process's samples, in the order of a DataLoader."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return whether overfit_batches turns off shuffling. If it does, warn the user."""
+    """Return whether overfit_batches turns off shuffling, and warn the user if it does."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -184,7 +184,7 @@ class Predictions:
     """Collects predictions, grouped by loader and batch.
 
     Attributes:
-        outputs: The predictions, moved to the CPU. Empty if predictions are not returned.
+        outputs: The predictions on the CPU, or empty lists if predictions are not returned.
         batch_indices: The indices of the samples in each batch.
         current_indices: The indices of the samples in the current batch.
     """

@@ -98,8 +98,8 @@ class SignalHandler:
         """Return a signal that any of the processes has received, or None.
 
         All processes must stop after the same step, so they exchange received signals about once a
-        second. Rank 0 decides after how many batches the next exchange takes place. In between,
-        this method only compares two integers.
+        second. Rank 0 decides after how many batches the next exchange takes place. Between two
+        exchanges, this method only compares two integers.
 
         Args:
             known: The result of the previous call.
