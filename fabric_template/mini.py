@@ -1471,12 +1471,12 @@ class MiniLoop:
             return loader
         if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
-        given: Any = loader.sampler
+        current: Any = loader.sampler
         batches: Any = loader.batch_sampler
         is_stream = isinstance(loader.dataset, torch_data.IterableDataset)
-        if size == 1 or is_stream or isinstance(given, torch_data.DistributedSampler):
+        if size == 1 or is_stream or isinstance(current, torch_data.DistributedSampler):
             return loader
-        kinds = type(batches).__name__, type(given).__name__
+        kinds = type(batches).__name__, type(current).__name__
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         check(
@@ -1484,7 +1484,7 @@ class MiniLoop:
             f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
             " False, or a DistributedSampler. For other samplers, use FabricLoop.",
         )
-        is_shuffled = is_train or isinstance(given, torch_data.RandomSampler)
+        is_shuffled = is_train or isinstance(current, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
             batches = torch_data.BatchSampler(sampler, batches.batch_size, batches.drop_last)
