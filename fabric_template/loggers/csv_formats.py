@@ -31,7 +31,7 @@ def to_commas(text: str) -> str:
     if "\n" not in text:
         text = text.replace("\r", "\n")
     lines = text.lstrip("\r\n").split("\n")
-    # A header may also start with "#". It differs from a comment in the row of numbers below it.
+    # A header may also start with "#". Unlike a comment, a header has a row of numbers below it.
     while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
         lines = lines[1:] or [""]
     header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)

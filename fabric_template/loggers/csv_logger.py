@@ -33,7 +33,7 @@ class CSVLogger(Logger):
 
     Args:
         root_dir: The folder of all runs.
-        name: The name of the run. Its files are in a folder of this name in root_dir.
+        name: The name of the run, and of the folder in root_dir that contains its versions.
         version: The number or name of the version. If None, use the next free number.
         checkpoint_dir: The folder of the run's checkpoints. If given, the next free number must be
             unused in this folder, too.

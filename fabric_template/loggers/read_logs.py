@@ -29,8 +29,8 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger writes half-empty rows. They are merged into one row per epoch, or per
-    validation within an epoch. read_logs also reads CSV files from other tools.
+    Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
+    per validation within an epoch. read_logs also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -229,8 +229,8 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge half-empty rows into one row per step or, if ``steps`` is False, per validation.
 
-    An epoch without a validation also gets one row. A merged row contains the last value of each
-    column. Its step is the step at which the validation ran.
+    A merged row contains the last value of each column, and the step at which the validation ran.
+    An epoch without a validation also gets one row.
     """
     import pandas as pd
 

@@ -476,7 +476,7 @@ class ResultCollection:
     def end_batches(self) -> None:
         """Compute the means over an epoch or an evaluation loader, after its last batch.
 
-        From then on, current_values returns these means instead of the last step's values.
+        After this call, current_values returns the means instead of the last step's values.
         """
         if self.active.has_new_values:
             self.update_metrics()
@@ -632,7 +632,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the batch size that Trainer would find. Avoid its slower search if possible."""
+    """Return the same batch size as Trainer, but find it faster for a tuple or list of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:

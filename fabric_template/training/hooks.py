@@ -86,7 +86,7 @@ class Hooks:
     def call_train_epoch_end(self) -> None:
         """Call ``on_train_epoch_end``, on EarlyStopping and checkpoint callbacks last.
 
-        They may monitor a metric that the module logs in its own ``on_train_epoch_end``.
+        These callbacks may monitor a metric that the module logs in ``on_train_epoch_end``.
         """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]

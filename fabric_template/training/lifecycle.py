@@ -116,7 +116,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states back to their device from before the run."""
+    """Move the network and the optimizer states to the device that they had before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 

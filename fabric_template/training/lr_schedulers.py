@@ -29,8 +29,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
-        reduce_on_plateau: If True, step only ReduceLROnPlateau. Otherwise, step only the other
-            schedulers.
+        reduce_on_plateau: Whether to step only ReduceLROnPlateau, or only the other schedulers.
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return

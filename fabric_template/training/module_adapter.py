@@ -105,8 +105,8 @@ class ObjectNetwork(nn.Module):
 
         Args:
             path: The name of the value in error messages, such as "nets[0]".
-            containers: The ids of the containers around the value. If the value is one of these
-                containers itself, it is skipped, because the search would not end.
+            containers: The ids of the containers around the value. A container within itself is
+                skipped, because the search would not end.
         """
         # Set _parameters and _modules directly. add_module() refuses names such as "forward".
         if isinstance(value, nn.Parameter):

@@ -51,7 +51,7 @@ class Optimization:
     and in evaluations, a run uses an instance of this base class.
 
     Attributes:
-        lightning_optimizers: A wrapper for each optimizer. Its step() handles precision, hooks and
+        lightning_optimizers: The optimizers in wrappers, whose step() handles precision, hooks and
             counters.
     """
 
@@ -82,7 +82,7 @@ class Optimization:
         move_optimizer_states(optimizers)
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
-        """Set the run's optimizers and schedulers. ``setup`` prepares training with them."""
+        """Set the optimizers and schedulers of the run."""
         strategy = self.run.loop.strategy
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.lightning_optimizers = [wrap_optimizer(item, strategy) for item in optimizers]

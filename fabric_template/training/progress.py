@@ -158,7 +158,7 @@ class Progress:
         return count
 
     def end_validation(self) -> None:
-        """End the validation, so that a checkpoint from now on does not repeat it on resume."""
+        """Mark the validation as done, so that a run resumed from here does not repeat it."""
         self.phase = "report_validation"
 
     # Conditions
@@ -183,8 +183,8 @@ class Progress:
     def crosses(self, every: int, since: int) -> bool:
         """Return whether one of the steps taken after step ``since`` is a multiple of ``every``.
 
-        Testing only global_step is not enough. In manual optimization, one batch may take several
-        steps.
+        In manual optimization, one batch may take several steps, so the current step alone need not
+        be a multiple.
         """
         return self.global_step // every > since // every
 

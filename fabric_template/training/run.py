@@ -75,7 +75,8 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        Their class attribute ``is_per_process`` is True if each process saves its own state_dict.
+        If the class attribute ``is_per_process`` of an object is True, each process saves its own
+        state_dict of the object.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
@@ -109,7 +110,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Apply the precision, the strategy and the profiler to a step.
+        """Wrap a step, so that it runs with the precision, strategy and profiler of the run.
 
         While the step runs, ``hooks.current`` is the name of the step.
         """
