@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py --megabytes 100 --pairs 12
 
 The two ways take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain way overwrites the
-old file and syncs it. Peak memory is the growth of the process after it has created the weights, divided by their size.
+old file and syncs it. Peak memory is the growth of the process by the weights and one save, divided by the size of the weights.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 """Compare the cost of an epoch in each loop, on two tutorial problems with images like MNIST's and CIFAR-10's.
 
-    python benchmarks/epoch.py                     # on the GPU if there is one, otherwise on the CPU, which takes long
+    python benchmarks/epoch.py                     # on the GPU if there is one, otherwise on the CPU, which takes a long time
     python benchmarks/epoch.py --problem mnist --device cpu --rounds 3
     python benchmarks/epoch.py --toy               # a quick check of the script
 
 How it is measured:
 
 - The contestants take turns. The table shows the median and the range of the ratios within a round.
-- An epoch consists of training and validation with rows, bars and checkpoints. The column "first" shows the first epoch of a
+- An epoch consists of training and validation with CSV rows, progress bars and checkpoints. The column "first" shows the first epoch of a
   fit, which includes set-up, workers, compilation and the choice of kernels.
 - The table shows each contestant's validation accuracy after the same number of epochs.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import out_of_the_way, quieten
+from overhead import run_silently, silence_loggers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -61,7 +61,7 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.device, self.times, self.acc = device, list[float](), 0.0
 
-    def epoch_begins(self) -> None:
+    def start_epoch(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.times.append(time.perf_counter())
@@ -216,7 +216,7 @@ def tutorial(
         else Tensor.backward
     )
     for _ in range(epochs):
-        clock.epoch_begins()
+        clock.start_epoch()
         net.train()
         running_loss = correct = 0.0
         for x, y in train:
@@ -261,7 +261,7 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
     for _ in range(epochs):
-        clock.epoch_begins()
+        clock.start_epoch()
         sums, right = torch.zeros(2, device=problem.device), torch.zeros((), device=problem.device)
         order = torch.randperm(len(x), device=problem.device)
         net.train()
@@ -299,18 +299,18 @@ def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
         sums[1] += acc_of(logits, target) * batch
 
     @torch.no_grad()
-    def look() -> None:
+    def validate() -> None:
         sums[2] += (net(x_val[rows]).argmax(1) == y_val[rows]).sum()
 
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    graphs = [captured(part) for part in (step, look)]
+    graphs = [capture_graph(part) for part in (step, validate)]
     net.load_state_dict(before)
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
     in_order = torch.arange(len(x_val), device="cuda")
     for _ in range(epochs):
-        clock.epoch_begins()
+        clock.start_epoch()
         sums.zero_()
         order = torch.randperm(len(x), device="cuda")
         for graph, indices in zip(graphs, (order, in_order), strict=True):
@@ -321,7 +321,7 @@ def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
         clock.acc = right / problem.val
 
 
-def captured(part: Callable[[], None]) -> Any:
+def capture_graph(part: Callable[[], None]) -> Any:
     graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -342,7 +342,7 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
             self.net = problem.model()
 
         def on_train_epoch_start(self) -> None:
-            clock.epoch_begins()
+            clock.start_epoch()
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.measure(batch, "train")
@@ -401,7 +401,7 @@ class Returning(nn.Module):
             self.net = self.net.to(memory_format=torch.channels_last)
 
     def on_train_epoch_start(self) -> None:
-        self.clock.epoch_begins()
+        self.clock.start_epoch()
 
     def training_step(self, batch: Any) -> tuple[Tensor, Tensor]:
         logits = self.net(batch[0])
@@ -491,10 +491,10 @@ def measure(
                 continue
             clock = Clock(problem.device)
             try:
-                with out_of_the_way():
+                with run_silently():
                     torch._dynamo.reset()
                     run(problem, epochs + 2, clock)
-            except Exception as error:  # Still print the table of the others.
+            except Exception as error:  # Continue with the other contestants.
                 print(f"left out: {name} ({type(error).__name__}: {error})")
                 measured.pop(name, None)
                 continue
@@ -580,7 +580,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
-    quieten()
+    silence_loggers()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
     print(
         f"torch {torch.__version__}, {name}; {arguments.rounds} rounds of {arguments.epochs} epochs, medians"

@@ -69,7 +69,7 @@ def counted_once(folder: Path) -> None:
 
 
 def fit(make: Callable, epochs: int) -> None:
-    with overhead.out_of_the_way():
+    with overhead.run_silently():
         loop, net, loader = make(max(epochs, 1), True), once.module(False), once.PROBLEM.loader(1)
         if epochs:
             loop.fit(net, loader)
@@ -91,7 +91,7 @@ def draw_once() -> None:
 
 
 def run(train: Callable, problem: Problem, steps: int) -> None:
-    with overhead.out_of_the_way():
+    with overhead.run_silently():
         train(problem, steps)
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if arguments.into is not None:
-        overhead.quieten()
+        overhead.silence_loggers()
         counted_once(arguments.into) if arguments.once else counted(problem, arguments.into)
         return
     valgrind = shutil.which("valgrind")

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import torch
-from overhead import Problem, lightning_module, out_of_the_way, quieten
+from overhead import Problem, lightning_module, run_silently, silence_loggers
 
 GOAL = 10.0  # The largest cost of a fit besides its steps, in milliseconds.
 PROBLEM = Problem("tiny", (64, 32, 10), 32, "adam")
@@ -89,8 +89,8 @@ def fabric() -> Any:
 
 
 def by_hand() -> Time:
-    """Train one step in a plain script. It is slower than later ones, because the optimizer creates its state."""
-    with out_of_the_way():
+    """Train the first step of a plain script, in which the optimizer also creates its state."""
+    with run_silently():
         net, loader = module(False), PROBLEM.loader(1)
 
         def fit() -> None:
@@ -117,29 +117,29 @@ def timed(call: Callable[[], Any]) -> Time:
 def fitted(
     make: Callable[[int, bool], Any], epochs: int, validates: bool = False, saves: bool = True
 ) -> Time:
-    with out_of_the_way():
+    with run_silently():
         loop, net = make(epochs, saves), module(validates)
         val = PROBLEM.loader(1) if validates else None
         return timed(lambda: loop.fit(net, PROBLEM.loader(1), val))
 
 
-def less(more: Time, without: Time, by: int = 1) -> Time:
+def subtract(more: Time, without: Time, by: int = 1) -> Time:
     return (more[0] - without[0]) / by, (more[1] - without[1]) / by
 
 
 def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
     """Measure one round, and return the costs."""
     by = epochs - 1
-    with out_of_the_way():
+    with run_silently():
         made = timed(lambda: make(1, True))
     once = fitted(make, 1)
-    epoch = less(fitted(make, epochs), once, by)
-    with_val = less(fitted(make, epochs, validates=True), fitted(make, 1, validates=True), by)
+    epoch = subtract(fitted(make, epochs), once, by)
+    with_val = subtract(fitted(make, epochs, validates=True), fitted(make, 1, validates=True), by)
     found = {"the loop is made": made, "once: a fit of one step": once, "an epoch of one step": epoch,
-             "a validation of one batch": less(with_val, epoch)}  # fmt: skip
+             "a validation of one batch": subtract(with_val, epoch)}  # fmt: skip
     if make is not mini:  # MiniLoop always saves.
-        without = less(fitted(make, epochs, saves=False), fitted(make, 1, saves=False), by)
-        found["a checkpoint"] = less(epoch, without)
+        without = subtract(fitted(make, epochs, saves=False), fitted(make, 1, saves=False), by)
+        found["a checkpoint"] = subtract(epoch, without)
     return found
 
 
@@ -153,11 +153,11 @@ def main() -> None:
     rounds, epochs = (1, 2) if arguments.toy else (arguments.rounds, 11)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    quieten()
+    silence_loggers()
     contestants = {"FabricLoop": ours, "MiniLoop": mini, "Trainer": trainer}
     found: dict[tuple[str, str], list[Time]] = {}
     for number in range(rounds + (not arguments.toy)):
-        with out_of_the_way():
+        with run_silently():
             rows = {("Fabric", "the loop is made"): timed(fabric)}
         rows["by hand", "that step"] = by_hand()
         for name, make in contestants.items():

@@ -323,7 +323,7 @@ class NoTerminal(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def out_of_the_way():
+def run_silently():
     """Run in a temporary folder, and discard the output."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -336,7 +336,7 @@ def out_of_the_way():
             os.chdir(here)
 
 
-def quieten() -> None:
+def silence_loggers() -> None:
     """Turn off the contestants' messages."""
     for name in (
         "lightning",
@@ -350,7 +350,7 @@ def quieten() -> None:
 
 
 def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
-    with out_of_the_way():
+    with run_silently():
         gc.collect()  # Collect the previous contestant's garbage.
         start = time.perf_counter()
         train(problem, steps)
@@ -359,7 +359,7 @@ def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps:
         return time.perf_counter() - start
 
 
-def able(problem: Problem) -> list[str]:
+def find_contestants(problem: Problem) -> list[str]:
     """Return the contestants that are installed, run, and end with the same weights as the plain loop."""
     names = []
     expected = plain(problem, steps=30).state_dict()
@@ -368,9 +368,9 @@ def able(problem: Problem) -> list[str]:
             print(f"left out: {name} ({package} is not installed)")
             continue
         try:
-            with out_of_the_way():
+            with run_silently():
                 weights = train(problem, 30).state_dict()
-        except Exception as error:  # Still print the table of the others.
+        except Exception as error:  # Continue with the other contestants.
             print(f"left out: {name} ({type(error).__name__}: {error})")
             continue
         if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
@@ -437,7 +437,7 @@ def main() -> None:
     torch.set_num_threads(1)  # Tensors of this size are slower with more threads.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
-    quieten()
+    silence_loggers()
 
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
     print(f"torch {torch.__version__}, {where}; S={steps}, {rounds} rounds, medians")
@@ -446,7 +446,7 @@ def main() -> None:
         Problem("tiny", (64, 32, 10), 32, arguments.optimizer, arguments.device),
         Problem("tutorial", (784, 100, 10), 100, arguments.optimizer, arguments.device),
     ):
-        results[problem.name] = measure(problem, able(problem), steps, rounds)
+        results[problem.name] = measure(problem, find_contestants(problem), steps, rounds)
         show(problem, results[problem.name])
 
     print("\ngoals")

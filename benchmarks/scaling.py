@@ -41,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
 
 import torch
-from overhead import NoTerminal, out_of_the_way, quieten
+from overhead import NoTerminal, run_silently, silence_loggers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
@@ -55,13 +55,13 @@ DONE = 7  # The number of trained batches in the checkpoint. The script replaces
 
 
 class Net(nn.Module):
-    """A tiny network that logs the given names."""
+    """A tiny network that logs a metric for each name."""
 
     log: Any
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.layer, self.names, self.values = nn.Linear(4, 1), names, made_values(len(names))
+        self.layer, self.names, self.values = nn.Linear(4, 1), names, make_values(len(names))
 
     def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
         x, y = batch
@@ -77,7 +77,7 @@ class Repeated:
     """A loader that yields one batch again and again, so that loading data costs no time."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.batch = number, made_batch()
+        self.number, self.batch = number, make_batch()
 
     def __len__(self) -> int:
         return self.number
@@ -87,11 +87,11 @@ class Repeated:
         return (batch for _ in range(self.number))
 
 
-def made_values(number: int) -> list[Tensor]:
+def make_values(number: int) -> list[Tensor]:
     return [torch.tensor(float(index)) for index in range(number)]
 
 
-def made_batch() -> tuple[Tensor, ...]:
+def make_batch() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     return torch.randn(BATCH, 4), torch.randn(BATCH, 1)
 
@@ -100,7 +100,7 @@ def made_batch() -> tuple[Tensor, ...]:
 
 
 def by_hand(number: int, steps: int) -> None:
-    net, batches, values = Net(), Repeated(steps), made_values(number)
+    net, batches, values = Net(), Repeated(steps), make_values(number)
     optimizer = net.configure_optimizers()
     last: list[Any] = [None] * number
     sums: list[Any] = [torch.zeros(()) for _ in values]
@@ -131,7 +131,7 @@ def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> f
 def metrics(size: float) -> Iterator[str]:
     steps, rounds, numbers = max(int(500 * size), 4), max(int(9 * size), 1), (0, 1, 4, 16, 64)
     found: dict[tuple[str, int, int], float] = {}
-    with out_of_the_way():
+    with run_silently():
         ours(1, 10)
         for _ in range(rounds):
             for number, length in product(numbers, (steps, 3 * steps)):
@@ -195,7 +195,7 @@ def child(kind: str, each: int, epochs: int) -> list[tuple[int, float, int, floa
     data = TensorLoader(x, x.sum(1, keepdim=True), batch_size=4, shuffle=True)
     loop = new_loop(kind, max_epochs=epochs)
     net.log, net.trainer = loop.log, loop
-    with out_of_the_way():
+    with run_silently():
         loop.fit(net, data)
     return net.seen
 
@@ -238,7 +238,7 @@ def epochs(size: float) -> Iterator[str]:
     number = max(int(5000 * size), 20)
     yield f"{f'{number:,} epochs':24}{'first fifth, ms':>16}{'last, ms':>10}{'ratio':>8}{'MB grown':>10}"
     for kind in ("FabricLoop", "MiniLoop"):
-        with out_of_the_way():
+        with run_silently():
             net, loop = Timed(), new_loop(kind, max_epochs=number, name=kind)
             net.log = loop.log
             loop.fit(net, Repeated(2), Repeated(1))
@@ -252,10 +252,10 @@ def epochs(size: float) -> Iterator[str]:
 # Rows
 
 
-def filled(name: str, rows: int) -> CSVLogger:
+def make_filled_logger(name: str, rows: int) -> CSVLogger:
     """Return a logger for a CSV file that already has ``rows`` rows."""
     logger = CSVLogger("logs", version=rows)
-    append = appending(logger, name)
+    append = make_append(logger, name)
     append(0)
     path = Path(logger.log_dir, name)
     head, row, _ = path.read_text().split("\n")
@@ -263,7 +263,7 @@ def filled(name: str, rows: int) -> CSVLogger:
     return CSVLogger("logs", version=rows)
 
 
-def appending(logger: CSVLogger, name: str) -> Callable[[int], None]:
+def make_append(logger: CSVLogger, name: str) -> Callable[[int], None]:
     values = {
         "train_loss": 0.12345678912345,
         "val_loss": 0.23456789123456,
@@ -278,14 +278,14 @@ def appending(logger: CSVLogger, name: str) -> Callable[[int], None]:
 def rows(size: float) -> Iterator[str]:
     few, many, block = 1000, max(int(1_000_000 * size), 2000), 100
     yield f"{'rows':24}{'opened, ms':>12}{'cut back, ms':>14}{'us a row':>10}"
-    with out_of_the_way():
+    with run_silently():
         for name in ("metrics.csv", "steps.csv"):
             for number in (few, many):
-                logger = filled(name, number)
+                logger = make_filled_logger(name, number)
                 start = time.perf_counter()
                 place = logger.position()
                 opened = 1e3 * (time.perf_counter() - start)
-                append, each = appending(logger, name), list[float]()
+                append, each = make_append(logger, name), list[float]()
                 for _ in range(11):
                     start = time.perf_counter()
                     for index in range(block):
@@ -336,7 +336,7 @@ def saving(epochs: int, **options: Any) -> FabricLoop:
 
 def checkpoints(size: float) -> Iterator[str]:
     number, names = max(int(1000 * size), 22), ("metric",)
-    with out_of_the_way():
+    with run_silently():
         watch = Stopwatch()
         saving(number, callbacks=[watch]).fit(Better(names), Repeated(1))
         saving(1, name="few").fit(Better(names), Repeated(1))
@@ -374,7 +374,7 @@ def versions(size: float) -> Iterator[str]:
     yield f"{'versions in a folder':32}{'new run, ms':>14}{'auto, ms':>12}{'listed, ms a run':>18}"
     for kind in ("FabricLoop", "MiniLoop"):
         for many in (10, number):
-            with out_of_the_way():
+            with run_silently():
                 fit_once(kind)
                 for folder, index in product(("logs", "checkpoints"), range(1, many)):
                     run = Path(folder, kind)
@@ -411,16 +411,18 @@ class Items(Dataset):
         return torch.full((4,), float(index)), torch.ones(1)
 
 
-class There(Exception):
+class FirstBatchReached(Exception):
     """Raised in the first training step, to end the run."""
 
 
-def moved(item: Any, to: int) -> Any:
+def replace_done(item: Any, to: int) -> Any:
     """Replace each number DONE in nested values by the number ``to``."""
     if isinstance(item, dict):
-        return {key: None if key == "ahead" else moved(part, to) for key, part in item.items()}
+        return {
+            key: None if key == "ahead" else replace_done(part, to) for key, part in item.items()
+        }
     if isinstance(item, list | tuple):
-        return type(item)(moved(part, to) for part in item)
+        return type(item)(replace_done(part, to) for part in item)
     return to if type(item) is int and item == DONE else item
 
 
@@ -439,7 +441,7 @@ def resumed(number: int, **loader: Any) -> tuple[float, int]:
     )
     path = Path("checkpoints", name, "version_0", "last.ckpt")
     state = torch.load(path, weights_only=True)
-    torch.save({key: moved(part, number) if key in ("loops", "fabric_template", "global_step") else part
+    torch.save({key: replace_done(part, number) if key in ("loops", "fabric_template", "global_step") else part
                 for key, part in state.items()}, path)  # fmt: skip
     Items.loaded, then = 0, 0.0
 
@@ -447,13 +449,13 @@ def resumed(number: int, **loader: Any) -> tuple[float, int]:
         def training_step(self, batch: tuple[Tensor, ...]) -> Tensor:
             nonlocal then
             then = time.perf_counter()
-            raise There
+            raise FirstBatchReached
 
     loop = FabricLoop(accelerator="cpu", devices=1, name=name, max_epochs=1, **options)
     start = time.perf_counter()
     try:
         loop.fit(Here(), data, resume=path)
-    except There:
+    except FirstBatchReached:
         assert loop.global_step == number, loop.global_step
     return then - start, Items.loaded
 
@@ -461,7 +463,7 @@ def resumed(number: int, **loader: Any) -> tuple[float, int]:
 def resume(size: float) -> Iterator[str]:
     number = max(int(1_000_000 * size), 1000)
     yield f"{f'resume at batch {number:,}':34}{'seconds':>10}{'items loaded':>14}"
-    with out_of_the_way():
+    with run_silently():
         for name, loader in (
             ("in order", {"shuffle": False}),
             ("shuffled", {"shuffle": True}),
@@ -485,7 +487,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    quieten()
+    silence_loggers()
     if arguments.child:
         kind, each, number = arguments.child
         print(json.dumps(child(kind, int(each), int(number))))

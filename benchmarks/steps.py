@@ -43,7 +43,7 @@ def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
     """For each of PARTS, return its slowest step in one epoch, in microseconds."""
     RecordingBatches.asked.clear()
     gc.collect()
-    with overhead.out_of_the_way():
+    with overhead.run_silently():
         overhead.CONTESTANTS[name][1](problem, steps)
     asked = RecordingBatches.asked[WARM:]
     lengths = sorted(after - before for before, after in zip(asked[:-1], asked[1:], strict=True))
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250, help="the number of steps in an epoch")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    overhead.quieten()
+    overhead.silence_loggers()
     kept, overhead.Batches = overhead.Batches, RecordingBatches  # type: ignore[misc]
     problem = Problem("tiny", (64, 32, 10), 32, "adam")
     measured: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}

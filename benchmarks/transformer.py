@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import out_of_the_way, quieten
+from overhead import run_silently, silence_loggers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -104,7 +104,7 @@ class Watch:
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0
 
-    def step_begins(self, number: int) -> None:
+    def start_step(self, number: int) -> None:
         if number in (self.first, self.last):
             if self.device == "cuda":
                 torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def bare(task: Task, watch: Watch, compiles: bool) -> None:
     optimizer, (tokens, targets) = task.optimizer_of(net), task.data()
     forward = torch.compile(net) if compiles else net
     for number, cut in enumerate(range(0, len(tokens), task.size.batch)):
-        watch.step_begins(number)
+        watch.start_step(number)
         with torch.autocast(task.device, torch.bfloat16):
             loss = forward(
                 tokens[cut : cut + task.size.batch], targets[cut : cut + task.size.batch]
@@ -160,7 +160,7 @@ def ours(task: Task, watch: Watch, compiles: bool) -> None:
             self.net = task.model()
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            watch.step_begins(batch_idx)
+            watch.start_step(batch_idx)
 
         def training_step(self, batch: Any) -> Tensor:
             return self.net(*batch)
@@ -192,7 +192,7 @@ def trainer(task: Task, watch: Watch, compiles: bool) -> None:
             self.forward_net = torch.compile(self.net) if compiles else self.net
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            watch.step_begins(batch_idx)
+            watch.start_step(batch_idx)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.forward_net(*batch)
@@ -228,7 +228,7 @@ def measure(task: Task, names: list[str], rounds: int) -> dict[str, list[float]]
         for name in names:
             run, compiles = CONTESTANTS[name]
             watch = Watch(task.device, task.warm, task.warm + task.steps)
-            with out_of_the_way():
+            with run_silently():
                 torch._dynamo.reset()
                 run(task, watch, compiles)
             measured[name].append(task.steps * task.size.batch * task.size.length / watch.seconds)
@@ -267,7 +267,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
     warnings.simplefilter("ignore")
-    quieten()
+    silence_loggers()
     name = (
         "toy"
         if arguments.toy

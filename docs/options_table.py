@@ -20,7 +20,7 @@ def options_table() -> str:
 
 
 def insert_table(page: str) -> str:
-    """Return the page with the table as it is now."""
+    """Return the page with its table replaced by the current one."""
     before, _, rest = page.partition(HEAD)
     _, _, after = rest.partition("\n\n")
     return f"{before}{options_table()}\n{after}"

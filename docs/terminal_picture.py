@@ -1,7 +1,7 @@
-"""Record a training that SIGKILL ends, and its resume, as a moving picture of the terminal.
+"""Record a training that SIGKILL ends, and its resume, as an animated picture of a terminal.
 
-Run `python docs/terminal_picture.py` on Linux. It types commands into bash, in a pseudoterminal.
-They train the first script of README.md with a copy of mini.py. A second bash kills the training.
+Run `python docs/terminal_picture.py` on Linux. It types commands into bash in a pseudoterminal.
+The commands run the first script of README.md with a copy of mini.py. A second bash kills the run.
 terminal.svg shows what both terminals displayed, at twice the speed and with shorter pauses.
 """
 
@@ -103,7 +103,7 @@ class Recorder:
             self.wait_for(terminal, r"^\$ $")
 
     def record(self, pause: float | None = None) -> None:
-        """Record a frame. Without a pause, shorten the time since the last frame."""
+        """Record a frame. By default, halve the real time since the last frame, up to a limit."""
         now = time.monotonic()
         measured, self.shown_at = now - self.shown_at, now
         pause = min(measured / 2, LONGEST_PAUSE) if pause is None else pause
@@ -197,7 +197,7 @@ def draw_text(text: str, x: float, y: float, kind: str) -> str:
 
 
 def find_kind(text: str) -> str:
-    """Return the class that colors a text."""
+    """Return the CSS class that colors a text."""
     kinds = {
         r"\$ ": "command",
         r"epoch +step": "header",

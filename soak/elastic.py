@@ -142,7 +142,7 @@ def campaign(kills, ranks, kind, seed, most):
             hits = kill_workers(run, draw, seconds)
             figures["kills"] += hits
             if not hits:
-                # The machine may be less busy than it was during the undisturbed run.
+                # If the machine is less busy now, runs are shorter than the undisturbed run, so kill earlier.
                 seconds *= 0.8
             code = run.end()
             figures["rounds"] += 1

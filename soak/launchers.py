@@ -202,7 +202,7 @@ def run(launcher, strategy, folder):
     return torch.load(folder / "found", weights_only=False)
 
 
-def compared(found, expected):
+def compare_results(found, expected):
     """Return the differences between two results, keyed by method."""
     problems = {}
     for method in CALLS:
@@ -218,7 +218,7 @@ def compared(found, expected):
     return problems
 
 
-def the_table(folder):
+def run_table(folder):
     """Run every launcher with every strategy. Return (cells, losses, distance of FSDP2 from DDP)."""
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
@@ -235,7 +235,9 @@ def the_table(folder):
                 "fork",
             )  # DDP with one rank draws different random numbers.
             expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
-            problems = {"all": found} if isinstance(found, str) else compared(found, expected)
+            problems = (
+                {"all": found} if isinstance(found, str) else compare_results(found, expected)
+            )
             cells[f"{launcher}, {strategy}"] = problems or "the same"
             losses += [
                 f"{launcher}, {strategy}, {method}: {problem}"
@@ -266,7 +268,7 @@ SIGNALS = {
 }
 
 
-def signalled(name, folder):
+def send_signal(name, folder):
     """Send a signal during training. Return the seconds until the end, and an error message or ""."""
     to, number, restarts, is_passed, in_slurm = SIGNALS[name]
     folder.mkdir(parents=True)
@@ -306,27 +308,27 @@ def signalled(name, folder):
     for pid in targets:
         os.kill(pid, number)
     (code,) = wait([agent])
-    seconds, goes_on = time.monotonic() - started, to == "workers" and restarts
-    wrong = [f"torchrun ended with {code}"] * (code != (0 if goes_on else 1))
+    seconds, continues = time.monotonic() - started, to == "workers" and restarts
+    wrong = [f"torchrun ended with {code}"] * (code != (0 if continues else 1))
     wrong += [f"worker {pid} lives" for pid in workers if Path(f"/proc/{pid}").exists()]
     ended = sorted(path.read_text() for path in folder.glob("ended*"))
-    wrong += [f"ended: {ended}"] * (ended != [str(STEPS)] * 2 * bool(goes_on))
+    wrong += [f"ended: {ended}"] * (ended != [str(STEPS)] * 2 * bool(continues))
     last, output = folder / "checkpoints/run/version_0/last.ckpt", (folder / "log").read_text()
     step = torch.load(last)["global_step"] if last.exists() else None
     stops = f"{signal.Signals(number).name}: training stops in epoch 0, after step "
     printed = output.partition(stops)[2].partition(".")[0]
     wrong += [f"saved at {step}, printed {printed!r}"] * (
-        not printed or (step is None or str(step) != printed) * (not goes_on)
+        not printed or (step is None or str(step) != printed) * (not continues)
     )
     requeued = (folder / "requeued").read_text() if (folder / "requeued").exists() else ""
     wrong += [f"requeued: {requeued!r}"] * (requeued != "requeue 7\n" * in_slurm)
     return seconds, "; ".join(wrong)
 
 
-def the_signals(folder):
+def run_signals(folder):
     cells, losses = {}, []
     for name in SIGNALS:
-        seconds, wrong = signalled(name, folder / name.replace(" ", "-").replace(",", ""))
+        seconds, wrong = send_signal(name, folder / name.replace(" ", "-").replace(",", ""))
         cells[name] = wrong or f"saved, {seconds:.1f} s"
         losses += [f"{name}: {wrong}"] * bool(wrong)
         print(name, cells[name], file=sys.stderr, flush=True)
@@ -346,10 +348,10 @@ def main():
         return work(launcher, strategy, Path(folder))
     folder, figures = Path(tempfile.mkdtemp()), {"losses": []}
     if options.only != "signals":
-        figures["table"], losses, figures["furthest"] = the_table(folder)
+        figures["table"], losses, figures["furthest"] = run_table(folder)
         figures["losses"] += losses
     if options.only != "table":
-        figures["signals"], losses = the_signals(folder)
+        figures["signals"], losses = run_signals(folder)
         figures["losses"] += losses
     if not figures["losses"]:
         shutil.rmtree(folder)

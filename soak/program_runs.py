@@ -64,7 +64,7 @@ class PlannedError(Exception):
 
 
 class Points:
-    """Count how often a run reaches each point, such as "backward". The event ends the run at one."""
+    """Count how often a run reaches each point, such as "backward", and end the run at the event."""
 
     def __init__(self, event=None):
         self.counts, self.event, self.pid = Counter(), event, os.getpid()
@@ -80,7 +80,7 @@ class Points:
         os.kill(self.pid, SIGNALS[self.event["kind"]])
 
     def install(self):
-        """Visit a point in each backward pass, in each optimizer step and for each batch of a DataLoader."""
+        """Call visit() in each backward pass, in each optimizer step and for each batch of a DataLoader."""
         backward, next_batch = torch.Tensor.backward, _BaseDataLoaderIter.__next__
 
         def visit_backward(tensor, *args, **options):
@@ -96,7 +96,7 @@ class Points:
         register_optimizer_step_pre_hook(lambda *args: self.visit("step"))
 
     def callback(self):
-        """Return a callback that visits the point "hook" in each of its hooks."""
+        """Return a callback whose hooks call visit("hook")."""
 
         def make(name):
             return lambda callback, *args: self.visit("hook")

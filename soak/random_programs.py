@@ -34,7 +34,7 @@ def draw(seed, number, ranks=1, killed=False, only=()):
         seed: The seed of all programs.
         number: The number of this program.
         ranks: The number of processes.
-        killed: Draw an event that ends the first run.
+        killed: Also draw an event that ends the first run.
         only: Pairs (dimension, shape) that the description must have.
     """
     generator = random.Random(f"{seed}/{number}/{ranks}/{killed}")
@@ -406,7 +406,7 @@ INVALID = [
             d["loader"] == "dataloader"
             and d["sampler"] in ("in_order", "shuffle")
             and not is_lightning(d)
-            # The hand-written loop starts workers at another time, which draws a random number.
+            # The hand-written loop starts workers at a different time, which draws a random number.
             and not d["persistent"]
         ),
     ),
@@ -609,7 +609,7 @@ def data_module(d):
 
 
 def style_code(d):
-    """Return a style's code with the hooks, but without lines that have no effect."""
+    """Return the code of the model and of build(), with the drawn hooks and without unused lines."""
     code = pieces.STYLES[d["style"]]
     for name in d["hooks"]:
         start, methods = pieces.HOOKS[name]

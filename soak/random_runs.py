@@ -246,7 +246,7 @@ def is_allowed_after_resume(line, end):
         line.startswith("files/checkpoints/run/last.ckpt")
         and end["options"].get("save_last") is False
     ):
-        # An interrupted run's file stays in place.
+        # An interrupted run saves last.ckpt in any case, and the file stays in place.
         return True
     if line.startswith(f"files/{last}"):
         # At the end, ModelCheckpoint saves unless it has saved since the resume.

@@ -6,7 +6,7 @@
 
 A value belongs to a public attribute, property or hook argument at one moment: after the construction, in each hook
 of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
-from the trainer, its loops, its strategy and the LightningModule. Trainer's own classes decide which names exist.
+from the trainer, its loops, its strategy and the LightningModule. The names of the attributes come from Trainer's own classes.
 """
 
 import argparse

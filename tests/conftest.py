@@ -38,7 +38,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "S
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Disable Hypothesis's deadline, because the first call may import torch, and its database, which is a folder.
+# Disable Hypothesis's deadline, because a first call may import torch. Its database would be a folder in the repository.
 settings.register_profile("suite", deadline=None, database=None, derandomize=True)
 settings.load_profile("suite")
 
@@ -131,7 +131,7 @@ def run_in_temporary_folder(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def restore_environment():
-    """Restore the environment variables, which seed_everything and Lightning's launchers set."""
+    """Restore environment variables, because seed_everything and Lightning's launchers set some."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -148,7 +148,7 @@ def use_free_ports(monkeypatch, restore_environment):
 
 @pytest.fixture(autouse=True)
 def seed_random_numbers():
-    """Seed each test, so that its numbers do not depend on the tests before it."""
+    """Seed each test, so that its random numbers do not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
     # torch.manual_seed() is slower, because it records a traceback for each device type.
@@ -170,7 +170,7 @@ def check_torch_state():
         "default dtype float32": torch.get_default_dtype() == torch.float32,
         "no process group left": not (torch.distributed.is_available() and torch.distributed.is_initialized()),
     }
-    # The next test starts clean even if this one failed.
+    # Reset torch, so that the next test starts clean even if this one fails.
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
     torch.set_default_dtype(torch.float32)
@@ -197,7 +197,7 @@ def check_signal_handlers():
 @pytest.fixture
 def quick_spawn(monkeypatch):
     """Make spawned processes start quickly, by forking a process that has imported torch and Lightning."""
-    resource_tracker.ensure_running()  # Start the tracker with the real Python, because it outlives the test.
+    resource_tracker.ensure_running()  # Started with the real Python, because it outlives the test.
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .. import FabricLoop
 
 PACKAGE = __package__.rpartition(".")[0]
-COMMANDS = {  # name: (module, help)
+# Maps each command to its module and its help text.
+COMMANDS = {
     "fit": ("cli", "train a model, or the digits demo if no options are given"),
     "validate": ("cli", "run a model's validation_step on its data"),
     "test": ("cli", "run a model's test_step on its data"),
@@ -52,7 +53,8 @@ LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
 LOAD = {"--load": {"help": 'Read the weights from "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # by command
+# Maps each command to the arguments that argparse needs for its options.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "fit": {
         "--resume": {"help": 'Continue exactly from "last", "best", "auto" or a path.'},
         **LOAD,
@@ -138,7 +140,8 @@ class Class(metaclass=ShortName):
         return not is_plain and not issubclass(other, type)
 
 
-CLASS_OPTIONS = {  # name: (type, help)
+# Maps each option that takes a class to its type and its help text.
+CLASS_OPTIONS = {
     "model": (Class, "package.module:Class or demos.NAME. --model.help=CLASS shows its arguments."),
     "data": (Class, "package.module:Class of an object with methods such as train_dataloader."),
     "callbacks": (
@@ -481,7 +484,7 @@ def fit_command(
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
-    # Call this in every process, because reading loop.log_dir synchronizes the processes.
+    # Read the folder in every process, because loop.log_dir synchronizes the processes.
     folder = run_folder(loop)
     if loop.fabric.is_global_zero:
         print(f"\n{format_summary(summarize(loop, folder))}")

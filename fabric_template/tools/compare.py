@@ -37,7 +37,7 @@ with record_training(recording, int(steps), stop=True):
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 
-# If a quantity is the first to differ between two runs: the likely reason, and the fix.
+# Maps each quantity to the likely reason why it differs between two runs, and to a fix.
 EXPLANATIONS = {
     "optimizer": (
         "the optimizers have different classes, or step in a different order",
@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # Of a tensor, show only the norm and not the recorded hash.
+                # Show a tensor's norm, but not its hash, which is also recorded.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)

@@ -20,7 +20,7 @@ README = """\
 fabric_template {version} in its original state, from which you made a copy.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
-Files = dict[str, bytes]  # The content of each file, by its path in the package.
+Files = dict[str, bytes]  # Maps a path in the package to the file's content.
 Changes = dict[str, bytes | None]  # Maps a path to the file's new content, or to None to remove it.
 
 

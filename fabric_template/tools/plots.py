@@ -379,7 +379,7 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. Color only the best 8 of more than 18 runs."""
+    """Give each run a color and a dash pattern. With more than 18 runs, color the best 8."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -599,7 +599,7 @@ class LivePlot:
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
-        # Reading log_dir synchronizes all processes, so only one process must not read it later.
+        # Reading log_dir synchronizes all processes, so a single process must never read it.
         folder = trainer.log_dir
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 

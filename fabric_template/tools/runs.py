@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # The values in each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs, with more keys, such as "options" and "rows".
+Run = dict[str, Any]  # A row of list_runs as a dict, with more keys such as "rows".
 
 
 def list_runs(
@@ -170,7 +170,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # If a log counts epochs from 1, or in fractions, do not add 1 to its last epoch.
+        # Epochs count from 0, so add 1 to the last one. Some logs count from 1 or in fractions.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {

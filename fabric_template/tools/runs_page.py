@@ -239,7 +239,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 def thin(values: np.ndarray, most: int) -> list[int]:
     """Return the indices of at most `most` values of a curve.
 
-    These are both ends, and the minimum and maximum of each of several equal sections.
+    Keep both ends, and the minimum and maximum of each of several equal sections.
     """
     import numpy as np
 

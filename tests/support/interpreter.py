@@ -228,7 +228,7 @@ def become(base, arguments, folder, variables, cores):
     from multiprocessing import resource_tracker
 
     matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
-    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads it only at import.
+    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads MPLBACKEND only at import.
         matplotlib.rcParams["backend"] = variables["MPLBACKEND"]
     if numpy is not None:
         numpy.random.seed()  # After a fork, Python reseeds its own generator, but not NumPy's.
@@ -272,7 +272,7 @@ def become(base, arguments, folder, variables, cores):
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(*sys.argv[2:])
-    base = sys.path[1:]  # Without the folder of this file.
+    base = sys.path[1:]  # Leave out the folder of this file.
     wanted = serve(*sys.argv[2:])
     try:
         become(base, *wanted)
