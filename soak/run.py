@@ -146,7 +146,7 @@ def rows_of(part, seconds, figures):
         how = ", sharded" if part == "sharded" else ""
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
         remark = (
-            f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['began_anew']} before "
+            f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['started_again']} before "
             f"the first save; seed {figures['seed']}"
         )
         return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]

@@ -12,7 +12,6 @@ PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 
 
 def on_device(batch_size=4, shuffle=False, num=40, seed=0):
-    """Return a TensorLoader on the device."""
     return TensorLoader(*make_data(num, seed=seed).tensors, batch_size=batch_size, shuffle=shuffle, device=DEVICE)
 
 
@@ -30,7 +29,7 @@ def fused_adam(module):
 
 
 class Drawing(Classifier):
-    """Draws noise and dropout on the device, and keeps running statistics there."""
+    """Draws noise and dropout, and keeps running statistics of BatchNorm, on the device."""
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)
@@ -42,7 +41,7 @@ class Drawing(Classifier):
 
 
 class Still(Classifier):
-    """Draws nothing on the device."""
+    """Draws no random numbers on the device."""
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 
 class Refusing(Callback):
-    """Makes each synchronization an error from the first batch of an epoch to its last batch."""
+    """Turns each synchronization with the GPU into an error, except between epochs."""
 
     def __init__(self, first=0, last=10**9):
         self.first, self.last, self.batches = first, last, 0
@@ -80,7 +80,7 @@ def test_accumulation_and_clipping_do_not_wait_for_the_gpu(options):
 
 
 def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
-    """Nothing is read from the device between two log points."""
+    """Synchronizations are errors in eight steps between two steps that log."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
     assert fit(train=on_device, val=val_loader, first=1, last=9, max_epochs=1, **options) == 8
@@ -88,7 +88,7 @@ def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
 
 
 def test_mini_loop_does_not_wait_for_the_gpu_within_an_epoch():
-    """The check starts at the second batch and ends before the last one."""
+    """Synchronizations are errors from the second batch to the second-last batch."""
 
     class Watched(Drawing):
         def on_train_batch_start(self, batch, batch_idx):

@@ -16,7 +16,7 @@ CPU = {"accelerator": "cpu"}
 @pytest.mark.parametrize("optimizers", [by_step, fused_adam])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
-    """The resumed run equals the first one in weights, optimizers, scaler, random numbers and rows."""
+    """Weights, optimizers, random numbers and files equal those of an uninterrupted run."""
     options = {**ON, "precision": precision, "max_epochs": 2, "save_every_n_steps": 3}
     options |= {"make_module": lambda: Drawing(optimizers), "train": loader, "val": val_loader}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "cut")], **options)
@@ -30,9 +30,9 @@ def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("first", "then"), [(CPU, ON), (ON, CPU)], ids=["to the device", "to the CPU"])
+@pytest.mark.parametrize(("first", "then"), [(CPU, ON), (ON, CPU)], ids=["CPU to GPU", "GPU to CPU"])
 def test_resuming_on_a_different_device_changes_results_only_by_rounding(tmp_path, first, then):
-    """Weights, optimizer, counters and order of the data are those of the file. Only the arithmetic differs."""
+    """Weights, optimizer states, counters and data order come from the checkpoint."""
     options = {"make_module": lambda: Still(fused_adam), "val": val_loader, "save_every_n_steps": 3}
     loop, module, _ = fit(tmp_path, **first, max_epochs=1, **options)
     path = loop.checkpoint_path("last")
@@ -45,7 +45,7 @@ def test_resuming_on_a_different_device_changes_results_only_by_rounding(tmp_pat
 
 
 def test_mini_loop_resumes_exactly_after_an_epoch(tmp_path):
-    """MiniLoop saves at the end of an epoch."""
+    """MiniLoop saves checkpoints only at the end of an epoch."""
     ends = {}
     for name, epochs in (("whole", [3]), ("parts", [1, 3])):
         for max_epochs in epochs:

@@ -42,7 +42,7 @@ def test_fit_moves_the_module_back_to_its_previous_device(tmp_path, kind, optimi
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_already_used_on_the_cpu_can_train_on_the_gpu(fused):
-    """The optimizer state moves to the GPU and back."""
+    """fit moves the optimizer state to the GPU and back."""
     net = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, fused=fused)
 
@@ -76,7 +76,7 @@ def test_fit_moves_the_module_back_to_the_cpu_after_an_error():
 
 
 def test_a_failed_save_of_a_checkpoint_does_not_hide_a_cuda_error(tmp_path):
-    """After the error, nothing can be read from the device, so a save fails."""
+    """After a CUDA error, nothing can be read from the GPU, so saving a checkpoint fails."""
     code = f"""
 import torch
 from device import *
@@ -102,7 +102,7 @@ fit({str(tmp_path)!r}, Fails, on_device, max_epochs=1, save_every_n_steps=2, **O
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_validate_test_and_predict_give_the_same_values_as_with_trainer(precision):
-    """Predictions are on the CPU."""
+    """FabricLoop returns predictions on the CPU."""
 
     class Evaluated(Drawing):
         def test_step(self, batch, batch_idx):

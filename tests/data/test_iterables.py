@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume 
 
 
 class Own:
-    """Is its own iterator. ``__iter__`` draws an order, starts over and returns itself."""
+    """A loader that is its own iterator. ``__iter__`` draws a new order and returns the loader."""
 
     def __iter__(self):
         self.order = iter(torch.randperm(6).tolist())
@@ -36,7 +36,7 @@ class OwnWithLength(Own):
 
 
 class Function:
-    """A generator function that draws random numbers at its first batch."""
+    """Draws random numbers when its first batch is requested, because __iter__ is a generator."""
 
     def __iter__(self):
         for index in torch.randperm(6).tolist():
@@ -44,7 +44,7 @@ class Function:
 
 
 class Items:
-    """Has ``__getitem__`` only."""
+    """A loader with ``__getitem__`` and without ``__iter__``."""
 
     def __getitem__(self, index):
         return BATCHES[index]
@@ -70,7 +70,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
 def test_iterables_give_the_same_batches_as_with_trainer(make):
-    """The sanity check is included. Iterables with a length are limited."""
+    """The comparison includes the sanity check, and limits for iterables with a length."""
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
     assert_parity(Classifier, make, make, max_epochs=2, **limits)
 
@@ -86,7 +86,7 @@ def test_iterables_resume_exactly_within_an_epoch(tmp_path, make):
 
 
 def once():
-    """Return an iterator, which gives its batches in one pass only."""
+    """Return an iterator, which yields its batches only once."""
     return itertools.chain(BATCHES)
 
 
@@ -95,7 +95,7 @@ def test_a_one_pass_iterator_trains_one_epoch():
 
 
 def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_path):
-    """Without training data it raises an error. Without validation data it warns."""
+    """A used-up iterator raises an error in training. In validation, it causes a warning."""
     hint = r"loader \(chain\) yielded no batch in .* An iterator yields its batches only once\. Pass an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
@@ -104,7 +104,7 @@ def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_
 
 
 class Slices:
-    """Gives the next batches of an endless stream in each epoch. The stream draws numbers."""
+    """Yields the next five batches of an endless random stream in each epoch."""
 
     def __init__(self):
         self.stream = self.read()
@@ -119,7 +119,7 @@ class Slices:
 
 
 class Nested:
-    """Applies a function to such slices, and has a length."""
+    """Changes the batches of Slices, and has a length."""
 
     def __init__(self):
         self.parts = {"inner": [Slices()]}
@@ -132,7 +132,7 @@ class Nested:
 
 
 class Queue:
-    """Is its own iterator, which continues in the next epoch."""
+    """A loader that is its own iterator and continues in the next epoch."""
 
     def __init__(self):
         self.position = 0

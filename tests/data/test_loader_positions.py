@@ -19,14 +19,14 @@ SIZE = 1000
 
 
 def resume_at(make, done):
-    """Return (the batches of a pass after the first ones, a loader that was resumed there)."""
+    """Return the batches after the first ``done``, and a loader that resumes after them."""
     torch.manual_seed(3)
     batches = list(make())
     torch.manual_seed(3)
     loader = ResumableLoader(make())
     assert sum(1 for _ in itertools.islice(loader, done)) == done
     state, rng_state = loader.state_dict(is_in_pass=True), torch.get_rng_state()
-    # Otherwise, the workers of this loader may still read samples.
+    # Without close(), the workers of this loader may still read samples.
     loader.close()
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
@@ -47,7 +47,7 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        # Not a tensor, because a resumed run would restore it.
+        # A resumed run would restore a tensor, but does not restore a Record.
         self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):
@@ -75,7 +75,7 @@ def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, after):
-    """The batches are the same, and a warning explains that random numbers of samples differ."""
+    """The batches have the same samples, but random numbers drawn for samples differ."""
 
     def make(workers):
         return lambda: make_loader(24, num_workers=workers)
@@ -97,7 +97,7 @@ def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, afte
 
 
 class TakesSeveral(Classifier):
-    """Trains on the first batch, of four features, and gets a batch of each loader."""
+    """Trains on the batch of the first loader, also if there are several loaders."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0] if isinstance(batch[0], list) else batch
@@ -134,7 +134,7 @@ def test_a_resumed_loader_without_a_state_dict_reads_its_batches_again():
 
 
 class ShufflesChunks:
-    """Shuffles each chunk of four samples with the global generator, when the chunk is reached."""
+    """Shuffles chunks of four samples, each when it is reached if ``is_lazy`` is set."""
 
     def __init__(self, is_lazy):
         self.is_lazy = is_lazy
@@ -148,7 +148,7 @@ class ShufflesChunks:
 
 
 class Pairs:
-    """Yields batches of two indices."""
+    """A batch sampler of pairs."""
 
     def __init__(self, sampler):
         self.sampler = sampler

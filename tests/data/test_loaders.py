@@ -22,7 +22,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 class Sees(pl.LightningModule):
-    """Records what each stage gives it."""
+    """Records the arguments of its steps in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,10 @@ class Sees(pl.LightningModule):
 
 
 def both(act, make=Sees, **options):
-    """Return the result of `act(loop, module)` and what the module saw, under Trainer and under FabricLoop."""
+    """Run `act(loop, module)` with Trainer and FabricLoop.
+
+    Return both results and recorded arguments.
+    """
     found = []
     for kind in (pl.Trainer, FabricLoop):
         pl.seed_everything(1, verbose=False)
@@ -73,7 +76,7 @@ def ones(num, start=0, **options):
     return DataLoader(range(start, start + num), batch_size=2, **options)
 
 
-# ---- kinds of loaders
+# Kinds of loaders
 
 STRUCTURES = {
     "one": lambda: ones(4),
@@ -89,7 +92,7 @@ MODES = ("max_size_cycle", "min_size", "max_size")
 
 
 def structure(loaders):
-    """Return the type of each loader in the structure in which the loaders were given."""
+    """Return the names of the types of loaders, in the same nested structure."""
     if isinstance(loaders, dict):
         return {name: structure(value) for name, value in loaders.items()}
     if isinstance(loaders, list | tuple) and not isinstance(loaders[0], int):
@@ -100,7 +103,7 @@ def structure(loaders):
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_loaders_in_each_structure_give_the_same_batches_as_with_trainer(call, name):
-    """Batches, their indices, their counts and the structure of the loaders equal Trainer's."""
+    """The number of batches and the attributes such as loop.train_dataloader are also compared."""
 
     def act(loop, module):
         result = getattr(loop, call)(module, STRUCTURES[name]())
@@ -127,7 +130,7 @@ def test_combined_loaders_give_the_same_batches_as_with_trainer(call, mode, limi
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
-# ---- objects that are not loaders
+# Objects that are not loaders
 
 NO_LOADERS = {"None": None, "object": object(), "a list with an object": [1, object()], "a loader": [range(2), None]}
 
@@ -152,7 +155,7 @@ def test_a_wrong_validation_loader_is_refused_before_training():
 
 
 def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
-    """Trainer does not take these loaders from the module either."""
+    """Like Trainer, FabricLoop does not combine the loaders of a datamodule and a module."""
 
     class Module(Sees):
         def train_dataloader(self):
@@ -170,7 +173,7 @@ def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
         FabricLoop(**quiet()).test(Module(), datamodule=Data())
 
 
-# ---- lengths and limits
+# Lengths and limits
 
 
 class Stream(IterableDataset):
@@ -213,7 +216,7 @@ def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(c
 
 
 def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
-    """The module creates the loader. fit refuses an empty loader as an argument."""
+    """An empty loader that is passed to fit raises an error instead."""
 
     class Empty(Sees):
         def train_dataloader(self):
@@ -228,7 +231,7 @@ def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
         FabricLoop(**quiet(max_epochs=1)).fit(Empty())
 
 
-# ---- when loaders are created
+# The creation of loaders
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
@@ -250,7 +253,7 @@ def test_loaders_are_reloaded_every_n_epochs(sanity, every, reload):
 
 
 class EpochSampler(RandomSampler):
-    """Records the epochs that it is given."""
+    """Records the arguments of set_epoch()."""
 
     epochs: list
 
@@ -278,7 +281,7 @@ def test_set_epoch_gets_the_same_epochs_as_with_trainer(in_batches):
     assert expected == epochs == [[0], [0, 0], [1], [1], [] if in_batches else [1]]
 
 
-# ---- warnings
+# Warnings
 
 
 def warnings_of(call="validate", loader=None, **options):
@@ -286,7 +289,8 @@ def warnings_of(call="validate", loader=None, **options):
         warnings.simplefilter("always")
         getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(Sees(), loader)
     texts = [str(warning.message) for warning in caught]
-    others = ("is multi-threaded, use of fork",)  # Python's own
+    # A warning of Python, which is not tested here.
+    others = ("is multi-threaded, use of fork",)
     return [text for text in texts if not any(other in text for other in others)]
 
 
@@ -300,7 +304,7 @@ def test_a_loader_with_few_workers_causes_a_warning(monkeypatch):
 
 
 def test_importing_the_package_adds_no_warning_filter():
-    """The dependencies are imported before."""
+    """The dependencies are imported first, because they add filters."""
     code = (
         "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
         " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
@@ -331,7 +335,7 @@ def test_overfit_batches_turns_off_shuffling_only_in_fit():
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
 
 
-# ---- objects that do not change
+# Objects that fit and predict do not change
 
 
 def test_predict_does_not_change_the_given_loader():
@@ -361,7 +365,7 @@ def test_a_shuffled_tensor_loader_gives_the_same_batches_as_tensor_indexing(kind
 
 
 class Ends(Sees):
-    """Trains on 11 batches, then raises an error if there is one."""
+    """Raises the given error, if any, in its 12th batch."""
 
     def __init__(self, error=None):
         super().__init__()
@@ -376,7 +380,7 @@ class Ends(Sees):
 @pytest.mark.parametrize("error", [None, ValueError("mine"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
 def test_a_fit_that_ends_within_an_epoch_leaves_no_worker_process(loop, error):
-    """The garbage collector waits five seconds for each worker that is left."""
+    """The garbage collector would wait five seconds for each remaining worker."""
     dataset, before = [torch.zeros(1)] * 16, multiprocessing.active_children()
     caught, loop = None, loop(max_steps=13, accelerator="cpu")
     try:

@@ -61,7 +61,7 @@ class DrawsEach(NumpySampler):
 
 
 class Counts(NumpySampler):
-    """Draws by the number of its passes."""
+    """Draws an order that depends on the number of its passes."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Counts(NumpySampler):
 
 
 class OwnBatches(BatchSampler):
-    """Shuffles the batches, with a generator and an attribute of its own."""
+    """Shuffles the batches with its own generator, and counts its passes."""
 
     def __init__(self, sampler=None, batch_size=4, drop_last=False):
         super().__init__(SequentialSampler(X) if sampler is None else sampler, batch_size, drop_last)
@@ -87,7 +87,7 @@ class OwnBatches(BatchSampler):
 
 
 class Noisy(Dataset):
-    """Adds noise from a generator of its own, and counts its reads in the main process."""
+    """Adds noise from its own generator, and counts its reads if ``counts`` is set."""
 
     def __init__(self, make=lambda: np.random.default_rng(4), counts=False):
         self.noise, self.reads, self.counts = make(), 0, counts
@@ -103,7 +103,7 @@ class Noisy(Dataset):
 
 
 class NoisyStream(IterableDataset):
-    """A stream without state, whose order depends on its attributes."""
+    """A stream without state_dict(), whose samples depend on its attributes."""
 
     def __init__(self):
         self.noise, self.passes = np.random.default_rng(4), 0
@@ -179,11 +179,11 @@ LOADERS = {
     "sampler": lambda: tensors(sampler=NumpySampler()),
     "sampler, workers": lambda: tensors(sampler=NumpySampler(), **WORKERS),
     "sampler, persistent": lambda: tensors(sampler=NumpySampler(), **PERSISTENT),
-    "draws each": lambda: tensors(sampler=DrawsEach()),
-    "draws each, workers": lambda: tensors(sampler=DrawsEach(), **WORKERS),
-    "draws each, persistent": lambda: tensors(sampler=DrawsEach(), **PERSISTENT),
-    "counts": lambda: tensors(sampler=Counts()),
-    "counts, workers": lambda: tensors(sampler=Counts(), **WORKERS),
+    "lazy sampler": lambda: tensors(sampler=DrawsEach()),
+    "lazy sampler, workers": lambda: tensors(sampler=DrawsEach(), **WORKERS),
+    "lazy sampler, persistent": lambda: tensors(sampler=DrawsEach(), **PERSISTENT),
+    "counting sampler": lambda: tensors(sampler=Counts()),
+    "counting sampler, workers": lambda: tensors(sampler=Counts(), **WORKERS),
     "batch sampler": lambda: tensors(batch_sampler=OwnBatches(), batch_size=1),
     "batch sampler, workers": lambda: tensors(batch_sampler=OwnBatches(), batch_size=1, **WORKERS),
     "both samplers": lambda: tensors(batch_sampler=OwnBatches(NumpySampler()), batch_size=1),
@@ -225,7 +225,8 @@ class TakesAll(Classifier):
 
 @pytest.mark.parametrize(
     "name",
-    leave(LOADERS, "sampler, persistent", "draws each, workers", "counts, workers", "batch sampler, workers",
+    leave(LOADERS, "sampler, persistent", "lazy sampler, workers", "counting sampler, workers",
+          "batch sampler, workers",
           "dataset, random, workers", "datasets in datasets, workers", "collate, persistent"),
 )  # fmt: skip
 def test_a_resumed_run_restores_the_state_of_samplers_and_datasets(tmp_path, name):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with 
 
 
 class Sees(pl.LightningModule):
-    """Writes down the samples of each process, and logs their mean."""
+    """Writes the samples of each process to a file, and logs their mean."""
 
     def __init__(self, folder, on_step=False):
         super().__init__()
@@ -77,14 +77,14 @@ def test_each_process_tests_the_same_samples_as_with_trainer(tmp_path, kind):
 
 
 def test_two_processes_predict_each_sample_once(tmp_path):
-    """As under Trainer, drop_last is ignored."""
+    """Like Trainer, FabricLoop ignores drop_last in predict."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
     FabricLoop(**quiet(**FORK)).predict(Sees(tmp_path), loader, return_predictions=False)
     assert seen(tmp_path, "predict") == [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
 
 class Stream(IterableDataset):
-    """Is empty in the first process."""
+    """A stream that is empty in the first process."""
 
     def __iter__(self):
         return iter([torch.ones(1)] * len(self))
@@ -99,7 +99,7 @@ def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
 
 
-# ---- resume with another global seed
+# Resume with a different seed
 
 
 class KeptAt(pl.Callback):
@@ -117,7 +117,7 @@ class KeptAt(pl.Callback):
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_different_seed_on_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
-    """The checkpoint contains the seed with which all processes draw the same order."""
+    """The checkpoint contains the seed from which all processes draw the same order."""
 
     def fit(seed, **options):
         pl.seed_everything(seed, verbose=False)

@@ -26,7 +26,7 @@ Y = torch.arange(24) % 3
 
 
 class StreamOfIndices(IterableDataset):
-    """Gives the samples of ``indices()``. Subclasses decide which state outlives a pass."""
+    """Yields the samples of ``indices()``. Subclasses keep their position in different ways."""
 
     def __init__(self, size=24):
         self.size, self.start, self.position = size, 0, 0
@@ -47,18 +47,18 @@ class StreamOfIndices(IterableDataset):
 
 
 class Sticky(StreamOfIndices):
-    """Applies the loaded position to each later pass."""
+    """Starts each pass after a resume at the loaded position."""
 
 
 class StickyWithPosition(StreamOfIndices):
-    """Knows its position before it gives the first sample after a resume."""
+    """Sets its position in load_state_dict(), before it yields a sample."""
 
     def load_state_dict(self, state):
         self.start = self.position = state["position"]
 
 
 class SetsNewAttribute(StreamOfIndices):
-    """load_state_dict sets an attribute that did not exist."""
+    """Creates an attribute in load_state_dict()."""
 
     def indices(self):
         yield from range(getattr(self, "first", 0), self.size)
@@ -68,7 +68,7 @@ class SetsNewAttribute(StreamOfIndices):
 
 
 class KeepsState(StreamOfIndices):
-    """Keeps the loaded dict, like a well-known library."""
+    """Keeps the loaded dict, and reads the position from it in each pass."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class KeepsState(StreamOfIndices):
 
 
 class Resets(StreamOfIndices):
-    """Starts a pass after a resume from the beginning."""
+    """Starts the pass after the resumed pass from the beginning."""
 
     def indices(self):
         start, self.start = self.start, 0
@@ -91,7 +91,7 @@ class Resets(StreamOfIndices):
 
 
 class Cursor(StreamOfIndices):
-    """Continues in the next pass where the previous pass has ended."""
+    """Continues in each pass where the previous pass ended."""
 
     def indices(self):
         end = (self.position // 20 + 1) * 20
@@ -103,7 +103,7 @@ class Cursor(StreamOfIndices):
 
 
 class Epochs(StreamOfIndices):
-    """Keeps the number of the pass, but not the position in it. The order depends on both."""
+    """Shuffles with the epoch number as the seed, and skips samples after a resume."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Epochs(StreamOfIndices):
 
 
 class Buffered(StreamOfIndices):
-    """Shuffles with a buffer and a generator, which are in its state."""
+    """Shuffles with a buffer and a generator. Both are part of its state_dict()."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Buffered(StreamOfIndices):
 
 
 class Source:
-    """An object inside a loader that keeps the position."""
+    """Keeps the position of a loader."""
 
     def __init__(self):
         self.offset = self.taken = 0
@@ -163,7 +163,7 @@ class Source:
 
 
 class OwnLoader:
-    """A loader without length. The position is in an object of an object."""
+    """A loader without a length, whose position is in a nested object."""
 
     def __init__(self):
         self.parts = {"source": Source()}
@@ -208,13 +208,13 @@ class TakesAll(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-KEPT = (*LOADERS, "torchdata KeepsState", "torchdata Cursor", "torchdata Epochs")
+TESTED = (*LOADERS, "torchdata KeepsState", "torchdata Cursor", "torchdata Epochs")
 LOADERS |= TORCHDATA
 
 
-@pytest.mark.parametrize("name", keep(LOADERS, *KEPT))
+@pytest.mark.parametrize("name", keep(LOADERS, *TESTED))
 def test_a_killed_run_on_an_iterable_dataset_with_state_resumes_exactly(tmp_path, name):
-    """Kill in and after the first epoch, resume, kill a resumed run, and resume it."""
+    """Kill the run within and after the first epoch. Also kill a resumed run."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
@@ -247,7 +247,7 @@ def test_a_loop_that_an_iterable_dataset_references_is_not_searched_for_state():
 
 
 def test_resume_warns_about_an_iterable_dataset_whose_position_cannot_be_reset(tmp_path):
-    """Its position is in a persistent worker, or is not an attribute."""
+    """The position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 
     class Hidden(StreamOfIndices):
@@ -274,7 +274,7 @@ def test_resume_warns_about_an_iterable_dataset_whose_position_cannot_be_reset(t
 
 
 class StreamOfPositions(StreamOfIndices):
-    """Starts each later pass from the beginning."""
+    """Starts each pass after the resumed pass from the beginning."""
 
     first = 0
 
@@ -293,7 +293,7 @@ class StreamOfPositions(StreamOfIndices):
 
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_resume_warns_that_rng_states_of_workers_are_not_saved(tmp_path, is_persistent):
-    """Between epochs, no workers except persistent ones have RNG states to restore."""
+    """Between epochs, only persistent workers have RNG states."""
 
     def make():
         return StatefulDataLoader(StreamOfPositions(), 4, num_workers=2, persistent_workers=is_persistent)

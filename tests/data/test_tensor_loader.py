@@ -1,4 +1,4 @@
-"""Test that a TensorLoader follows every rule for a DataLoader. Trainer is the reference."""
+"""Test that FabricLoop reads a TensorLoader exactly as Trainer reads a DataLoader."""
 
 import json
 import warnings
@@ -72,7 +72,7 @@ def two(make):
     return lambda num, **options: {"a": make(num, **options), "b": make(num - 3, **options)}
 
 
-# The options of the loader, and those of the loop.
+# {name: (options of the loader, options of the loop)}
 RULES = {
     "last batch": ({}, {}),
     "drop_last": ({"drop_last": True}, {}),
@@ -129,7 +129,7 @@ def test_several_tensor_loaders_give_the_same_batches_as_data_loaders(tmp_path, 
     assert_same_batches(tmp_path, call, name, several=True)
 
 
-# With a shuffled loader, Trainer's processes draw different orders, and predict samples twice.
+# With shuffled loaders, the processes of Trainer draw different orders in predict.
 EVALUATED = {
     "validate": ["last batch", "overfit", "shuffle, drop_last"],
     "test": ["limit", "shuffle"],
@@ -141,7 +141,7 @@ WITH_TWO_PROCESSES += [(call, name) for call, names in EVALUATED.items() for nam
 
 @pytest.mark.parametrize(("call", "name"), WITH_TWO_PROCESSES)
 def test_two_processes_share_the_batches_of_a_tensor_loader(tmp_path, call, name):
-    """Shuffled orders are equal, too, because all processes draw them with the common seed."""
+    """All processes draw the shuffled order from the same seed."""
     assert_same_batches(tmp_path, call, name, FORK)
 
 

@@ -47,7 +47,7 @@ def test_each_demo_learns(demo, options, column, least):
 
 
 def probe(load):
-    """Return how well a linear classifier reads the digits from the codes."""
+    """Return the accuracy of a linear classifier that reads the digits from the codes."""
     loop = FabricLoop(name="autoencoder", accelerator="cpu", enable_progress_bar=False, seed=0)
     batches = loop.predict(Autoencoder(), datamodule=DigitsData(), load=load)
     codes, labels = (torch.cat([batch[key] for batch in batches]) for key in ("code", "label"))
@@ -64,7 +64,7 @@ def test_the_language_model_trains_by_steps_and_generates_text(capsys):
     assert rows["step"].tolist() == [80, 160, 240]
     assert rows["val_bits"].iloc[-1] < bits - 0.7
     assert steps["tokens_per_second"].min() > 0
-    # The rate rises for 24 steps, then falls to a tenth along a cosine.
+    # The learning rate rises for 24 steps. Then it falls to a tenth along a cosine.
     assert steps["lr"].idxmax() in (1, 2)
     assert rows["lr"].iloc[-1] == pytest.approx(3e-4, rel=0.01)
     assert re.search(r"^generated   'The .{20,}'$", capsys.readouterr().out, re.M)

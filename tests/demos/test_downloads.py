@@ -31,7 +31,7 @@ def write_mnist(folder):
 
 
 def write_cifar10(folder, count=300):
-    """Write images as binary batches. The class decides the colour of an image."""
+    """Write images as binary batches. The colour of an image depends on its class."""
     generator = np.random.default_rng(0)
     folder.mkdir()
     for name in [*cifar10.TRAIN, *cifar10.TEST]:
@@ -56,7 +56,8 @@ def test_mnist_is_downloaded_only_once(monkeypatch):
     data = mnist.MNISTData()
     data.prepare_data()
     shutil.rmtree("mirror")
-    data.prepare_data()  # The files exist.
+    # The files exist now, so nothing is downloaded.
+    data.prepare_data()
     data.setup()
     assert [len(data.splits[split]) for split in ("train", "val", "test")] == [1350, 150, 297]
     images, labels = next(iter(data.train_dataloader()))

@@ -24,7 +24,7 @@ FORK = {"strategy": "ddp_fork"}
 LAST = "checkpoints/run/version_0/last.ckpt"
 
 
-# ---- another number of processes
+# Resume with a different number of processes
 
 
 def numbered():
@@ -33,7 +33,7 @@ def numbered():
 
 
 class Numbered(Classifier):
-    """Logs over all ranks. Each rank saves its samples, the state at the start of an epoch, and a random number."""
+    """Saves the samples, the state at the start of the epoch and a random number of each rank."""
 
     def __init__(self):
         super().__init__(by_step, sync_dist=True)
@@ -42,7 +42,7 @@ class Numbered(Classifier):
         optimizers = [optimizer.state_dict() for optimizer in self.trainer.optimizers]
         schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         weights = {name: value.clone() for name, value in self.state_dict().items()}
-        self.began = copy.deepcopy([weights, optimizers, schedulers, self.global_step])
+        self.state_at_start = copy.deepcopy([weights, optimizers, schedulers, self.global_step])
         self.samples, self.drawn = [], torch.rand(1).item()
 
     def training_step(self, batch, batch_idx):
@@ -51,7 +51,7 @@ class Numbered(Classifier):
         return super().training_step(batch[:2], batch_idx)
 
     def on_train_epoch_end(self):
-        found = {"samples": self.samples, "drawn": self.drawn, "started": self.began}
+        found = {"samples": self.samples, "drawn": self.drawn, "started": self.state_at_start}
         torch.save(found, f"epoch{self.current_epoch}_rank{self.global_rank}.pt")
 
 
@@ -60,7 +60,7 @@ def read_epoch(epoch, ranks):
 
 
 def test_a_run_resumes_between_epochs_with_a_different_number_of_processes(recwarn):
-    """The run resumes with 1 and 3 processes. Each epoch starts from the saved state and has each sample once."""
+    """Each epoch starts from the saved state, and contains each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
     states = [read_checkpoint(LAST)]
@@ -76,7 +76,8 @@ def test_a_run_resumes_between_epochs_with_a_different_number_of_processes(recwa
             state = states[epoch - 1]
             saved = [state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
             assert all(same(part["started"], saved) for part in found)
-    assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3  # not copies of one state
+    # The processes draw different random numbers.
+    assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)
 
@@ -93,18 +94,19 @@ def test_resuming_within_an_epoch_with_more_or_fewer_processes_is_refused(first,
         train_with(second, max_steps=4, resume="last")
 
 
-# ---- checkpoints
+# Checkpoints
 
 
 def resume_in(rank, folders, arguments):
-    os.chdir(folders[rank])  # As on two machines without a common folder.
+    # Use different folders, as on two machines without a shared disk.
+    os.chdir(folders[rank])
     loop, *_ = fit(".", Classifier, max_epochs=2, strategy="ddp", devices=2, **arguments)
     print("ended at step", loop.global_step, file=sys.stderr)
 
 
 @pytest.mark.parametrize("arguments", [{"resume": "last"}, {"resume": "auto"}, {"load": "last"}], ids=str)
 def test_processes_that_find_different_checkpoints_raise_the_same_error(arguments):
-    """One process has no file. With the same file, both resume."""
+    """One process has no checkpoint. If both have the same checkpoint, both resume."""
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
     shutil.copytree("one", "same")
@@ -130,11 +132,11 @@ def test_a_missing_checkpoint_is_refused_in_a_single_launched_process(arguments)
     assert "MissingCheckpointError" in errors[0]
 
 
-# ---- loaders of different length
+# Loaders of different length
 
 
 class Longer(DistributedSampler):
-    """Rank one has two batches more."""
+    """A sampler with two more batches in process 1."""
 
     def __init__(self, rank):
         super().__init__(range(40), 2, rank, shuffle=False)
@@ -145,25 +147,25 @@ class Longer(DistributedSampler):
 
 
 class Sampled(Classifier):
-    """Makes its loader on each rank."""
+    """Creates a loader of a different length on each rank."""
 
     def train_dataloader(self):
         return DataLoader(make_data(40), batch_size=4, sampler=Longer(self.global_rank))
 
 
 def test_loaders_of_different_length_in_two_processes_are_refused():
-    """The processes would wait for each other until the group's timeout of 30 minutes."""
+    """Otherwise, the processes would wait for each other until a timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches in the processes"):
         FabricLoop(**quiet(**options)).fit(Sampled())
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
 
 
-# ---- a validation interval given as a time
+# A validation interval that is a time
 
 
 class Records(Classifier):
-    """Records after which batches each process validates. The clock of rank 1 is the faster one."""
+    """Records after which batches each process validates. The clock of rank 1 runs faster."""
 
     def setup(self, stage):
         self.clock = progress.time = Clock()

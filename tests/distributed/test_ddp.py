@@ -43,7 +43,8 @@ class Synced(Classifier):
         self.log("val_acc", (logits.argmax(1) == y).float().mean(), **options)
         self.log("val_sum", x.sum(), reduce_fx="sum", **options)
         self.log("val_max", x.max(), reduce_fx="max", **options)
-        self.log("val_rank", float(self.global_rank))  # Not reduced, so the first process's value is shown.
+        # Without sync_dist, the value of the first process is logged.
+        self.log("val_rank", float(self.global_rank))
 
 
 class Report(pl.Callback):
@@ -86,11 +87,11 @@ def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-# ---- a run
+# A run
 
 
 def test_two_processes_write_one_set_of_files(tmp_path):
-    """Both processes have the same weights, and the caller's objects have the results."""
+    """Afterwards, the module and the loop of the caller contain the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
     loop = FabricLoop(
@@ -110,7 +111,8 @@ def test_two_processes_write_one_set_of_files(tmp_path):
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
     reduced = [name for name in one["metrics"] if name.startswith(("train_loss", "val")) and name != "val_rank"]
     assert {name for name in reduced if not torch.equal(one["metrics"][name], other["metrics"][name])} == set()
-    assert not torch.equal(one["metrics"]["train_acc"], other["metrics"]["train_acc"])  # logged without sync_dist
+    # train_acc is logged without sync_dist.
+    assert not torch.equal(one["metrics"]["train_acc"], other["metrics"]["train_acc"])
 
     version = "run/version_0"
     assert files(tmp_path) == sorted(
@@ -146,7 +148,7 @@ def test_two_processes_write_one_set_of_files(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-# ---- Trainer's numbers
+# Comparison with Trainer
 
 
 CASES = {
@@ -175,7 +177,7 @@ def weighted():
 
 @pytest.mark.parametrize("make", [lambda: make_loader(shuffle=False), weighted], ids=["unshuffled", "weighted"])
 def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
-    """With several processes Trainer shuffles every training loader without a DistributedSampler."""
+    """With several processes, Trainer shuffles training loaders without a DistributedSampler."""
     _, expected = run_trainer(Synced, make, max_epochs=2, **FORK)
     _, module = run_loop(Synced, make, max_epochs=2, **FORK)
     assert_same_weights(expected, module)
@@ -183,7 +185,7 @@ def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_and_forked_processes_end_with_the_same_weights():
-    """Spawned processes get the weights in shared memory and must copy them."""
+    """Spawned processes get the weights in shared memory, and must train on copies."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
     assert_same_weights(expected, module)
@@ -239,7 +241,7 @@ def test_layers_created_in_forked_processes_are_copied_to_the_caller():
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_processes_do_not_share_the_optimizer_state():
-    """Adam's moments in shared memory would be changed by both processes."""
+    """Otherwise, both processes would change the same moments of Adam."""
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
@@ -264,13 +266,14 @@ def test_the_state_of_callbacks_in_forked_processes_is_copied_to_the_caller(tmp_
 
 
 def test_ddp_averages_gradients_once_per_accumulation_window(tmp_path):
-    """Before the last batch of an accumulation window the processes have different gradients."""
+    """Before the last batch of an accumulation window, the processes have different gradients."""
     loop = FabricLoop(**quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[Report(tmp_path)], **FORK))
     pl.seed_everything(1, verbose=False)
     loop.fit(Synced(), train())
     one, other = (seen["gradients"] for seen in ranks(tmp_path))
-    alike = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
-    assert alike == [False, True, False, True, True]  # two steps of two batches, one of one batch
+    are_equal = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    # The steps have two batches, two batches and one batch.
+    assert are_equal == [False, True, False, True, True]
     assert loop.global_step == 3
 
 
@@ -287,7 +290,7 @@ def stateful():
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", [weighted, stateful])
 def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
-    """The first run stops in its third epoch."""
+    """The first run stops in its third epoch. Later, a run stops in an accumulation window."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val, **options)
@@ -297,14 +300,14 @@ def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
     saved = [torch.load(path, weights_only=True)["optimizer_states"] for path in tmp_path.rglob("last.ckpt")]
     assert same(*saved)
-    # Each process has its own gradients in an accumulation window.
+    # In an accumulation window, each process has different gradients.
     options = {"accumulate_grad_batches": 2, "max_epochs": 2, **FORK}
     whole = fit(tmp_path / "mid", train=train, callbacks=[SavesInMidStep()], **options)
     resumed = fit(tmp_path / "rest", train=train, seed=99, resume=tmp_path / "mid/mid.ckpt", **options)
     assert_same_weights(whole[1], resumed[1])
 
 
-# ---- evaluation and errors
+# Evaluation and errors
 
 
 class UnevenStream(IterableDataset):
@@ -323,7 +326,7 @@ def uneven_stream():
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
 def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
-    """Otherwise, the other process would wait forever. The run also resumes exactly."""
+    """Otherwise, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
     assert whole[0].global_step == 12
@@ -368,14 +371,14 @@ class LogsNothing(nn.Module):
 
 
 def test_returned_values_are_averaged_over_all_processes(tmp_path):
-    """A module that logs nothing cannot ask for sync_dist."""
+    """A module that logs nothing cannot pass sync_dist=True."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)
     assert history[["train_loss", "val_loss"]].to_numpy().tolist() == [[3.5, 3.5]]
 
 
 class DifferentInEachProcess(Synced):
-    """Has other weights and buffers in each process until the loop sets the model up."""
+    """Has different weights in each process until DDP wraps the model."""
 
     def setup(self, stage):
         with torch.no_grad():
@@ -384,7 +387,7 @@ class DifferentInEachProcess(Synced):
 
 
 def test_validate_uses_the_weights_of_the_first_process():
-    """Trainer does the same."""
+    """Like Trainer, FabricLoop copies the weights of the first process to all processes."""
     data = make_loader(shuffle=False)
     torch.manual_seed(0)
     [alone] = FabricLoop(**quiet(devices=1)).validate(Synced(), data, verbose=False)

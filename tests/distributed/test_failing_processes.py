@@ -41,7 +41,7 @@ class Fails(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-# By event: exit codes, text in the second process's errors, and the saved step.
+# {name: (event, exit codes, text in the error of the second process, step of the checkpoint)}
 EVENTS = {
     "exception": (ValueError("mine"), (1, 1), "ValueError: mine", 4),
     "SIGKILL": (signal.SIGKILL, (1, -9), "", 4),

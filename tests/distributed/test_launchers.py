@@ -78,9 +78,11 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 )
 def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment["FORKING_PYTHON"] = forking_python()  # for the processes that it starts
+    # The script starts a second process, which uses this variable.
+    environment["FORKING_PYTHON"] = forking_python()
     if launcher is FABRIC:
-        launcher = [*FABRIC, f"--main-port={free_port()}"]  # the default port is fixed; two suites would share it
+        # Without a free port, two test runs at the same time would use the same default port.
+        launcher = [*FABRIC, f"--main-port={free_port()}"]
     for attempt in ("first", "second"):
         Path(attempt).mkdir()
         os.chdir(attempt)
@@ -88,14 +90,15 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
         Path("script.py").write_text(SCRIPT)
         command = fork_command([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        # On a busy machine a thread of gloo may fail at the interpreter's exit, after all is done. See
+        # On a busy machine, a thread of gloo may abort when Python exits, after the training. See
         # https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:
             break
         os.chdir("..")
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(Path().glob("rank*.pt"))]
-    assert len(found) == ranks  # spawned processes end in fit; only the caller continues, with their weights
+    # Spawned processes end in fit, so only the process of the caller saves a file.
+    assert len(found) == ranks
     kept = read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]
     for result in found:
         assert (result["epochs"], result["step"], result["changed"]) == ([0, 1], 4, True)
@@ -130,7 +133,7 @@ loop.fabric.broadcast(1)
 
 @pytest.mark.parametrize("loop", ["FabricLoop", "MiniLoop"])
 def test_processes_exit_normally_right_after_their_last_communication(loop, tmp_path):
-    """Without a pause at the exit, one of the processes aborted in every second run."""
+    """Without a pause at the exit, every second run of this test aborted."""
     (tmp_path / "lit.py").write_text(LIT)
     (tmp_path / "train.py").write_text(EXIT)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

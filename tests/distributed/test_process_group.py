@@ -17,7 +17,7 @@ from fabric_template.errors import ConfigurationError
 
 
 def join(rank, port):
-    """Initialize the group as a user does, without variables."""
+    """Initialize the process group without environment variables."""
     store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
@@ -29,7 +29,7 @@ def set_variables(rank, port):
 
 
 def join_by_variables(rank, port):
-    """Initialize the group from variables, as a worker of Ray Train does inside a job of SLURM."""
+    """Initialize the process group from variables, like Ray Train in a SLURM job."""
     set_variables(rank, port)
     os.environ |= {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "ray", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     distributed.init_process_group("gloo")
@@ -85,7 +85,7 @@ def train_twice(rank, start, port):
 
 
 def start_nothing(rank, port):
-    """Do nothing. A launcher starts the processes."""
+    """Do nothing, because a launcher has set the variables."""
 
 
 @pytest.mark.parametrize("start", [start_nothing, set_variables])
@@ -131,7 +131,7 @@ def test_incomplete_environment_variables_of_a_process_group_are_refused(variabl
     ids=str,
 )
 def test_a_loop_ignores_incomplete_environment_variables_of_a_launcher(variables, monkeypatch):
-    """Lightning's own launcher sets WORLD_SIZE and LOCAL_RANK."""
+    """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert FabricLoop(**quiet()).world_size == 1

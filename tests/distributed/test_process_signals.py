@@ -10,12 +10,12 @@ from modules import Classifier
 from processes import run_processes
 from runs import fit, val_loader
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently on Windows")
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
 class Hit(Classifier):
-    """Sends a signal in one hook of one rank, to this process or to its parent."""
+    """Sends a signal to its process or to the parent process, in one hook of one rank."""
 
     def __init__(self, hook, rank, number, parent=None):
         super().__init__()
@@ -25,7 +25,8 @@ class Hit(Classifier):
         where, rank, number, parent = self.hit
         if (hook, int(os.environ["LOCAL_RANK"])) == (where, rank):
             os.kill(parent or os.getpid(), getattr(signal, number))
-            while parent and self.trainer.run.signals.received is None:  # passed on
+            # Wait until the parent process has passed the signal to this process.
+            while parent and self.trainer.run.signals.received is None:
                 time.sleep(0.01)
 
     def prepare_data(self):

@@ -46,7 +46,7 @@ class DigitsClassifier(DigitsClassifier):
 
 """
 START = "    ray.init(num_cpus=2, include_dashboard=False)\n"
-# The page leaves the start of the training with MiniLoop to the reader.
+# docs/ray.md does not show how to start the training with MiniLoop.
 START_MINI = f"""
 {GUARD}
     result.metrics_dataframe.to_csv(SHARED / "run.csv")

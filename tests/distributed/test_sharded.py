@@ -36,7 +36,7 @@ def shard(model, mesh):
 
 
 def split(model, mesh):
-    """Shard the first layer by columns, the last one by rows."""
+    """Shard the first layer by columns and the last layer by rows."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     return parallelize_module(model, mesh["tensor_parallel"], {"net.0": ColwiseParallel(), "net.3": RowwiseParallel()})
@@ -61,7 +61,10 @@ def whole_state(item):
 
 
 def trained(strategy, make, seed=1, root=None, resume=None, validates=True, given=None, **options):
-    """Train a model. Returns whole weights and optimizer states, the metrics, the loop and the model."""
+    """Train a model.
+
+    Return unsharded weights and optimizer states, metrics, the loop and the model.
+    """
     pl.seed_everything(seed, verbose=False)
     model = make()
     options = {"devices": 2, "max_epochs": 2, **(quiet() if root is None else with_files(root)), **options}
@@ -100,7 +103,7 @@ class ByHand(Adam):
 
 
 class Meta(Classifier):
-    """Makes its layers on the meta device."""
+    """Creates its layers on the meta device."""
 
     def __init__(self):
         super().__init__(sgd)
@@ -111,7 +114,7 @@ class Meta(Classifier):
 
 
 class Trainers(Classifier):
-    """A module written for Trainer's strategy, which shards itself by its mesh."""
+    """A module written for Trainer. It shards itself in configure_model()."""
 
     def __init__(self):
         super().__init__(sgd)
@@ -138,7 +141,7 @@ def by_functions(net):
     }
 
 
-# ---- the weights of DDP
+# Comparison with DDP
 
 CASES = {
     "plain": (Adam, {}),
@@ -152,8 +155,8 @@ CASES = {
 }
 
 
-def counting(done):
-    """Count the reductions of gradients, by either of torch's names for them."""
+def record_reductions(done):
+    """Record each reduction of gradients. The function's name depends on the version of torch."""
     for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
         if (real := getattr(torch.distributed, name, None)) is not None:
             setattr(
@@ -162,12 +165,12 @@ def counting(done):
 
 
 def compare_with_ddp(rank):
-    counting(reduced := [])
+    record_reductions(reduced := [])
     found = {}
     for name, (make, options) in CASES.items():
         weights, states, metrics, *_ = trained("ddp", make, **options)
         reduced.clear()
-        # All processes get the first one's weights, as under DDP.
+        # As with DDP, all processes get the weights of the first process.
         ours, our_states, our_metrics, loop, model = trained(fsdp(), make, seed=1 + rank, **options)
         found[name] = largest_difference(weights, ours), metrics == our_metrics, len(reduced)
         if name == "plain":
@@ -188,7 +191,10 @@ def compare_with_ddp(rank):
 
 
 def test_fsdp2_gives_the_same_weights_as_ddp():
-    """Only the norm of all gradients may differ by rounding. Gradients are reduced once per step."""
+    """Only clipping by norm may differ, by rounding.
+
+    Gradients are reduced once per optimizer step.
+    """
     codes, errors = run_processes(compare_with_ddp)
     assert codes == [0, 0], errors
     for rank in range(2):
@@ -203,7 +209,7 @@ def test_fsdp2_gives_the_same_weights_as_ddp():
         assert found["meta"].isfinite().all()
 
 
-# ---- tensor parallelism
+# Tensor parallelism
 
 
 class Seeing(Classifier):
@@ -241,7 +247,7 @@ def test_tensor_parallelism_gives_the_same_weights_as_one_process():
     assert one["kinds"] == ["DTensor"] * 4
 
 
-# ---- gradient norms
+# Gradient norms
 
 
 def log_gradient_norms(rank):
@@ -252,7 +258,7 @@ def log_gradient_norms(rank):
 
 
 def test_log_grad_norm_covers_all_shards():
-    """A process has only a part of each gradient."""
+    """Each process has only a part of each gradient."""
     codes, errors = run_processes(log_gradient_norms)
     assert codes == [0, 0], errors
     trained("auto", Seeing, root="alone", devices=1, log_grad_norm=True, log_every_n_steps=1, max_epochs=1)
@@ -267,7 +273,7 @@ def test_log_grad_norm_covers_all_shards():
     assert norms["tensor"] == pytest.approx(norms["alone"], rel=1e-4)
 
 
-# ---- errors
+# Errors
 
 
 def forget_a_layer(model, mesh):
@@ -306,7 +312,7 @@ def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- checkpoints
+# Checkpoints
 
 FOLDER = "checkpoints/run/version_0"
 SAVING = {"max_epochs": 3, "monitor": "val_loss", "save_every_n_steps": 2}
@@ -315,13 +321,15 @@ SAVING = {"max_epochs": 3, "monitor": "val_loss", "save_every_n_steps": 2}
 def save_and_resume(rank):
     full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps")], **SAVING)
     found = {}
-    for batches in (5, 9):  # At the end of an epoch, and in the middle of the next one.
+    # Resume at the end of an epoch, and in the middle of the next epoch.
+    for batches in (5, 9):
         root = copy_on_rank_0(rank, f"snaps/{batches}", f"from{batches}")
         again = trained(fsdp(), Adam, seed=5, root=root, resume="auto", **SAVING)
         found[f"{batches}"] = same(again[:3], full[:3]), again[3].global_step
     strategies = {"fsdp": fsdp, "ddp": lambda: "ddp", "whole": lambda: fsdp(save_distributed_checkpoint=False)}
     first = None
-    for name, make in strategies.items():  # Another strategy continues the same run.
+    # Continue the same run with a different strategy.
+    for name, make in strategies.items():
         root = copy_on_rank_0(rank, "full", f"to_{name}")
         now = trained(make(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 4})
         first = first or now
@@ -333,7 +341,7 @@ def save_and_resume(rank):
 
 
 def test_sharded_checkpoints_resume_exactly():
-    """DDP and a single process can read the checkpoint, too."""
+    """A run with DDP and a single process can also read these checkpoints."""
     codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors
     for rank in range(2):
@@ -343,7 +351,7 @@ def test_sharded_checkpoints_resume_exactly():
         assert found["back"] == 25
     names = sorted(path.name for path in Path("full", FOLDER).iterdir() if path.name != ".lock")
     best = [name for name in names if name.startswith("best.ckpt.step=")]
-    # Each file names one folder, and no other folder is left.
+    # Each checkpoint has one folder of shards, and no other folder is left.
     assert names == ["best.ckpt", *best, "last.ckpt", "last.ckpt.step=15"]
     assert len(best) == 1
     assert not list(Path("to_ddp", FOLDER).glob("last.ckpt.*"))
@@ -358,7 +366,7 @@ def test_sharded_checkpoints_resume_exactly():
     net = read_checkpoint(Path("to_ddp", FOLDER, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
-    # With a missing file "last" uses the checkpoint before.
+    # If a shard is missing, load="last" uses the previous checkpoint.
     shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
     shard.unlink()
     with pytest.warns(UserWarning, match="is missing.* Using the previous checkpoint instead"):
@@ -379,7 +387,7 @@ def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(name):
 
 
 def fill_the_disk(rank):
-    """Let files grow no further in the second process after the second step."""
+    """After the fourth step, let the second process fail when it writes a large file."""
 
     class Fails(Adam):
         def __init__(self):

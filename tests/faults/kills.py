@@ -35,20 +35,21 @@ class Figures:
     ranks: int
     rounds: int = 0
     kills: int = 0
-    left_temporary_files: int = 0  # kills that hit in the middle of a write
-    began_anew: int = 0  # kills before anything was saved
+    left_temporary_files: int = 0  # kills in the middle of a write
+    started_again: int = 0  # kills before the first checkpoint
     seconds: float = 0.0
     losses: list = field(default_factory=list)
 
 
 def warm_up(root):
-    """Train once in this process, so that forked processes have everything imported. Fail if it leaves a thread."""
+    """Train once, so that forked processes import nothing. Fail if a thread is left."""
     quiet()
     train(root)
     gc.collect()
-    gc.freeze()  # the children's collector leaves these pages shared
+    # The garbage collector of forked processes then leaves these pages shared.
+    gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("training has started threads: a fork of this process could wait for their locks for ever")
+        raise RuntimeError("training has started threads: a fork of this process could wait for their locks forever")
 
 
 def fork(work, *args):
@@ -71,13 +72,14 @@ def fork(work, *args):
 
 
 def strategy_options(kind):
-    """Return the strategy option for all ranks. The kind "" means DDP with one file."""
+    """Return the option strategy. Without "sharded", it is DDP."""
     return {"strategy": sharded_strategy() if kind == "sharded" else "ddp"}
 
 
 def start(root, ranks, log, kind=""):
     """Fork one process per rank. Each runs the same command and writes its output to the log."""
-    from ports import free_port  # victim adds tests/support to sys.path
+    # Importing victim has added tests/support to sys.path.
+    from ports import free_port
 
     port = free_port()
 
@@ -95,7 +97,10 @@ def start(root, ranks, log, kind=""):
 
 
 def cpu_seconds(pid):
-    """Return a process's CPU seconds. On a busy machine they measure a run's progress better than a clock."""
+    """Return the CPU seconds of a process.
+
+    On a busy machine, they show its progress better than a clock.
+    """
     try:
         return time.clock_gettime((~pid << 3) | 2)  # Linux: the clock of another process
     except OSError:
@@ -103,9 +108,11 @@ def cpu_seconds(pid):
 
 
 def end(pids, after=None, skew=0.0):
-    """Wait for all. With `after`, kill all once the first has used these CPU seconds, each next one `skew` later.
+    """Wait until all processes have ended.
 
-    Return their exit codes. A run that does not end within PATIENCE is killed, and its code is "hang".
+    If `after` is given, kill the processes when the first one has used this number of CPU seconds,
+    each `skew` seconds after the previous one. Return the exit codes. A run that does not end
+    within PATIENCE is killed, and its code is "hang".
     """
     codes, begin, hit = dict.fromkeys(pids), time.monotonic(), None
     while any(code is None for code in codes.values()):
@@ -142,7 +149,8 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     log = workspace / "log"
     try:
         warm_up(workspace / "warm")
-        if kind:  # import once what the ranks need
+        # Import FSDP once, before the processes are forked.
+        if kind:
             sharded_strategy()
         codes, seconds = length_of(start(workspace / "whole", ranks, log, kind))
         if any(codes):
@@ -176,10 +184,11 @@ def _one_round(figures, root, ranks, log, draw, seconds, kind):
         instants.append(draw.uniform(0, seconds))
         codes = end(start(root, ranks, log, kind), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
-            break  # the run ended before the kill
+            # The run ended before the kill.
+            break
         figures.kills += 1
         figures.left_temporary_files += any(root.rglob("*.tmp"))
-        figures.began_anew += not any(root.rglob("last.ckpt"))
+        figures.started_again += not any(root.rglob("last.ckpt"))
     return instants
 
 

@@ -1,7 +1,7 @@
 """Count the file operations of a process in a folder, and let some of them fail.
 
-`os.open, os.write, os.fsync, os.replace ...` and `open` are replaced for the time of a `with` block. Whatever writes
-below Python is not seen here, see soak/syscalls.py.
+`open`, `os.open`, `os.write`, `os.fsync`, `os.replace` and similar functions are replaced during a
+`with` block. Writes of C and C++ code are not counted here. soak/syscalls.py counts system calls.
 """
 
 import builtins
@@ -16,7 +16,8 @@ KINDS = {
     "ENOSPC": errno.ENOSPC,
     "EIO": errno.EIO,
     "EACCES": errno.EACCES,
-    "short": None,  # Half of a write is written and reported; other operations fail with ENOSPC.
+    # Writes write only half of the bytes. Other operations fail with ENOSPC.
+    "short": None,
     "SIGKILL": None,
 }
 
@@ -36,10 +37,10 @@ class Layer:
         self.count = 0
 
     def before(self, operation, path, size):
-        """Do nothing."""
+        """Subclasses override this method."""
 
     def after(self, operation, path, fd):
-        """Do nothing."""
+        """Subclasses override this method."""
 
     def __enter__(self):
         self._real = {name: getattr(os, name) for name in self.operations}
@@ -75,7 +76,7 @@ class Layer:
         return call
 
     def path_of(self, file):
-        """Return the path of a file or descriptor under the root; None for all others."""
+        """Return the path of a file or descriptor below the root, or None if it is elsewhere."""
         if isinstance(file, int):
             # The descriptor may have been closed and used again.
             with contextlib.suppress(OSError):
@@ -87,7 +88,7 @@ class Layer:
         return path if path.startswith(self.root) else None
 
     def _open(self, file, mode="r", buffering=-1, *args, **kwargs):
-        """Open a file. What is written goes through os.write."""
+        """Open a file whose writes go through os.write."""
         path = None if isinstance(file, int) else self.path_of(file)
         writes = set(mode) & set("wax+")
         if path is None or kwargs.get("opener") is not None or not writes:
@@ -112,7 +113,7 @@ class WritingFile(io.FileIO):
 
 
 def buffered(raw, mode, buffering, size, *args, **kwargs):
-    """Return what open() makes of a raw file."""
+    """Return the file object that open() would create around a raw file."""
     if buffering == 0:
         return raw
     kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter

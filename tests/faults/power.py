@@ -62,7 +62,7 @@ class PowerCut(Layer):
             self.note(f"{operation} {os.path.relpath(path, self.root)}")
 
     def note(self, moment):
-        """Keep the states that a power cut at this moment could leave."""
+        """Record the states of the disk that a power cut at this moment could leave."""
         for kind in KINDS:
             found = self._certain(self.root, "") if kind == "nothing" else self._current(kind)
             files = tuple((name, _replace_root(name, content, self.root, "ROOT")) for name, content in sorted(found))
@@ -95,13 +95,16 @@ class PowerCut(Layer):
 
 
 def _replace_root(name, content, root, other):
-    """Replace the folder of the run in config.yaml and hparams.yaml, which a finished run does not write again."""
+    """Replace the path of the run directory in config.yaml and hparams.yaml."""
     is_text = name.endswith(".yaml") and content
     return content.replace(str(root).encode(), str(other).encode()) if is_text else content
 
 
 def record(root, **options):
-    """Train once. Returns the end of the run, and the states that a cut at any moment could have left."""
+    """Train once.
+
+    Return the final files, and the states that a cut at any moment could have left.
+    """
     save = AtomicCheckpointIO.save_checkpoint
     with PowerCut(root) as cut:
 
@@ -120,7 +123,7 @@ def record(root, **options):
 
 
 def check(whole, state, root, **options):
-    """Return what went wrong after this cut, or None."""
+    """Return the problem after this power cut, or None."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for name, content in state.files:

@@ -2,8 +2,8 @@
 
     python tests/faults/sweep.py --kinds ENOSPC short SIGKILL
 
-For n = 1, 2, ... the n-th open, write, fsync, rename, mkdir, ... of a run fails, until a run passes unharmed. After
-each fault last.ckpt is whole, and resume="auto" ends with the files of an undisturbed run.
+For n = 1, 2, ..., the n-th open, write, fsync, rename, mkdir, ... of a run fails. After each fault,
+last.ckpt can be read, and resume="auto" ends with the same files as an undisturbed run.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Trace(Layer):
 
 
 def train_with_fault(root, n, kind):
-    """Train with the n-th operation failing. The run may end with an error of one line."""
+    """Train while the n-th operation fails. The run may end with a one-line error."""
     try:
         with Fault(root, n, kind):
             train(root)
@@ -57,7 +57,7 @@ def check(workspace, whole, n, kind):
         for path in root.rglob("last.ckpt"):
             read_checkpoint(path)
         train(root)
-        # A best file that the disk refused was reported, and is missing.
+        # best.ckpt may be missing, because a run only warns if the disk refuses it.
         without = () if kind == "SIGKILL" else BEST
         return difference(without_names(whole, without), end_of(root, without))
     except Exception as error:
@@ -67,7 +67,7 @@ def check(workspace, whole, n, kind):
 
 
 def sweep(kinds, buffer, every=1):
-    """Return the figures of a sweep over all operations, or over every n-th one."""
+    """Return the figures of a sweep over all operations, or over every ``every``-th operation."""
     workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     Layer.buffer_size = buffer

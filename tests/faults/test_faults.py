@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 def run(script, *options):
-    """Return (figures, standard error) of a script that has to end without a loss."""
+    """Run a script, check that no saved state was lost, and return its figures."""
     command = fork_command([sys.executable, str(FOLDER / f"{script}.py"), *map(str, options)])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Test that a power cut loses no completed save. Mutants prove that the check finds each loss."""
+"""Test that a power cut loses no completed save, and that the check finds planted faults."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def recorded(tmp_path_factory):
     return power.record(tmp_path_factory.mktemp("power") / "run", **OPTIONS)
 
 
-def complaints(recorded, tmp_path, *kinds):
+def find_problems(recorded, tmp_path, *kinds):
     """Yield the problems after power cuts of these kinds."""
     whole, states = recorded
     for one in states:
@@ -32,7 +32,7 @@ def test_a_power_cut_loses_no_saved_checkpoint_or_csv_row(recorded, tmp_path):
     assert {one.kind for one in states} == set(power.KINDS)
     assert max(one.saved for one in states) == 6
     few = [one for number, one in enumerate(states) if number % 5 == 0 or one.kind == "nothing"]
-    assert list(complaints((whole, few), tmp_path, *power.KINDS)) == []
+    assert list(find_problems((whole, few), tmp_path, *power.KINDS)) == []
 
 
 class WithoutSync:
@@ -42,26 +42,28 @@ class WithoutSync:
         return getattr(os, name)
 
     def fsync(self, descriptor):
-        """Do nothing."""
+        pass
 
 
 def test_the_power_cut_check_finds_files_that_are_not_synced(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
-    assert re.search("was saved, that of step|damaged|empty", next(complaints(recorded, tmp_path, "nothing", "names")))
+    assert re.search(
+        "was saved, that of step|damaged|empty", next(find_problems(recorded, tmp_path, "nothing", "names"))
+    )
 
 
 def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
-    assert "was saved, that of step None is there" in next(complaints(recorded, tmp_path, "nothing"))
+    assert "was saved, that of step None is there" in next(find_problems(recorded, tmp_path, "nothing"))
 
 
-@pytest.mark.parametrize("mutant", ["random numbers", "tables"])
+@pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
 def test_the_power_cut_check_finds_state_that_is_not_restored(recorded, tmp_path, monkeypatch, mutant):
-    if mutant == "tables":
+    if mutant == "CSV rows":
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:
         monkeypatch.setattr(restore, "restore_rng_state", lambda state: None)
-    next(complaints(recorded, tmp_path, "killed"))
+    next(find_problems(recorded, tmp_path, "killed"))

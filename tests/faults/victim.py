@@ -25,8 +25,8 @@ from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY
 
-# Each of 3 epochs has 8 batches. An optimizer step takes two batches. Checkpoints are saved within epochs, too.
-WORDS = {
+# Each of 3 epochs has 8 batches and 4 optimizer steps. Checkpoints are also saved within epochs.
+RUN_OPTIONS = {
     "accelerator": "cpu",
     "max_epochs": 3,
     "accumulate_grad_batches": 2,
@@ -37,8 +37,8 @@ WORDS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# These values depend on a clock or on the version. A run killed before its first save starts in the next version.
-# A run that is killed before its first save starts again in the next version.
+# These values depend on a clock or on the version. A run that is killed before its first save
+# starts again in the next version.
 TIMES = (
     "time",
     "waiting",
@@ -50,14 +50,15 @@ TIMES = (
     "saved_at",
     "folder",
 )
-# These values change if a best file could not be saved. A run continues without config.yaml.
+# These values differ if best.ckpt or config.yaml could not be written. The run continues without
+# them.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 
 
 class Victim(nn.Module):
-    """Draws random numbers of every library, and logs per step and per epoch. It starts quickly without a base class."""
+    """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
 
-    steps = 12  # the maximum of the schedule
+    steps = 12  # the total steps of the scheduler
 
     def __init__(self):
         super().__init__()
@@ -94,21 +95,22 @@ def train(root, make=Victim, batch_size=4, **options):
     seed_everything(1, verbose=False)
     train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
-    loop = FabricLoop(default_root_dir=str(root), **{**WORDS, **options})
+    loop = FabricLoop(default_root_dir=str(root), **{**RUN_OPTIONS, **options})
     loop.fit(make(), train_loader, val_loader, resume="auto")
 
 
 def end_of(root, without=()):
     """Return {path in the version: content} of a finished run's newest version, without clock values.
 
-    Checkpoints are compared by value, tables by their bytes. Unexpected files are listed by name, too.
+    The content of a checkpoint is a dict, and that of a CSV file is its lines.
     """
     found = {}
     for kind in ("checkpoints", "logs"):
         versions = sorted(Path(root, kind, "run").glob("version_*"), key=lambda path: int(path.name[8:]))
         for path in sorted(versions[-1].rglob("*")) if versions else []:
             if path.name not in (".lock", ".metadata"):
-                # A save that was killed may have taken the plain name of a folder of shards.
+                # If a killed save has left a folder of shards, the next save adds a number to the
+                # name.
                 name = re.sub(r"(step=\d+)-\d+", r"\1", f"{kind}/{path.relative_to(versions[-1])}")
                 found[name] = _content(path, str(root))
     return without_names(found, (*TIMES, *without))
@@ -126,7 +128,8 @@ def _content(path, root):
         times = [i for i, name in enumerate(columns) if name in TIMES]
         return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
     text = path.read_text().replace(root, "ROOT") if path.is_file() else None
-    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text  # the rest lists versions
+    # The rest of config.yaml lists versions of packages.
+    return text.partition("\nabout:")[0] if path.name == "config.yaml" else text
 
 
 def without_names(value, names):
@@ -139,7 +142,7 @@ def without_names(value, names):
 
 
 def difference(expected, found, where=""):
-    """Describe the first difference between two ends. Return None if they are equal bit for bit."""
+    """Describe the first difference between two runs. Return None if they are equal bit for bit."""
     if isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
         equal = type(expected) is type(found) and expected.dtype == found.dtype and torch.equal(expected, found)
         return None if equal else f"{where}: another tensor"

@@ -12,8 +12,8 @@ from fabric_template import FabricLoop
 from fabric_template.errors import ConfigurationError
 
 
-class Notes(BoringModel):
-    """Notes when it validates and when its loader is made."""
+class RecordsEvents(BoringModel):
+    """Records when it validates and when its loader is created."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Notes(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-def made(kind, tmp_path, **options):
+def make_loop(kind, tmp_path, **options):
     pl.seed_everything(1, verbose=False)
     limits = {"max_epochs": 3, "limit_train_batches": 4, "limit_val_batches": 2}
     return kind(**quiet(**{"accelerator": "cpu", "default_root_dir": str(tmp_path), **limits, **options}))
@@ -64,7 +64,7 @@ def test_an_option_set_before_fit_or_in_a_hook_takes_effect(hook, name, value, t
     sides = []
     for kind in LOOPS.values():
         hooks = {} if hook is None else {hook: lambda self, trainer, *rest: setattr(trainer, name, value)}
-        trainer, module = made(kind, tmp_path, callbacks=[type("Sets", (Callback,), hooks)()]), Notes()
+        trainer, module = make_loop(kind, tmp_path, callbacks=[type("Sets", (Callback,), hooks)()]), RecordsEvents()
         if hook is None:
             setattr(trainer, name, value)
         trainer.fit(module)
@@ -125,23 +125,23 @@ def test_an_option_setter_refuses_values_that_contradict_the_other_options(given
 
 
 def test_validate_every_n_steps_can_be_changed_between_two_fits(tmp_path):
-    loop, module = made(FabricLoop, tmp_path, num_sanity_val_steps=0), Notes()
+    loop, module = make_loop(FabricLoop, tmp_path, num_sanity_val_steps=0), RecordsEvents()
     loop.validate_every_n_steps = 3
     loop.fit(module)
     assert module.seen == ["loader", 3, 6, 9, 12]
     loop.validate_every_n_steps = None
-    loop.fit(again := Notes())
+    loop.fit(again := RecordsEvents())
     assert again.seen == ["loader", 4, 8, 12]
 
 
 def test_setting_max_epochs_to_none_in_a_hook_restores_the_default(tmp_path):
-    """As in FabricLoop(max_epochs=None), None means 1000 epochs, or no limit if max_steps is set."""
+    """max_epochs=None means 1000 epochs, or no limit if max_steps is set."""
 
     class Sets(Callback):
         def on_train_start(self, trainer, module):
             trainer.max_epochs = None
 
-    loop = made(FabricLoop, tmp_path, callbacks=[Sets()], max_epochs=1, max_steps=7)
+    loop = make_loop(FabricLoop, tmp_path, callbacks=[Sets()], max_epochs=1, max_steps=7)
     loop.fit(BoringModel())
     assert (loop.global_step, loop.max_epochs) == (7, -1)
 
@@ -157,6 +157,6 @@ def test_save_top_k_can_be_changed_in_a_hook(tmp_path):
             self.log("x", 1.0 / (1 + self.trainer.global_step))
 
     options = {"callbacks": [Sets()], "monitor": "x", "mode": "min", "enable_checkpointing": True}
-    made(FabricLoop, tmp_path, **options).fit(Falls())
+    make_loop(FabricLoop, tmp_path, **options).fit(Falls())
     names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
     assert names == ["best.ckpt", "epoch=1-step=8-x=0.1111.ckpt", "epoch=2-step=12-x=0.07692.ckpt", "last.ckpt"]

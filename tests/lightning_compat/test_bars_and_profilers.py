@@ -53,7 +53,7 @@ def test_the_default_model_summary_is_short_and_printed_to_stdout(capsys):
 
 
 class RecordedTqdm(cb.TQDMProgressBar):
-    """Records its bars after each hook that draws them, and draws nothing."""
+    """Records the state of its bars after each hook that draws, and draws nothing."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -70,7 +70,7 @@ class RecordedTqdm(cb.TQDMProgressBar):
 
 
 def record_after(hook, bar):
-    """Let the class record its bar after a hook."""
+    """Let RecordedTqdm record a bar after a hook."""
     drawn = getattr(RecordedTqdm, hook)
 
     def recorded(self, trainer, module, *args):
@@ -93,7 +93,7 @@ for _hook, _bar in {
 
 
 class Barred(Classifier):
-    """Shows a value per step and per epoch; tests and predicts."""
+    """Shows a value per step and per epoch, and has steps for test and predict."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

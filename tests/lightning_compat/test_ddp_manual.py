@@ -37,7 +37,7 @@ class Manual(pl.LightningModule):
 
 
 class Gan(Manual):
-    """Two networks with their own backward passes. The second one trains in every second batch."""
+    """Has two networks with their own backward passes. The second trains in every second batch."""
 
     def __init__(self, toggles=False, **options):
         super().__init__(**options)
@@ -63,7 +63,7 @@ class Gan(Manual):
 
 
 class Blocks(Manual):
-    """Synchronizes gradients only in the last backward pass, and uses two ways to block the others."""
+    """Blocks the synchronization of gradients in two ways, except in each third backward pass."""
 
     def training_step(self, batch, batch_idx):
         trainer, loss = self.trainer, self.loss_of(batch)
@@ -98,4 +98,5 @@ def test_manual_optimization_with_ddp_gives_the_same_weights_as_with_trainer(mak
     (trainer, expected), (loop, module) = ends
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    assert loop.global_step == steps  # Trainer's main process has 0
+    # In the process of the caller, Trainer leaves global_step at 0.
+    assert loop.global_step == steps

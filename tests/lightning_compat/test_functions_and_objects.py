@@ -79,7 +79,10 @@ class Lit(Steps, pl.LightningModule):
 
 
 def fit(kind, resume=None, **options):
-    """Train at one level. Return (loop, the model given to fit, its net)."""
+    """Train with step functions or an object of class ``kind``.
+
+    Return (loop, model, its network).
+    """
     loop = FabricLoop(**with_files(**{"max_epochs": 2, "logger": False, **options}))
     model = make_net() if kind == "functions" else kind()
     given = {}
@@ -93,7 +96,7 @@ LEVELS = ["functions", Object, Module]
 
 
 def by_hand(net, batches):
-    """Return (loss, acc) over the samples, in evaluation mode."""
+    """Return the means of loss and accuracy over all samples, in eval mode."""
     net.eval()
     with torch.no_grad():
         values = [torch.stack(loss_and_acc(net, batch, 0)) * len(batch[0]) for batch in batches]
@@ -111,8 +114,8 @@ def test_validate_test_and_predict_use_the_step_functions_of_fit():
     with torch.no_grad():
         expected = [net.eval()(part) for part in (x[:5], x[5:])]
     assert same(loop.predict(net, [x[:5], x[5:]]), expected)
-    for word in ("best", "last"):
-        (result,) = loop.validate(net, val, load=word, verbose=False)
+    for checkpoint in ("best", "last"):
+        (result,) = loop.validate(net, val, load=checkpoint, verbose=False)
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
@@ -173,7 +176,7 @@ CALLBACKS = {
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
 def test_lightning_callbacks_work_with_step_functions_and_plain_objects(kind, name, capsys, tmp_path):
-    """The weights, the optimizer and the output equal those of a LightningModule."""
+    """Weights, optimizer states and printed output equal those of a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out
     loop, _, mine = fit(kind, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "plain"))

@@ -58,7 +58,7 @@ def test_an_overridden_zero_grad_is_called_before_each_optimizer_step(is_of_clas
 
 
 def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
-    """The epoch is the one that ended. The keys that FabricLoop adds are hidden."""
+    """The hooks do not get the keys that FabricLoop adds. The epoch is the epoch that ended."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
         Listening, plain_loader, val_loader, max_epochs=2, enable_checkpointing=True, callbacks=[callback]
@@ -82,7 +82,7 @@ class Scored(Classifier):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_calling_test_without_a_model_loads_the_best_weights(tmp_path, own):
-    """Trainer does the same. A given model keeps its weights."""
+    """Like Trainer, FabricLoop loads no checkpoint if a model is passed to test."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", monitor="val_loss")
     trainer, _ = run_trainer(
         Scored, plain_loader, val_loader, max_epochs=3, enable_checkpointing=True, callbacks=[callback]
@@ -117,7 +117,7 @@ class NoClosure(Classifier):
     "make", [NoClosure, lambda: Classifier(lambda m: Ignores(m.parameters(), lr=0.1))], ids=["hook", "step"]
 )
 def test_an_optimizer_that_does_not_call_its_closure_is_refused(run, make):
-    """Otherwise, nothing would be trained."""
+    """Without the closure, the training step would not run."""
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed. HINT: did you call"):
         run(make, plain_loader, max_epochs=1)
 
@@ -128,7 +128,7 @@ def test_init_module_creates_weights_in_the_given_precision():
 
 
 def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
-    """The stage is TrainerFn, as in Trainer, and equals its name."""
+    """The stage is a TrainerFn, which equals a string such as "fit"."""
     received = []
 
     class Stages(pl.Callback):
@@ -155,7 +155,7 @@ def test_reading_the_progress_bar_callback_attribute_adds_no_callback():
 
 
 def test_fit_loop_and_validate_loop_can_be_read_before_the_first_run():
-    """Some packages read the counters of Trainer's loops in a constructor."""
+    """Some packages read the counters of Trainer's loops before the first run."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
     first, second = (
         [

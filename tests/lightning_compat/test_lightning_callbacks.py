@@ -19,7 +19,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 class Normed(Classifier):
-    """Has BatchNorm, whose statistics weight averaging must update."""
+    """Has BatchNorm, because weight averaging must update its statistics."""
 
     def __init__(self, optimizers=None):
         super().__init__(optimizers)
@@ -121,7 +121,7 @@ def test_stochastic_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_
     ids=["ema", "mean"],
 )
 def test_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_path, make):
-    """Validation, the files and the final weights use the average."""
+    """Validation, checkpoints and the final weights use the averaged weights."""
 
     def two(root):
         return [make(), cb.ModelCheckpoint(root, monitor="val_loss", save_top_k=-1, save_last=True)]
@@ -208,11 +208,15 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
         {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
     ]
     assert metrics[0] == metrics[1]
-    assert "log" not in vars(ours.callbacks[0])  # as it was found
+    # FabricLoop has removed its own log from the callback.
+    assert "log" not in vars(ours.callbacks[0])
 
 
 def test_configure_callbacks_replaces_given_callbacks_as_with_trainer(tmp_path):
-    """Checkpoint callbacks come last. The module's callbacks replace given callbacks of the same classes."""
+    """Callbacks of the module replace callbacks of the same class.
+
+    Checkpoint callbacks come last.
+    """
 
     class Stop(cb.EarlyStopping):
         pass

@@ -69,7 +69,7 @@ def test_fabric_loop_in_lightning_cli_gives_the_same_results_as_trainer(typed, t
 
 
 def run(cli, typed, tmp_path, monkeypatch):
-    """Run a command line. Return it with the contents of each config.yaml."""
+    """Run a command line. Return the CLI and the contents of each config.yaml."""
     (folder := tmp_path / cli.__name__).mkdir()
     monkeypatch.chdir(folder)
     done = cli(Lit, BoringDataModule, args=[*typed, *SHORT])

@@ -1,4 +1,4 @@
-"""Manual optimization with the module's own optimizers, and with loop.optimizers."""
+"""Test manual optimization with the module's own optimizers, and with loop.optimizers."""
 
 import lightning.pytorch as pl
 import pytest
@@ -65,7 +65,7 @@ class Shown:
     ("options", "end"), [({"max_steps": 26, "max_epochs": 50}, (2, 26)), ({"max_epochs": 1}, (1, 20))]
 )
 def test_a_training_step_method_can_call_optimizer_step(tmp_path, options, end):
-    """Each of ten batches has two steps. max_steps ends the run, and every third step is saved."""
+    """Each of ten batches has two optimizer steps. max_steps and save_every_n_steps count both."""
 
     class LoopSetter(pl.Callback):
         def on_fit_start(self, loop, module):

@@ -21,7 +21,7 @@ class WithTest(Classifier):
 
 
 def results_of(loop, call, **given):
-    """Return the result of a call with an untrained module."""
+    """Return the result of a method such as validate, with an untrained module."""
     torch.manual_seed(7)
     if call == "predict":
         return torch.cat(loop.predict(WithTest(), [batch[0] for batch in val_loader()], **given)).tolist()
@@ -60,7 +60,7 @@ def test_weights_only_false_loads_checkpoints_that_contain_arbitrary_objects(tmp
 
 
 def test_async_checkpoint_io_saves_the_same_weights(tmp_path):
-    """The plugin's inner CheckpointIO writes the files."""
+    """AsyncCheckpointIO wraps the CheckpointIO of FabricLoop."""
     plugins = {"plain": None, "async": AsyncCheckpointIO()}
     saved = {}
     for name, plugin in plugins.items():
@@ -98,7 +98,7 @@ def test_limit_options_have_the_same_meaning_as_with_trainer(name, value):
         # Trainer accepts an interval of no batches, and divides by it in fit.
         results[0] = "refused" if isinstance(value, int) else results[0]
     if name == "overfit_batches" and isinstance(value, float) and value > 1:
-        # Trainer reports 3, and trains on all batches.
+        # Trainer accepts such a float, but trains on all batches.
         results[0] = "refused"
     assert results[1] == results[0]
 
@@ -131,7 +131,7 @@ def test_options_given_as_numpy_numbers_are_converted_to_python_numbers(tmp_path
         type(value) for value in vars(loops[0].config).values()
     ]
     assert tree(tmp_path / "plain") == tree(tmp_path / "numpy")
-    # YAML has no form for NumPy's numbers.
+    # YAML cannot represent NumPy numbers.
     texts = [(tmp_path / folder / "logs/run/version_3/hparams.yaml").read_text() for folder in ("plain", "numpy")]
     assert texts[0].replace("/plain", "/numpy") == texts[1]
 

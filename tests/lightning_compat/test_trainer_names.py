@@ -17,19 +17,22 @@ CALLS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init
 NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - CALLS if name[0] != "_")
 
 _OWN_CLASS = "an object of another class"
-_METRICS = ({"setup"}, "a call starts without any")
+_METRICS = ({"setup"}, "FabricLoop clears the metrics before each call")
 
-# The names whose values differ: in which hooks (None: in all), and why. "fresh": before the first call.
+# {attribute: (hooks in which its value differs from Trainer, reason)}. None means all hooks.
 DIFFERENT = {
     "strategy": (None, _OWN_CLASS),
     "fit_loop": (None, _OWN_CLASS),
     "predict_loop": (None, _OWN_CLASS),
     "validate_loop": (None, _OWN_CLASS),
     "test_loop": (None, _OWN_CLASS),
-    "estimated_stepping_batches": (None, "an error before fit; after it an evaluation keeps its value"),
-    "train_dataloader": (None, "an evaluation after fit keeps it; Trainer forgets it"),
-    "is_last_batch": (None, "False where there is no batch; Trainer keeps that of the epoch before"),
-    "val_check_batch": (None, "an error before the training loader is there; Trainer keeps that of the run before"),
+    "estimated_stepping_batches": (
+        None,
+        "FabricLoop raises an error before fit, and keeps the value in evaluations after fit",
+    ),
+    "train_dataloader": (None, "FabricLoop keeps the loader in evaluations after fit"),
+    "is_last_batch": (None, "False outside of batches. Trainer keeps the value of the previous epoch"),
+    "val_check_batch": (None, "an error before the loader exists. Trainer keeps the value of the previous run"),
     "callback_metrics": _METRICS,
     "logged_metrics": _METRICS,
     "progress_bar_metrics": _METRICS,
@@ -37,7 +40,7 @@ DIFFERENT = {
 
 
 class Whole(Classifier):
-    """Has a step for each call."""
+    """Has the steps of fit, validate, test and predict."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx)
@@ -70,7 +73,7 @@ def shown(value):
 
 
 class Asks(pl.Callback):
-    """Reads every name in every hook."""
+    """Reads every attribute of the loop in every hook."""
 
     def __init__(self):
         self.seen = {name: [] for name in NAMES}
@@ -102,7 +105,7 @@ OPTIONS = {
 
 
 def ask_both(root, options):
-    """Return {name: [(call, hook, value), ...]} of Trainer and of FabricLoop."""
+    """Return {attribute: [(method, hook, value), ...]} of Trainer and of FabricLoop."""
     sides = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,7 +134,7 @@ def asked(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(asked, name):
-    """A new attribute of Lightning fails here until FabricLoop or DIFFERENT has it."""
+    """A new attribute of Trainer fails this test until FabricLoop or DIFFERENT has it."""
     expected, ours = (seen[name] for seen in asked)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
     where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))

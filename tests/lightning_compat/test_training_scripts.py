@@ -16,7 +16,7 @@ SHORT = {
 
 
 def test_the_callbacks_option_accepts_any_sequence():
-    """Hydra's ListConfig is not a list either."""
+    """Hydra, for example, passes a ListConfig, which is not a list."""
     one, two = Callback(), ModelCheckpoint()
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]
 

@@ -42,14 +42,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Return a terminal of 90 columns for stdout and stderr. Each step is drawn."""
+    """Return a terminal of 90 columns, in which the progress bar is drawn after each step."""
     monkeypatch.setitem(console.SECONDS_BETWEEN_DRAWS, "terminal", 0.0)
     monkeypatch.setenv("COLUMNS", "90")
     return Terminal()
 
 
 def visible(text):
-    """Return the visible text. A carriage return overwrites the line."""
+    """Return the text that remains visible after carriage returns."""
     lines, column = [""], 0
     for char in text.replace("\r\n", "\n"):
         if char == "\n":
@@ -85,7 +85,7 @@ def fit(terminal, root, *args, **options):
             assert sys.stdout is sys.stderr is terminal
 
 
-# The bar
+# The progress bar
 
 
 def test_a_single_progress_bar_shows_training_and_validation(tmp_path, terminal):
@@ -114,7 +114,6 @@ def test_validate_shows_a_progress_bar(terminal):
 
 
 def test_the_progress_bar_shows_values_logged_with_prog_bar(tmp_path, terminal):
-    """The bar shows the values that were logged with prog_bar=True."""
     fit(terminal, tmp_path, train=lambda: make_loader(16), val=val_loader, max_epochs=1)
     assert ", val_loss=" in terminal.getvalue()
     assert "train_loss=" not in terminal.getvalue()
@@ -127,7 +126,7 @@ def test_the_progress_bar_shows_values_logged_with_prog_bar(tmp_path, terminal):
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 def test_a_disabled_progress_bar_prints_nothing(tmp_path, terminal, options):
-    """Nothing is shown if it is turned off, or if Lightning's bar is used."""
+    """In the last case, Lightning's TQDMProgressBar replaces the bar, and is disabled."""
     if options.get("callbacks"):
         bar = TQDMProgressBar()
         bar.disable()
@@ -252,7 +251,7 @@ def run_in_terminal(command, folder):
 
 @pytest.fixture(scope="module")
 def in_terminal(tmp_path_factory):
-    """Return the output of the script, and of a run that a signal ends, in a terminal."""
+    """Return the terminal output of SCRIPT, and of a run that a signal ends."""
     text = run_in_terminal([sys.executable, "-W", "ignore", "-c", SCRIPT + SIGNAL], tmp_path_factory.mktemp("terminal"))
     return text.split("=== signal\n")
 
@@ -281,7 +280,7 @@ def test_the_message_after_a_signal_starts_on_a_new_line(in_terminal):
     assert len(re.findall(r"in epoch \d", in_terminal[1])) == 1
 
 
-# The table
+# The printed table
 
 
 def test_each_validation_within_an_epoch_prints_a_line(tmp_path, capsys):
@@ -416,7 +415,7 @@ None
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 def test_a_notebook_shows_the_table_and_the_progress_bar_in_one_output(tmp_path, monkeypatch):
-    """One output holds the table and the bar. It is no widget, so a saved notebook keeps it."""
+    """The output is not a widget, so a saved notebook keeps the output."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name, value in install_kernel(tmp_path / "kernel").items():
         monkeypatch.setenv(name, value)
@@ -438,6 +437,6 @@ def test_a_notebook_shows_the_table_and_the_progress_bar_in_one_output(tmp_path,
     limited = notebook.cells[3].outputs[0].data["text/html"]
     assert limited.count("\n") == 27
     assert "\nended in epoch 24, after step 100: max_steps=100 is reached\n25 epochs: 100%" in limited
-    # The bar of MiniLoop is drawn after 0.2 seconds, and erased. stderr would leave a red line.
+    # MiniLoop draws its bar after 0.2 seconds and erases it. On stderr, a red line would be left.
     [rows] = notebook.cells[4].outputs
     assert (rows.name, rows.text.count("\n")) == ("stdout", 2)

@@ -62,7 +62,7 @@ def test_a_row_of_metrics_csv_can_contain_each_type_of_value(logger, metrics_csv
 
 def test_the_csv_file_is_rewritten_only_for_a_new_column(logger, metrics_csv):
     logger.log_epoch(epoch(0, train_loss=1.0, val_loss=2.0))
-    # An open file, so that the system cannot use its inode again.
+    # Keep the file open, so that a new file cannot get the same inode.
     with metrics_csv.open("rb") as reader:
         inode = metrics_csv.stat().st_ino
         logger.log_epoch(epoch(1, train_loss=0.5))
@@ -78,7 +78,7 @@ def test_the_csv_logger_appends_to_an_existing_version(tmp_path, logger, metrics
     logger.log_epoch(epoch(0, loss=1.0))
     logger.finalize("success")
     logger.log_epoch(epoch(1, loss=0.5))
-    # Another object, and another program between two rows.
+    # A second logger for the same version writes between two rows.
     CSVLogger(tmp_path / "logs", name="digits", version=0).log_epoch(epoch(2, loss=0.25))
     logger.log_epoch(epoch(3, loss=0.125))
     pickle.loads(pickle.dumps(logger)).log_epoch(epoch(4, acc=1))
@@ -121,7 +121,7 @@ def test_the_csv_logger_writes_rows_later_if_the_disk_was_full(tmp_path, logger,
 
 
 def log_everything(logger, epochs, saved, rows=()):
-    """Log epochs, and append (position, rows) after each of them to saved."""
+    """Log epochs. After each, append (position of the logger, rows) to ``saved``."""
     rows = list(rows)
     for i in epochs:
         logger.log_metrics({"epoch": i, "train_loss": 1 / (i + 1)}, step=10 * i + 4)
@@ -170,7 +170,7 @@ def lines_of(count):
     return ["epoch,step,loss,note", *(f"{i},{10 * i},{0.5**i},n{i}" for i in range(count))]
 
 
-# Lines as editors, spreadsheets or damaged copies write them, and the cells that are read from them.
+# {case: (a damaged line, the cells that read_table returns)}
 LINES = {
     "quote at the start": ('"3,30,0.125,n3', ["3", "30", "0.125", "n3"]),
     "quote at the end": ('3,30,0.125,n3"', ["3", "30", "0.125", "n3"]),
@@ -225,7 +225,7 @@ def test_a_csv_file_changed_by_another_program_is_copied_before_it_is_rewritten(
 
 
 def test_the_csv_logger_keeps_rows_while_metrics_csv_cannot_be_written(tmp_path, metrics_csv):
-    """The rows are written when the path can be used again."""
+    """The logger writes the rows when the path can be used again."""
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):

@@ -62,7 +62,7 @@ class Reads(Classifier):
 
 
 def test_changing_a_metric_that_was_read_does_not_change_the_epoch_mean(tmp_path):
-    """A checkpoint within an epoch has all sums. Changing a read value does not change them."""
+    """This also holds for a run that is resumed within the epoch."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)
     fit(tmp_path / "cut", Reads, make_train, max_steps=7, max_epochs=2, save_every_n_steps=3)

@@ -104,7 +104,7 @@ def make_settings():
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_equal_hparams_are_not_listed_as_changed(kind):
-    """Objects have other addresses, and in another process a set has another order."""
+    """Equal objects may have different addresses, and equal sets different orders."""
     settings = []
     for version, rate in enumerate((0.1, 0.2)):
         settings.append(make_settings())

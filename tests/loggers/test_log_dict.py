@@ -1,4 +1,4 @@
-"""Test loop.log_dict in hooks. It writes to the epoch's row or to a row of steps.csv."""
+"""Test that loop.log_dict in hooks writes to the epoch's row or to steps.csv."""
 
 import csv
 import io
@@ -48,7 +48,7 @@ def test_log_dict_with_an_epoch_adds_values_to_the_csv_row_of_this_epoch(tmp_pat
 
 @pytest.mark.parametrize("hook", [*HOOKS[1:3], "on_train_start", "on_train_end"])
 def test_log_dict_without_an_epoch_writes_a_row_to_steps_csv(tmp_path, hook):
-    """The row has the current step and epoch. Outside of an epoch there is no row that it could join."""
+    """Outside of an epoch, values with the key "epoch" are written to steps.csv, too."""
     values = {"mine": 3.0} if hook in HOOKS else EPOCH
     fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Logs(hook, **values)])
     (row,) = rows(tmp_path / "logs/run/version_0/metrics.csv")

@@ -14,7 +14,7 @@ BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch"
 
 
 class Same(pl.LightningModule):
-    """Logs "x" in both steps. It is about 100 in training, and falls from 200 in validation."""
+    """Logs "x" in both steps, about 100 in training and falling from 200 in validation."""
 
     def __init__(self, train, val):
         super().__init__()
@@ -33,7 +33,7 @@ class Same(pl.LightningModule):
 
 
 def recorder():
-    """Return a callback, and the list in which it records the three views after each hook."""
+    """Return a callback and a list. The callback records the logged metrics in the list."""
     seen = []
 
     def see(where):
@@ -72,7 +72,7 @@ def test_a_metric_logged_in_training_and_validation_is_the_same_as_with_trainer(
 
 
 def test_a_resumed_run_has_the_same_logged_values_as_the_first_run(tmp_path):
-    """The checkpoint was saved by the validation after the last batch of an epoch."""
+    """The checkpoint is saved at the end of the validation after the last batch of an epoch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()
     options = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)
@@ -89,7 +89,8 @@ def test_monitor_uses_the_validation_value_of_a_metric_logged_in_training_too(tm
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]
     best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
-    assert best["epoch"] == 1  # 190.5 is less than 200.5.
+    # The score 190.5 of epoch 1 is less than 200.5.
+    assert best["epoch"] == 1
 
 
 class Breaks(Same):

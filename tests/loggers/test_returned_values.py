@@ -1,4 +1,4 @@
-"""Test the epoch means of returned values, beside those of logged values."""
+"""Test that the history contains epoch means of returned values and of logged values."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ from fabric_template.loggers import row as rows
 
 
 class Half(Plain):
-    """Returns a pair, or a dict in training, and logs one more value."""
+    """Returns a dict in training and a pair in validation, and logs another value in both."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -52,7 +52,7 @@ def without_logging(make):
     ],
 )
 def test_returned_and_logged_values_become_columns_of_the_history(tmp_path, make, columns):
-    """The values are those of a module that logs nothing, and `monitor` finds them in every epoch."""
+    """The returned values equal those of a module that logs nothing, and can be monitored."""
     options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
     loop, module, history = fit(tmp_path / "one", make, **options)
     silent = fit(tmp_path / "silent", without_logging(make), **options)[2]
@@ -79,7 +79,7 @@ class Silent(Classifier):
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
 def test_validations_within_an_epoch_write_rows_to_steps_csv(tmp_path, make):
-    """Each validation has a row in steps.csv. The last one of an epoch is in the epoch's row of metrics.csv, too."""
+    """The values of the last validation of an epoch are also in metrics.csv."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()
     fit(tmp_path, make, **options)
@@ -102,8 +102,6 @@ def test_validations_within_an_epoch_write_rows_to_steps_csv(tmp_path, make):
 
 
 def test_metrics_of_several_loaders_have_the_same_names_as_with_trainer(tmp_path):
-    """The values of each loader have Trainer's names."""
-
     class Two(Half):
         def validation_step(self, batch, batch_idx, dataloader_idx):
             if dataloader_idx:
@@ -161,7 +159,7 @@ class LitImageModule(ImageSteps, pl.LightningModule):
 
 @pytest.mark.parametrize("make", [ImageModule, LitImageModule])
 def test_the_batch_size_given_to_log_also_weights_returned_values(tmp_path, make):
-    """No warning appears, because the suite makes each warning an error."""
+    """A warning about the batch size would fail this test, because warnings are errors."""
     _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
     assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(
         [4 / 3, 1, 4 / 3, 1]

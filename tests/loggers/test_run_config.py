@@ -1,4 +1,4 @@
-"""Test when config.yaml is written, and that an error in it only warns."""
+"""Test when config.yaml is written, and that a failed write only causes a warning."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_a_resumed_run_does_not_rewrite_config_yaml(tmp_path):
     assert (tmp_path / FILE).read_bytes() == first
     fit(tmp_path, max_epochs=1, version=0, load=tmp_path / "checkpoints/run/version_0/last.ckpt")
     assert yaml.safe_load((tmp_path / FILE).read_text())["load"].endswith("last.ckpt")
-    # LightningCLI writes a file of this name.
+    # LightningCLI writes a file of the same name, which a run must not overwrite.
     (tmp_path / FILE).write_text("max_epochs: 7\n")
     fit(tmp_path, max_epochs=1, version=0)
     assert (tmp_path / FILE).read_text() == "max_epochs: 7\n"

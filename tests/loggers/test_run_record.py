@@ -136,7 +136,7 @@ def test_mini_py_has_the_same_version_as_the_package():
     assert fabric_template.__version__ == mini.VERSION
 
 
-# The settings of the best run.
+# Settings that differ between runs
 
 
 class Module(LightningModule):
@@ -176,7 +176,7 @@ def train_a_module(kind, lr):
 
 
 def train_a_trial(kind, lr):
-    # An Optuna study calls its objective with values like these, which are trial.params.
+    # The objective of an Optuna study would pass trial.params as hparams.
     train(kind, hparams={"rate": lr}, version=round(10 * lr), val=make_loader(8))
 
 

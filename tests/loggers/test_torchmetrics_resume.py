@@ -11,7 +11,7 @@ from fabric_template import FabricLoop, TensorLoader
 
 
 def inputs_for(kind, i, name):
-    """Return the inputs of a batch, the same in every run."""
+    """Return the inputs of batch ``i``, which are the same in every run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(100 * i + len(name))
         if kind == "classes":
@@ -35,7 +35,7 @@ def collection():
 
 
 class OwnMetric(torchmetrics.Metric):
-    """A metric that counts in plain attributes, too."""
+    """A metric that also keeps values in plain attributes."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ METRICS = {
 
 
 class Measures(nn.Module):
-    """Updates its metrics, and keeps what they return by batch and at the end of epochs."""
+    """Updates its metrics, and records their results after batches and at the end of epochs."""
 
     def __init__(self, table):
         super().__init__()
@@ -100,7 +100,7 @@ class Measures(nn.Module):
 
 class Saves:
     def on_train_batch_end(self, trainer, module, *args):
-        # After the last batch of the first epoch, and in the middle of the second one.
+        # Save after the last batch of the first epoch, and in the middle of the second epoch.
         if trainer.global_step in (3, 4):
             trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
@@ -129,7 +129,7 @@ def test_each_torchmetrics_object_computes_the_same_value_after_a_resume():
 
 
 class Best(torchmetrics.MeanMetric):
-    """Keeps its largest result over resets."""
+    """Keeps its largest result when it is reset."""
 
     best = 0.0
 
@@ -139,7 +139,7 @@ class Best(torchmetrics.MeanMetric):
 
 
 class Evaluated(nn.Module):
-    """Logs one metric in training and one in evaluation, whose values decrease."""
+    """Logs a metric in training, and a metric with decreasing values in validation."""
 
     def __init__(self):
         super().__init__()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Endless(IterableDataset):
-    """Batches without end, which are the same in each run."""
+    """Yields endless samples that are the same in each run."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(3)
@@ -35,7 +35,7 @@ class Silent(Classifier):
 
 
 class Means(Classifier):
-    """Logs the loss of each batch under its own name, and the number of the step."""
+    """Logs the loss of each batch as "mine", and the number of the step as "of_step"."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def test_each_validation_and_the_last_step_write_a_row_to_metrics_csv(tmp_path, 
 
 
 def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
-    """A run with max_steps validates after each epoch by default. Without a validation the epoch has a row."""
+    """Such a run validates after each epoch. Without a validation loader, it also writes a row."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
         assert history["step"].tolist() == [10, 20, 25]
@@ -121,7 +121,7 @@ def test_resuming_a_finished_run_keeps_its_last_csv_row(tmp_path):
 
 
 def test_resuming_after_a_validation_does_not_repeat_its_csv_row(tmp_path):
-    """Both the saved run and the resumed run write the row of the validation once."""
+    """The saved run and the resumed run write the row of this validation only once."""
 
     class SavingCallback(Callback):
         def on_validation_end(self, trainer, module):

@@ -89,7 +89,7 @@ def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data
     out = capsys.readouterr().out
     hints = re.findall(r"Training spends \d\d% of the time waiting for batches\. (.*)", out)
     is_slow = seconds > 0
-    # mini.py may be the only file of a project, so MiniLoop does not name FabricLoop.
+    # mini.py may be the only copied file, so MiniLoop does not suggest FabricLoop.tune().
     advice = r"Try loop\.tune\(" if make is FabricLoop else "In the DataLoader, try more num_workers"
     assert [bool(re.match(advice, hint)) for hint in hints] == [True] * is_slow
     assert len(re.findall(r" waiting$", out, re.MULTILINE)) == is_slow

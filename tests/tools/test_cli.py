@@ -94,7 +94,7 @@ class Hears:
 
 @pytest.fixture(autouse=True)
 def typed(monkeypatch):
-    """Run each test in a folder with the user's module."""
+    """Run each test in a folder that contains lit.py, a module of a user."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     Path("lit.py").write_text(LIT)
@@ -107,8 +107,8 @@ QUIET = ["--enable_model_summary", "false"]
 
 
 def run(capsys, *argv):
-    """Return exit code, stdout and stderr."""
-    code = cli.main([str(word) for word in argv])
+    """Run a command. Return its exit code, stdout and stderr."""
+    code = cli.main([str(argument) for argument in argv])
     out = capsys.readouterr()
     return code, out.out, out.err
 
@@ -198,7 +198,7 @@ def test_fit_accepts_callbacks_by_class_and_loggers_by_name(capsys):
 
 
 def lines(out):
-    """Return the lines at the end of a training by their heading."""
+    """Return {heading: text} of the lines that fit prints at its end."""
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
@@ -232,7 +232,7 @@ FOLDER = ["--run", "logs/run/version_0"]
 
 
 def assert_same_run(one, other):
-    """Compare weights bit for bit, and every row but its time."""
+    """Compare weights bit for bit, and CSV rows except for their times."""
     first, second = weights(one), weights(other)
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert without_time(Path("logs", one, "metrics.csv")) == without_time(Path("logs", other, "metrics.csv"))
@@ -257,7 +257,7 @@ def test_fit_repeats_a_run_exactly_from_its_config_yaml(capsys):
         assert_same_run("run/version_0", f"run/version_{version}")
 
 
-# An argument with its default, and a check of its value.
+# (an argument with its default value, a check of the value)
 ARGUMENTS = [
     ("a: type[nn.Module] = nn.ReLU", "a is nn.ReLU"),
     ("b=nn.GELU", "b is nn.GELU"),

@@ -17,7 +17,7 @@ from fabric_template.tools.compare import record_training
 
 
 class Script:
-    """A hand-written training and the same training with fit. Subclasses change a part of both."""
+    """A hand-written training loop, and the same training with fit. Subclasses change both."""
 
     epochs, accumulate, clip, interval, precision, batch_size = 3, 1, None, "epoch", None, 8
 
@@ -91,7 +91,8 @@ def change(kind, **attributes):
     return type(kind.__name__, (kind,), attributes)
 
 
-Accumulating = change(Script, accumulate=3)  # The five batches of an epoch leave two for its last step.
+# An epoch has five batches, so its last optimizer step has only two.
+Accumulating = change(Script, accumulate=3)
 Clipping = change(Script, clip=0.1)
 
 
@@ -103,7 +104,7 @@ class ScheduledByStep(Script):
 
 
 class Reordered(Script):
-    """fit takes an optimizer with its parameters in another order."""
+    """Passes fit an optimizer whose parameters are in a different order."""
 
     def with_fit(self, *args):
         self.optimizer = lambda net: torch.optim.SGD([*net.parameters()][::-1], lr=0.1, momentum=0.9)
@@ -138,7 +139,7 @@ class HalfPrecision(Script):
 
 
 class Careless(Normed):
-    """Validates with gradients, measures itself after each step, and calls net.forward."""
+    """Validates with gradients, reads the loss after each step, and calls net.forward."""
 
     def train_on(self, i, batch, net, optimizer, is_last):
         super().train_on(i, batch, net, optimizer, is_last)
@@ -243,8 +244,8 @@ ByEpoch = change(ScheduledByStep, interval="epoch")
 InOrder = change(Script, loader=loader_in_order)
 
 MISTAKES = [
-    # The eight mistakes that compare has to find: first, second, options of fit or None for a
-    # second training by hand, step, quantity, part of the reason, and fix.
+    # (first script, second script, options of fit or None if the second script is hand-written,
+    # too, expected step, quantity, part of the reason, part of the fix)
     (Dropping, InEvalMode, None, 0, "loss", "second has more modules in eval mode: Dropout,", "model.train() before"),
     (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller: both fit", "return the loss of the batch undivided"),
@@ -253,7 +254,6 @@ MISTAKES = [
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
     (Script, InOrder, {}, 0, "digest of a sample", "a different order", "shuffle="),
     (Clipping, ClippedInReverse, None, None, "norm of a gradient", "rounding", "none if the last bits may differ"),
-    # Others.
     (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
     (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),
@@ -332,7 +332,7 @@ while True:
 
 @pytest.fixture
 def quick_scripts(monkeypatch):
-    """Start the scripts in forks of a process that has imported torch."""
+    """Run the scripts in forks of a process that has imported torch, to save time."""
     monkeypatch.setattr("sys.executable", forking_python())
 
 

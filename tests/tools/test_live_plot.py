@@ -15,7 +15,7 @@ from fabric_template.tools import plots
 class Notebook:
     """A fake IPython kernel that records each picture with the time when it was shown."""
 
-    kernel = events = Mock()  # matplotlib registers its events
+    kernel = events = Mock()  # matplotlib registers events here
 
     def __init__(self, monkeypatch):
         self.clock, self.shown = Clock(), []
@@ -24,7 +24,8 @@ class Notebook:
         monkeypatch.setattr(plots, "time", self.clock)
 
     def display(self, image, display_id):
-        assert self.shown == []  # later pictures replace the first one
+        # Later pictures must replace the first picture.
+        assert self.shown == []
         self.update(image)
         return self
 
@@ -57,7 +58,8 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(noteboo
 
     monkeypatch.setattr(plots, "render_picture", render_slowly)
     fit(notebook, LivePlot(), epochs=32)
-    *times, _ = (at for at, _ in notebook.shown)  # the last one is always drawn
+    # The last picture is always drawn.
+    *times, _ = (at for at, _ in notebook.shown)
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     assert len(gaps) >= 2
     assert min(gaps) >= 2.0 - 0.01
@@ -103,11 +105,12 @@ def test_an_error_in_live_plot_does_not_stop_the_run(notebook, monkeypatch):
 def train_with_plot(rank):
     plot = LivePlot()
     if rank == 1:
-        plot.on_train_batch_start = lambda *_: None  # The time for a new drawing never comes.
+        # Process 1 never draws.
+        plot.on_train_batch_start = lambda *_: None
     loop = fit(plot, epochs=2)
     assert loop.current_epoch == 2
 
 
 def test_processes_need_not_draw_after_the_same_batches():
-    """The property log_dir communicates, so a process that reads it alone waits forever."""
+    """A process that reads log_dir alone would wait forever for the other process."""
     assert run_processes(train_with_plot, timeout=60)[0] == [0, 0]

@@ -10,7 +10,7 @@ from matplotlib import pyplot
 from fabric_template import list_runs, plot_logs, read_logs
 
 FOLDER = Path(__file__).parent / "logs_of_tools"
-# The x axis, the panels, the lines of the first panel with their numbers of points, and the best.
+# {file: (x axis, panels, {line of the first panel: number of points}, (metric, best value, epoch))}
 EXPECTED = {
     "by_hand": ("Epoch", ["Loss"], {"train": 6, "validation": 6}, ("Val Loss", 1.043, 5)),
     "fastai": ("epoch", ["loss"], {"train": 6, "validation": 6}, ("valid_loss", 1.0433, 5)),
@@ -106,7 +106,7 @@ def test_read_logs_reads_the_steps_of_rows_with_empty_cells():
     assert lines_of(ax) == {"train_loss_epoch": 3, "train_loss_step": 12, "validation": 3}
 
 
-# ---- kinds of files
+# Kinds of files
 
 
 def write(text, name="log.csv"):
@@ -171,7 +171,7 @@ def test_read_logs_reads_a_second_header_with_more_columns():
     assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
 
 
-# ---- forms of tables
+# Forms of tables
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_plot_logs_draws_the_given_file_of_a_folder():
     assert labels == {"results": 2, f"{Path.cwd().name}/a": 2}
 
 
-# ---- names of columns
+# Names of columns
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ PACKAGE = {
 
 
 def tree(folder):
-    """Return {path: text} of every file, without the files of git and Python."""
+    """Return {path: text} of all files, except for those of git and bytecode."""
     names = {path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()}
     names = {name for name in names if not {".git", "__pycache__"} & {*name.parts}}
     return {name.as_posix(): Path(folder, name).read_bytes().decode() for name in names}
@@ -48,7 +48,10 @@ def commit():
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    """Replace the installed package by a small one. Return a function that releases a version."""
+    """Replace the installed package by a small package.
+
+    Return a function that releases a version.
+    """
     write(tmp_path / "upstream", {**PACKAGE, "py.typed": ""})
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -63,7 +66,7 @@ def release(tmp_path, monkeypatch):
     return release
 
 
-# ---- copy
+# copy
 
 
 def test_the_copy_command_writes_mini_py_with_its_licence(release, capsys):
@@ -101,7 +104,7 @@ def test_the_copy_command_refuses_names_that_cannot_be_imported(release, path, o
     assert tree(".") == before
 
 
-# ---- update
+# update
 
 
 CONFLICT = "<<<<<<< yours\nmine\n=======\nother\n>>>>>>> fabric_template-0.2.0\n\ntwo\n\nthree\n"
@@ -112,8 +115,8 @@ CASES = {  # (your file, upstream's new file, the outcome, the exit code, the fi
     "both the same": (RELEASED, RELEASED, None, 0, RELEASED),
     "the same lines": (EDITED, LOOP.replace("one", "other"), "conflict", 1, CONFLICT),
     "deleted by you": (None, RELEASED, "left out", 0, None),
-    "gone upstream": (LOOP, None, "removed", 0, None),
-    "gone upstream, changed by you": (EDITED, None, "kept", 1, EDITED),
+    "deleted upstream": (LOOP, None, "removed", 0, None),
+    "deleted upstream, changed by you": (EDITED, None, "kept", 1, EDITED),
     "CRLF": (EDITED.replace("\n", "\r\n"), RELEASED, "merged", 0, "mine\n\ntwo\n\nnew\n"),
 }
 
@@ -140,7 +143,7 @@ def test_the_update_command_merges_edited_added_and_deleted_files(release, capsy
     after = tree("mine")
     assert after.get("loop.py") == expected
     assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
-    # the hidden folder has the new version now
+    # The hidden folder of the copy contains the new version now.
     assert update_command("mine") == 0
     assert capsys.readouterr().out == "the same    mine already has all changes of 0.2.0\n"
     assert tree("mine") == after
@@ -184,7 +187,7 @@ def test_the_update_and_diff_commands_refuse_unusable_copies_with_a_one_line_err
     assert_refused(diff_command, r"git is not on the PATH\. Install git\.")
 
 
-# ---- diff, and the command line
+# diff, and the command line
 
 
 def test_the_diff_command_separates_your_changes_from_upstream_changes(release, capsys):
@@ -209,7 +212,7 @@ def test_the_diff_command_separates_your_changes_from_upstream_changes(release, 
 
 
 def test_the_commands_in_copying_md_work(tmp_path, monkeypatch, capsys):
-    """A new version is installed between copying and updating."""
+    """Between the two code blocks of the page, the test installs a new version."""
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
     first, later = ([line.split("#")[0].split()[1:] for line in block.splitlines()] for block in blocks)

@@ -25,7 +25,7 @@ CLOCK = Clock()
 
 @pytest.fixture
 def fake_clock(monkeypatch):
-    """Only `CLOCK.sleep` takes time, so the figures are exact."""
+    """Let only CLOCK.sleep take time, so that the figures are exact."""
     monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
@@ -126,7 +126,7 @@ def threaded_step(net, batch):
 
 @pytest.fixture
 def slow_samples(monkeypatch):
-    """Collating tensors in memory takes time."""
+    """Let reading a sample of a TensorDataset take time on CLOCK."""
     sample = TensorDataset.__getitem__
 
     def slow_sample(dataset, index):
@@ -163,7 +163,7 @@ def reading_step(net, batch):
 
 
 def test_profile_names_a_line_that_reads_a_value_from_the_device(fake_clock):
-    """A GPU waits at such a line. A good training step has neither suggestions nor such lines."""
+    """A training step without such a line gets neither a suggestion nor a warning."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value from the GPU", str(profile_net(step=reading_step)))
     healthy = profile_net(step=slow_step)
     assert (healthy.suggestions, healthy.reads) == ([], [])
@@ -220,7 +220,7 @@ def test_profile_refuses_wrong_arguments(arguments, error, message):
 
 
 def test_profile_leaves_no_worker_process(monkeypatch):
-    """Otherwise, workers would stay until garbage collection and keep pipes of their parent open."""
+    """Otherwise, workers would stay until garbage collection."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())
     gc.disable()

@@ -20,7 +20,7 @@ HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 def make_run(
     name="digits", version=0, *, rows=3, lock="17\nfinished\n", loss=1.0, hparams=None, config=None, **columns
 ):
-    """Write the files of a run without training; each column has a value per row."""
+    """Write the files of a run without training. ``columns`` contain a value per row."""
     logger = CSVLogger("logs", name=name, version=version)
     options = {"max_epochs": 3, "monitor": "val_loss", "mode": "min", **(config or {})}
     logger.log_hyperparams({"hparams": hparams or {}, "config": options})
@@ -131,7 +131,7 @@ def test_hparams_yaml_takes_precedence_over_config_yaml():
     assert list_runs()["changed"].tolist() == changed
 
 
-# ---- MiniLoop
+# MiniLoop
 
 TRAIN = """
 import os, torch
@@ -161,7 +161,7 @@ def test_list_runs_shows_the_state_and_options_of_a_mini_loop_run(statement, sta
     assert (options["max_epochs"], options["seed"]) == (4, 3)
 
 
-# ---- the command
+# The command
 
 
 def test_the_runs_command_lists_runs_and_names_the_best(capsys):
@@ -323,7 +323,7 @@ def test_runs_best_needs_a_metric_for_runs_with_different_monitors(capsys):
     assert run_command(capsys, "best", "--metric", "val_acc")[1].startswith("best        val_acc 0.7 in epoch 1\n")
 
 
-# ---- names from other sources
+# Names from other sources
 
 
 def test_the_runs_command_escapes_terminal_codes_in_names(capsys):

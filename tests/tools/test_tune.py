@@ -29,7 +29,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch):
-    """Let a step take the seconds that it sleeps on CLOCK, on every machine."""
+    """Let only CLOCK.sleep take time, so that the results do not depend on the machine."""
     monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
@@ -59,7 +59,7 @@ def failure_of(function):
     return failure
 
 
-# ---- processes
+# Processes
 
 
 def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
@@ -70,7 +70,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
     assert failure_of(lambda: time.sleep(600)) == "no result within 1 seconds, exit code -9"
 
 
-# ---- what is kept
+# The choice of settings
 
 
 def test_tune_reports_a_batch_size_that_does_not_fit_into_memory(tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_a_trial_uses_the_given_precision_fused_option_and_loaders():
         tune_module.measure(FabricLoop(accelerator="cpu"), parts, 0.1, choice)
 
 
-# ---- loaders
+# Loaders
 
 
 def batches_of(loader):
@@ -151,7 +151,7 @@ def test_change_loader_refuses_a_loader_that_it_cannot_change():
         change_loader(loader, {"batch_size": 8})
 
 
-# ---- errors and the command
+# Errors and the command
 
 
 def test_tune_refuses_a_failing_run_and_an_unknown_setting():
@@ -184,11 +184,11 @@ def test_the_tune_command_writes_a_config_file_for_fit(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"config      {out}, for fit --config"
 
 
-# ---- a learning rate
+# The learning rate
 
 
 def quadratic(net, batch):
-    """SGD on it diverges above a rate of 2 / 4 = 0.5."""
+    """A loss on which SGD diverges with a learning rate above 2 / 4 = 0.5."""
     return 2 * (net.weight - 3).pow(2).sum() + 0 * batch[0].sum()
 
 

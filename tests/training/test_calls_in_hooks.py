@@ -46,7 +46,7 @@ def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_pa
 
 @pytest.mark.parametrize("method", ["validate", "test"])
 def test_a_hook_may_call_methods_of_a_second_loop(tmp_path, method):
-    """The outer run keeps its trainer, its log method and its numbers."""
+    """The outer run logs the same values, and its module keeps its trainer."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
     expected = fit(tmp_path / "alone", Calls, **options)
@@ -62,7 +62,6 @@ def test_a_hook_may_call_methods_of_a_second_loop(tmp_path, method):
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
 def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
-    """The hooks of the trained module are not called again."""
     called = []
 
     class Counts(make):
@@ -84,7 +83,7 @@ def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
 
 
 def test_a_loop_can_fit_again_after_an_interrupted_clean_up(tmp_path):
-    """A second Ctrl-C may interrupt what a loop does after an error."""
+    """A second Ctrl-C, for example, may interrupt the clean-up after an error."""
 
     class Interrupts:
         def on_exception(self, loop, module, error):

@@ -10,7 +10,7 @@ from fabric_template import FabricLoop
 # The eager backend uses PyTorch's kernels, so that the results are equal bit for bit.
 EAGER = {"backend": "eager"}
 
-# torch warns of its own accesses where the graph breaks.
+# At graph breaks, torch reads deprecated attributes and warns about them.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute of a Tensor")
 
 

@@ -92,7 +92,7 @@ OPTIONS = {
     "by epochs": {},
     "each step": {"save_every_n_steps": 1},
     "accumulation": {"save_every_n_steps": 2, "accumulate_grad_batches": 2},
-    "validation inside": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "validation within an epoch": {"accumulate_grad_batches": 4, "val_check_interval": 3},
 }
 
 
@@ -133,7 +133,7 @@ def test_manual_optimization_resumes_exactly_after_an_exception(tmp_path, hook):
 
 
 class HalfStep(torch.optim.Adam):
-    """Fails in the middle of a step, after it has changed weights and moments."""
+    """Raises an error in step(), after it has changed weights and moments."""
 
     steps, fails_at = 0, None
 
@@ -165,7 +165,7 @@ def test_an_error_within_an_optimizer_step_saves_no_half_updated_weights(tmp_pat
 
 
 class UnreadableOnce(Dataset):
-    """Sample 17 cannot be read, once."""
+    """Raises an error the first time that sample 17 is read."""
 
     def __init__(self, marker):
         self.data, self.marker = make_data(24), marker
@@ -182,7 +182,7 @@ class UnreadableOnce(Dataset):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_a_run_resumes_exactly_after_an_unreadable_sample(tmp_path, options):
-    """The worker raises its error between two steps."""
+    """A worker process raises the error."""
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": 1, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     (tmp_path / "read").write_text("")
@@ -190,7 +190,7 @@ def test_a_run_resumes_exactly_after_an_unreadable_sample(tmp_path, options):
     whole = fit(tmp_path / "whole", make, loader("read"), **options)
     with pytest.raises(Broken) as caught:
         fit(tmp_path / "cut", make, loader("unread"), **options)
-    # The workers have ended, although the error is kept.
+    # The workers have ended, although the error keeps the frames of the loop alive.
     assert caught.value.__traceback__ is not None
     assert not multiprocessing.active_children()
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
@@ -239,14 +239,14 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+@pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently on Windows")
 def test_all_processes_of_a_script_end_if_one_fails(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(python_command("", __file__)[-1] + SCRIPT.format(root=str(tmp_path / "run")))
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # See test_signals.py.
+    # A thread of gloo may abort when Python exits. test_signals.py has a link.
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr
     assert "only here" in done.stderr

@@ -18,7 +18,7 @@ from fabric_template.errors import CheckpointError
 
 
 class WithoutClosure(torch.optim.Optimizer):
-    """Has a step without the argument closure."""
+    """Has a step() without the argument closure."""
 
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
@@ -37,7 +37,7 @@ class IgnoresClosure(WithoutClosure):
 
 
 class SharpnessAware(torch.optim.SGD):
-    """Calls its closure at the weights, and again at weights near them."""
+    """Calls its closure twice in a step, the second time with changed weights."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -96,7 +96,7 @@ OPTIMIZERS = {
     "no subclass": NoSubclass,
 }
 NEEDS_CLOSURE = ("sharpness-aware", "LBFGS")
-NOT_OF_TRAINER = ("without closure", "no subclass")
+REFUSED_BY_TRAINER = ("without closure", "no subclass")
 
 
 def make_net():
@@ -169,7 +169,7 @@ def test_each_optimizer_trains_like_a_hand_written_loop_and_resumes(tmp_path, na
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulated"), sample(3, [name for name in OPTIMIZERS if name not in NOT_OF_TRAINER], [1, 4])
+    ("name", "accumulated"), sample(3, [name for name in OPTIMIZERS if name not in REFUSED_BY_TRAINER], [1, 4])
 )
 def test_each_optimizer_gives_the_same_weights_and_metrics_as_with_trainer(tmp_path, name, accumulated):
     ends = []
@@ -251,7 +251,7 @@ def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, li
 
 
 def test_resume_refuses_a_parameter_group_of_unknown_parameters(tmp_path):
-    """The resumed module does not have the parameters that the group had."""
+    """A new module does not have the parameters of the added group."""
 
     class Grows(ParameterGroupAdder):
         def add_group(self, *args):
@@ -298,7 +298,7 @@ class ComplexAndHalf(nn.Module):
 
 @pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
 def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
-    """The norm is that of all gradients as one dense vector."""
+    """Sparse, complex and bfloat16 gradients count like dense gradients."""
     torch.manual_seed(3)
     net, expected = make(), []
     ids = torch.tensor([[1, 1], [1, 2], [0, 9], [3, 3]])

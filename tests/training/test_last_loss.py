@@ -8,7 +8,7 @@ from modules import Classifier, make_loader, quiet
 from fabric_template import FabricLoop
 
 
-class Noting(Classifier):
+class RecordsLosses(Classifier):
     def __init__(self):
         super().__init__()
         self.losses, self.alive = [], []
@@ -21,21 +21,21 @@ class Noting(Classifier):
 
 
 def test_fit_frees_every_loss_but_the_last():
-    module = Noting()
+    module = RecordsLosses()
     FabricLoop(**quiet(max_epochs=2)).fit(module, make_loader(16))
     assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]
     gc.collect()
     assert not any(loss() is not None for loss in module.losses)
 
 
-class Keeping(Noting):
-    """Its backward keeps the graph. Two graphs at a time would need twice the memory."""
+class KeepsGraph(RecordsLosses):
+    """Keeps the graph in backward. Two graphs at a time would need twice the memory."""
 
     def backward(self, loss):
         loss.backward(retain_graph=True)
 
 
 def test_fit_frees_step_outputs_after_each_batch():
-    module = Keeping()
+    module = KeepsGraph()
     FabricLoop(**quiet(max_epochs=1)).fit(module, make_loader(16))
     assert module.alive == [[False] * count for count in range(4)]

@@ -21,7 +21,7 @@ class Stop(Exception):
 
 
 class OwnSGD(torch.optim.SGD):
-    """Gets a closure, because it is not a class of torch."""
+    """An optimizer that gets a closure, because its class is not defined in torch."""
 
 
 class Stream(IterableDataset):
@@ -30,7 +30,7 @@ class Stream(IterableDataset):
 
 
 class Watched(pl.LightningModule):
-    """Fails at the n-th call of a hook. Keeps weak references to the tensors of the last step."""
+    """Fails in the ``at``-th call of a hook, and has weak references to the last tensors."""
 
     def __init__(self, hook, at, manual=False, optimizer=torch.optim.SGD):
         super().__init__()

@@ -56,7 +56,7 @@ def saved_step(loop):
     ids=str,
 )
 def test_on_nan_stop_ends_training_and_keeps_the_last_good_checkpoint(tmp_path, options, stops_at, saved_at):
-    """Training stops where the loss is read. The last good checkpoint stays, and resumes."""
+    """Training stops at the first step that reads the loss, to log or save. A resume works."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
         loop, history, _ = fit(tmp_path, {6}, on_nan="stop", **options)
@@ -127,7 +127,7 @@ def test_on_nan_warn_warns_once_and_on_nan_off_never_warns(tmp_path, on_nan):
 
 @pytest.mark.filterwarnings("ignore:on_nan")
 def test_on_nan_stop_ends_both_processes_at_the_same_step(tmp_path, monkeypatch):
-    """The loss of one process is not finite."""
+    """Only the loss of one process is infinite."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     net = nn.Linear(4, 1)
     loader = TensorLoader(torch.arange(80.0).reshape(20, 4), batch_size=2)

@@ -19,7 +19,7 @@ def scaled(kind=MixedPrecision, **options):
     return {"plugins": kind("16-mixed", device="cpu", scaler=scaler)}
 
 
-# precision: (dtype of a Linear's output, dtype of the batch, the weights and new tensors)
+# {precision: (dtype of the output of a Linear, dtype of the batch, the weights and new tensors)}
 PRECISIONS = {
     "32-true": (torch.float32, torch.float32),
     "16-mixed": (torch.float16, torch.float32),
@@ -30,7 +30,7 @@ PRECISIONS = {
 
 
 class Look(nn.Module):
-    """Notes the dtypes that its steps see."""
+    """Records the dtypes in its steps."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,8 @@ def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_with_trainer(opt
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
     assert loop.scaler.state_dict() == trainer.scaler.state_dict()
-    assert loop.scaler.get_scale() > 2.0**8  # it has grown
+    # The scale has grown.
+    assert loop.scaler.get_scale() > 2.0**8
 
 
 def test_the_gradient_scaler_skips_the_same_steps_as_with_trainer():
@@ -131,7 +132,7 @@ def test_the_gradient_scaler_skips_the_same_steps_as_with_trainer():
 
 
 class Gradients(Classifier):
-    """Keeps the norms of the gradients that the hooks see."""
+    """Records the norms of the gradients in two hooks."""
 
     def __init__(self):
         super().__init__(dropout=0.0)
@@ -148,15 +149,16 @@ class Gradients(Classifier):
 
 
 def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
-    """Scaled gradients would all be clipped: their norm is 256 times larger than what a limit of 1 means."""
+    """A limit of 1 would clip all scaled gradients, because they are 256 times larger."""
     _, module = run_loop(Gradients, train, max_epochs=2, gradient_clip_val=1.0, **scaled())
     limited = [min(norm, 1.0) for norm in module.before_step]
     assert module.at_end == pytest.approx(limited, rel=1e-4)
-    assert {norm > 1.0 for norm in module.before_step} == {True, False}  # both kinds occur
+    # The limit clips the gradients of some steps, but not of all.
+    assert {norm > 1.0 for norm in module.before_step} == {True, False}
 
 
 def test_resume_restores_the_gradient_scaler(tmp_path):
-    """2 + 2 epochs equal 4, with a scale that grows at every seventh step."""
+    """The scale of the scaler grows in every seventh step, counted across the resume."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)
@@ -171,4 +173,5 @@ def test_resume_restores_the_gradient_scaler(tmp_path):
     loop, module = fit("parts", 4, resume="last")
     assert_same_weights(expected, module)
     assert loop.scaler.state_dict() == whole.scaler.state_dict()
-    assert loop.scaler.get_scale() == 16.0 * 2**5  # 40 steps
+    # In 40 steps, the scale grows five times.
+    assert loop.scaler.get_scale() == 16.0 * 2**5

@@ -1,4 +1,4 @@
-"""Test an exception in any hook. It reaches the caller, and the loop can be used again."""
+"""Test that an exception in a hook reaches the caller, and that the loop can be used again."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ class Broken(RuntimeError):
 
 
 def global_state(module):
-    """Return the state that a run may change and must restore."""
+    """Return the global state that a run may change and must restore."""
     return {
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -41,7 +41,7 @@ def global_state(module):
 
 
 class Complete(Classifier):
-    """Has every step."""
+    """Has the steps of fit, validate, test and predict."""
 
     def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
@@ -69,7 +69,7 @@ def test_an_error_in_a_hook_leaves_the_model_and_the_loop_usable(place, kind):
     module, error = Complete(), kind("mine")
 
     def fail(*args, **kwargs):
-        # Saving the state calls the hooks again.
+        # Restore the hook, because a second call of fit must succeed.
         delattr(module, hook)
         raise error
 
@@ -149,7 +149,8 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
             loop.fit(*given)
     assert len([warning for warning in caught if "failed after the run ended with Broken" in str(warning.message)]) == 2
     assert recorder.recorded == ("interrupted", "Broken('mine')")
-    with pytest.raises(Broken, match="mine"):  # where warnings are errors, as here
+    # pytest turns the warnings of the clean-up into errors here.
+    with pytest.raises(Broken, match="mine"):
         loop.fit(*given)
 
 
@@ -158,7 +159,8 @@ def test_an_error_leaves_no_worker_process(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**with_files(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
-    with pytest.raises(Broken, match="mine") as _held:  # keeps the frames of the exception alive
+    # _held keeps the frames of the exception alive.
+    with pytest.raises(Broken, match="mine") as _held:
         getattr(loop, stage)(module, DataLoader(make_data(16), batch_size=4, num_workers=1))
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 
@@ -173,7 +175,7 @@ def test_an_error_leaves_no_worker_process(stage):
     ],
 )
 def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage, at, rank, error):
-    """The error is that of the rank that failed first. The caller's process keeps its state."""
+    """The process of the caller raises the error of the process that failed first."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)
     options = {"strategy": "ddp_fork", "devices": 2, "deterministic": True, "version": 0}

@@ -25,7 +25,7 @@ def step(net, batch):
 
 
 def train(loop, net=None):
-    """Train a net with equal weights. Return its losses."""
+    """Train a net with fixed initial weights. Return its losses."""
     net = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5)) if net is None else net
     nn.init.constant_(net[0].weight, 0.1)
     nn.init.constant_(net[0].bias, 0.0)

@@ -21,7 +21,7 @@ def train():
     return make_loader(24)
 
 
-# An epoch that ends in its middle has its row. A resume continues in it, exactly. max_time: test_signals.py.
+# Epochs that max_steps or should_stop ends early. test_signals.py tests max_time.
 
 
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
@@ -29,7 +29,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
 
 @pytest.mark.parametrize(("options", "steps"), sample(2, OPTIONS, [1, 7, 8]), ids=str)
 def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, options, steps):
-    """A repeated command changes nothing. With more steps, the run continues exactly."""
+    """Starting the stopped run again changes nothing. Without max_steps, the run continues."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val_loader, **options)
@@ -80,25 +80,25 @@ def test_a_run_stopped_by_should_stop_within_an_epoch_resumes_exactly(tmp_path, 
     _, _, history = fit(tmp_path / "cut", make, train, callbacks=[StopsAt(4)], **options)
     assert history["step"].tolist()[-1] == 4
     assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, resume="last", **options))
-    # steps.csv has one more row, for the step of the stop.
+    # steps.csv has an additional row for the step at which the run stopped.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
-# A pass that is shorter than its length is a whole epoch. A used-up iterator is an error.
+# Loaders that yield fewer batches than their length, or none
 
 
 class Short(IterableDataset):
-    """Gives fewer samples than its length in each pass after `since`."""
+    """Yields fewer samples than its length in each pass after the first ``since`` passes."""
 
-    def __init__(self, gives=16, says=24, since=0):
-        self.gives, self.says, self.since, self.passes = gives, says, since, 0
+    def __init__(self, gives=16, length=24, since=0):
+        self.gives, self.length, self.since, self.passes = gives, length, since, 0
 
     def __len__(self):
-        return self.says
+        return self.length
 
     def __iter__(self):
         self.passes += 1
-        gives = self.gives if self.passes > self.since else self.says
+        gives = self.gives if self.passes > self.since else self.length
         return iter([make_data(24)[i] for i in range(gives)])
 
 
@@ -113,10 +113,10 @@ def plateau(module):
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
 def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_path, optimizers):
-    """Weights, rows and files equal those of a loader with the right length, also after a resume."""
+    """Weights and CSV rows equal those with a loader of the right length, also after a resume."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
-    expected = fit(tmp_path / "expected", make, short(says=16), **options)
+    expected = fit(tmp_path / "expected", make, short(length=16), **options)
     copies = [Snapshots(tmp_path / "short", tmp_path / "killed")]
     whole = fit(tmp_path / "short", make, short(), callbacks=copies, **options)
     assert_same_end(expected, whole)
@@ -140,7 +140,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     ids=str,
 )
 def test_end_of_epoch_validation_also_runs_if_the_loader_ends_early(tmp_path, options, steps):
-    """An epoch that validates at its end also does so if the loader ends early."""
+    """A validation within an epoch only runs if the loader has yielded enough batches."""
     seen = []
 
     class ValidationRecorder(Callback):
@@ -154,7 +154,7 @@ def test_end_of_epoch_validation_also_runs_if_the_loader_ends_early(tmp_path, op
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
 def test_fit_raises_an_error_if_the_loader_yields_no_batch_in_a_later_epoch(tmp_path):
-    """last.ckpt has the state after the previous epoch."""
+    """last.ckpt contains the state after the previous epoch."""
     message = r"The train loader \(generator\) yielded no batch in this epoch. An iterator yields"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, Classifier, lambda: (batch for batch in list(train())), max_epochs=3)

@@ -16,7 +16,7 @@ from runs import assert_same_end, fit, logs_of, python_command, val_loader
 from fabric_template.distributed import signals
 from fabric_template.training import lifecycle
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently there")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently on Windows")
 DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 FORK = {"strategy": "ddp_fork", "devices": 2}
 
@@ -64,7 +64,7 @@ def saved_step(root):
 def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options):
     resumed = fit(tmp_path / "cut", make, train, val, seed=seed, resume="last", **options)
     assert_same_end(whole, resumed)
-    # steps.csv has one more row, for the validation at the stop.
+    # steps.csv has an additional row for the validation at which the run stopped.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
@@ -73,12 +73,14 @@ def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options
     [
         (8, "on_train_batch_start", "SIGINT", {}),
         (8, "on_train_batch_end", "SIGTERM", {}),
-        (6, "on_train_batch_end", "SIGINT", {}),  # the epoch's last batch
+        # In the last batch of an epoch
+        (6, "on_train_batch_end", "SIGINT", {}),
         (6, "on_validation_start", "SIGINT", {}),
         (1, "on_train_batch_start", "SIGINT", {}),
         (8, "on_train_batch_start", "SIGINT", {"accumulate_grad_batches": 4}),
         (9, "on_validation_start", "SIGINT", {"val_check_interval": 0.5}),
-        (18, "on_train_batch_end", "SIGINT", {}),  # the last batch of the fit
+        # In the last batch of the run
+        (18, "on_train_batch_end", "SIGINT", {}),
     ],
 )
 def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, at, hook, number, options):
@@ -167,7 +169,7 @@ def test_a_script_stopped_by_a_signal_exits_with_the_code_of_the_signal(tmp_path
 
 @pytest.fixture
 def received():
-    """Return the signals that a handler of the user has received. Restore the handler afterwards."""
+    """Return the signals that a handler of the user has received. Finally, restore the handlers."""
     found, numbers = [], [signal.SIGTERM, signal.SIGUSR1]
 
     def handler(number, frame):
@@ -260,7 +262,8 @@ def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, n
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # On a busy machine a thread of gloo may outlive the interpreter: https://github.com/pytorch/pytorch/pull/179291
+    # On a busy machine, a thread of gloo may abort when Python exits. See
+    # https://github.com/pytorch/pytorch/pull/179291
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in codes or is_torchs, done.stderr
     assert "after fit" not in done.stdout
@@ -271,7 +274,7 @@ def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, n
 
 
 class OutOfTime(Callback):
-    """Lets the time limit of Timer end at one batch."""
+    """Moves the clock of Timer beyond its limit in one batch."""
 
     def __init__(self, at):
         self.at, self.batches = at, 0
