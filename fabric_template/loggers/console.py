@@ -358,7 +358,6 @@ def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]
 
 
 def format_summary(lines: Mapping[str, Sequence[str]]) -> str:
-    """Format the summary of a run, with a heading at the start of each line."""
     return "\n".join(f"{heading:<12}{text}" for heading, texts in lines.items() for text in texts)
 
 

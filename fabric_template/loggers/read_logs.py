@@ -111,8 +111,8 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
     positions = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*positions}) == len(positions) and all(map(all, positions))
-    is_of_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
-    if not axes or (is_complete and not is_of_steps):
+    has_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
+    if not axes or (is_complete and not has_steps):
         return columns
     return join_rows(columns, steps)
 

@@ -551,14 +551,14 @@ class ResultCollection:
         """Return the current step's values or, after the last batch, the epoch's values."""
         values = CurrentValues({}, {}, {}, {})
         results = self.active
-        of_step = results.is_first_batch is not None
+        is_step = results.is_first_batch is not None
         for metric in results.current():
-            value = metric.compute(None if of_step else metric.epoch)
+            value = metric.compute(None if is_step else metric.epoch)
             if value is None:
                 continue
             arguments = metric.arguments
             name = metric.full_name()
-            full_name = metric.full_name("_step" if of_step else "_epoch")
+            full_name = metric.full_name("_step" if is_step else "_epoch")
             if arguments.logger:
                 values.row[name] = value
             if metric.is_returned and self.run.is_lightning_module:
@@ -568,7 +568,7 @@ class ResultCollection:
                 values.logged[full_name] = value
             if arguments.prog_bar:
                 values.progress_bar[full_name] = value
-            if results is self.train or not of_step:
+            if results is self.train or not is_step:
                 values.callback[name] = values.callback[full_name] = value
         return values
 

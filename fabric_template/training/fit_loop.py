@@ -158,7 +158,6 @@ def log_batch(run: Run) -> str:
 
 
 def validate(run: Run) -> str:
-    """Run a validation during training."""
     free_gradients(run)
     # A request to stop may cause an additional validation. A resumed run does not repeat it, so
     # restore the RNG state afterwards.

@@ -53,15 +53,15 @@ class Hooks:
             self._methods.clear()
         if name not in self._methods:
             found = [self._callback_method(callback, name) for callback in callbacks]
-            of_callbacks = [method for method in found if method is not None]
-            self._methods[name] = (of_callbacks, self.module_method(name))
-        of_callbacks, of_module = self._methods[name]
-        if of_callbacks:
+            callback_methods = [method for method in found if method is not None]
+            self._methods[name] = (callback_methods, self.module_method(name))
+        callback_methods, module_method = self._methods[name]
+        if callback_methods:
             previous, self.current = self.current, name
-            for method in of_callbacks:
+            for method in callback_methods:
                 method(*args)
             self.current = previous
-        return None if of_module is None else of_module(*args)
+        return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
         """Return whether a hook is overridden, or True if the hook has not been called yet."""

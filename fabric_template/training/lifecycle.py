@@ -400,8 +400,8 @@ def handle_exception(run: Run, error: BaseException) -> None:
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
         attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
-    of_datamodule = "on_exception of the datamodule"
-    attempt(of_datamodule, run.hooks.call_datamodule, "on_exception", error)
+    call = partial(run.hooks.call_datamodule, "on_exception")
+    attempt("on_exception of the datamodule", call, error)
     attempt("closing the loggers", run.loggers.finalize, "failed")
     attempt("closing the loaders", run.data.teardown)
     attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)

@@ -383,7 +383,7 @@ class ManualOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        # The indices of the optimizers whose step() was called since the last backward call.
+        # The indices of the optimizers whose step() was called since the last backward pass.
         self._stepped: set[int] = set()
         # With DDP, _reduces_gradients stays False if a step calls loss.backward() instead of
         # loop.backward(loss). Gradients are then not averaged, so _count_step raises an error.
@@ -404,8 +404,8 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the argument ``outputs`` of ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the callbacks of the optimizers before each batch, because the module may have
-            # replaced the optimizers.
+            # Let the optimizers count their steps. Set this up before each batch, because the
+            # module may have replaced its optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
