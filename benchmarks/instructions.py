@@ -83,7 +83,7 @@ def draw_once() -> None:
 
     class Still(tqdm.tqdm):
         def __init__(self, *args, **options):
-            super().__init__(*args, mininterval=1e9, **options)
+            super().__init__(*args, **{**options, "mininterval": 1e9})
 
     tqdm.tqdm = Still
     for place in console.SECONDS_BETWEEN_DRAWS:

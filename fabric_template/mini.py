@@ -140,6 +140,8 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+# A multiplication by these numbers is exact, so that it can be part of an addition.
+POWERS_OF_TWO = frozenset(2**exponent for exponent in range(16))
 OPEN_LOCKS: list[IO[str]] = []
 
 
@@ -440,8 +442,9 @@ class MiniLoop:
             raise TypeError(f"{text} epoch early. Use FabricLoop.")
         every = self.accumulate_grad_batches
         is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
-        text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}. Change the"
-        check(is_window_start or every == self._window_size, f"{text} value between epochs.")
+        if every != self._window_size and not is_window_start:
+            text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}."
+            raise ValueError(f"{text} Change the value between epochs.")
         self._window_size = every
         is_window_end = self._is_window_end(batch)
         if is_window_end or self.fabric.world_size == 1:
@@ -469,7 +472,9 @@ class MiniLoop:
         else:
             output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
-        self._loss = loss.detach()
+        # As in a plain loop, keep the loss's graph until the next step. Otherwise, autograd
+        # recreates a node for each parameter.
+        self._loss = loss
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
             clear_gradients(self.optimizer)
@@ -942,13 +947,18 @@ class MiniLoop:
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to the sums for its mean, on the device, without waiting for a GPU."""
-        text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
-        check(weight, f"{text} Write self.log(name, value, batch_size=...).")
+        if not weight:
+            text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
+            raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
             total, count, _ = sums[key]
-            sums[key] = [total + value * weight, count + weight, is_synced]
+            if weight in POWERS_OF_TWO:
+                total = torch.add(total, value, alpha=weight)
+            else:
+                total = total + value * weight
+            sums[key] = [total, count + weight, is_synced]
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return the mean of each metric, or the result of a torchmetrics object."""
@@ -1818,6 +1828,8 @@ def find_batch_size(batch: Any) -> Any:
     """Return the length of the first tensor in a batch, or None if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() > 0 else 1
+    if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):
+        return find_batch_size(batch[0])  # The usual batch of a DataLoader, found at once.
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif is_dataclass(batch) and not isinstance(batch, Iterable):
