@@ -141,7 +141,7 @@ def find_direction(metric: str) -> str | None:
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # A loss such as "loss_iou" is best at its smallest value, although "iou" is not.
+            # Lower is better for a loss such as "loss_iou", but higher is better for "iou".
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"

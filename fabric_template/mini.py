@@ -362,7 +362,7 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             self._keep_start_values(self._resumed_state["parts"])
-            # Restore the RNG state last, so that only the training draws random numbers from it.
+            # Restore the RNG state last, because the code before this line may draw random numbers.
             self._load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
@@ -2092,7 +2092,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until the first process has no batch left.
+    """Yield batches until any process runs out of batches.
 
     Without this limit, DDP would wait forever for a process that has no batch left.
     """
@@ -2825,7 +2825,7 @@ def find_direction(metric: str) -> str | None:
             direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
             before = part
         if direction and {"loss", "losses"} & {*parts}:
-            # A loss such as "loss_iou" is best at its smallest value, although "iou" is not.
+            # Lower is better for a loss such as "loss_iou", but higher is better for "iou".
             direction = "min"
         if direction and NEGATED.search(spelling):
             direction = "max" if direction == "min" else "min"

@@ -417,7 +417,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until the first process has no batch left."""
+        """Yield batches until any process runs out of batches."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])

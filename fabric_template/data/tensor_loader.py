@@ -60,7 +60,7 @@ class TensorLoader:
     def for_rank(
         self, rank: int, world_size: int, seed: int = 0, is_padded: bool = True
     ) -> TensorLoader:
-        """Return a loader that yields only the samples of one process.
+        """Return a loader that yields only one process's share of the samples.
 
         Args:
             seed: The seed for shuffling, which must be equal in all processes.

@@ -38,7 +38,7 @@ COMMANDS = {
     "predict": ("cli", "run a model's predict_step on its data"),
     "plot": ("plots", "draw the logs of one or several runs"),
     "runs": ("runs_command", "list runs, compare two (diff RUN RUN) or find the best (best)"),
-    "compare": ("compare", "find the first step in which two training runs differ"),
+    "compare": ("compare", "find the first step at which two training runs differ"),
     "profile": ("profile", "show how long each part of a training step takes"),
     "tune": ("tune", "find faster settings, or with --lr a learning rate"),
     "copy": ("package_copy", "copy this package, or only mini.py, into a project"),

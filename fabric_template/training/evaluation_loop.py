@@ -219,9 +219,9 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
-    """Disable gradients and use eval mode in a `with` block.
+    """Return a context manager that disables gradients and sets eval mode.
 
-    At the end of the block, restore the mode that each module had before.
+    At its end, each module returns to its previous mode.
     """
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())

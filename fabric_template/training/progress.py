@@ -332,7 +332,7 @@ class ValidationSchedule:
         self.restart()
 
     def warn_if_never_due(self) -> None:
-        """Warn if training with a validation loader has ended before the first validation."""
+        """Warn if a validation loader was given, but training ended before a validation."""
         if self._is_enabled and not self._has_validated:
             step = self.run.progress.global_step
             self.run.warn_once(
