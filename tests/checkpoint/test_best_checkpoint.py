@@ -134,9 +134,13 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_
 
 
 @pytest.mark.parametrize("save_top_k", [1, 2, -1])
-@pytest.mark.parametrize("loops", ["FF", "FM", "MF", "MM"])
+@pytest.mark.parametrize(
+    "loops",
+    ["FF", "FM", "MF", "MM"],
+    ids=["FabricLoop", "FabricLoop and MiniLoop", "MiniLoop and FabricLoop", "MiniLoop"],
+)
 def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
-    """When monitor= is passed again, new checkpoints compete with the best ones from before."""
+    """If monitor= is passed again later, new checkpoints compete with the earlier best checkpoints."""
 
     def run(index, max_epochs, monitor=None, resume=None):
         options = {"max_epochs": max_epochs, "monitor": monitor, "accelerator": "cpu"}

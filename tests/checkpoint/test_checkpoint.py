@@ -75,12 +75,12 @@ def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
 
 
 def test_a_checkpoint_of_an_object_with_step_methods_has_the_keys_of_trainer(tmp_path):
-    _, owner, _ = fit(tmp_path, Plain, max_epochs=1)
+    _, model, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
     other = Plain()
     other.net.load_state_dict({key.removeprefix("net."): value for key, value in found["state_dict"].items()})
-    assert same(weights_of(owner), weights_of(other))
+    assert same(weights_of(model), weights_of(other))
 
 
 def test_load_from_checkpoint_reads_weights_and_hyperparameters(tmp_path):

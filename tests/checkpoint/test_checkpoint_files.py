@@ -129,7 +129,7 @@ def test_a_disk_error_is_not_reported_as_a_damaged_checkpoint(tmp_path, monkeypa
 
 
 def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypatch):
-    """A save syncs the checkpoint, the CSV rows before it, and each folder with new files."""
+    """Saving syncs the checkpoint, the CSV files, and each folder with new files."""
     synced, sync = [], os.fsync
     path_of = lambda descriptor: Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)) or sync(descriptor))

@@ -185,7 +185,10 @@ class ReloadingWrapper(Wrapper):
 
 
 class KeepsContainers(torch.optim.Optimizer):
-    """Keeps lists, dicts and float64 tensors in its state. One key is not a parameter."""
+    """Keeps lists, dicts and float64 tensors in its state.
+
+    One key of the state is not a parameter.
+    """
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})

@@ -135,7 +135,7 @@ class Weights(Model):
 
 
 class Jitter:
-    """A transform with a generator, whose strength a hook changes."""
+    """A random transform whose strength a hook changes."""
 
     def __init__(self):
         self.generator, self.strength = np.random.default_rng(3), 0.1
@@ -853,7 +853,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 
 
 def test_a_copy_of_the_package_inside_a_user_package_restores_user_objects(tmp_path):
-    """The user's modules and the copy share the top-level package, but only the copy is the library."""
+    """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
     shutil.copytree(source, project / "fabric_template", ignore=shutil.ignore_patterns("__pycache__"))

@@ -86,7 +86,8 @@ class Plain:
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
-# The options of each run by name. Most runs are killed after an epoch and before the last batch of the next one.
+# The options of the runs. Most runs are killed after the first epoch, and before the last batch of
+# the second epoch.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
     "manual": {"make_module": lambda: Net(manual=True)},
@@ -176,7 +177,7 @@ def test_iterable_datasets_of_different_length_resume_exactly_after_an_error(tmp
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_a_run_resumes_exactly_from_a_file_of_a_model_checkpoint_callback(tmp_path, when):
-    """A resumed run writes the row, validates and ends the epoch if this followed the save."""
+    """A resumed run repeats what followed the save, such as a validation or the end of an epoch."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731
@@ -214,7 +215,7 @@ def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
 
 
 class Counts(Callback):
-    """A callback with state. The datamodule below has the same methods."""
+    """A callback with a state_dict()."""
 
     def __init__(self):
         self.count = 0
@@ -287,7 +288,7 @@ def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
-    """The final model takes the buffers of the averaged model, which are copies."""
+    """The averaged model has copies of the buffers. The final model takes these copies."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     options = {"make_module": WithBank, "save_every_n_steps": 1}

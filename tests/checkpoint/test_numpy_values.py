@@ -151,7 +151,7 @@ class Average(Callback):
 
 
 class SavesArray(Classifier):
-    """Adds its own values to the checkpoint."""
+    """Adds an array to the checkpoint in a hook."""
 
     losses = np.zeros(0)
 

@@ -28,9 +28,9 @@ class Holder:
 
 def restored(before, after, fresh, tmp_path):
     """Return a new object after the changes from ``before`` to ``after`` were saved and restored."""
-    owner, new = Holder(**before), Holder(**fresh)
-    saving, loading = PlainState({"a": Part(owner)}), PlainState({"a": Part(new)})
-    vars(owner).update(after)
+    holder, new = Holder(**before), Holder(**fresh)
+    saving, loading = PlainState({"a": Part(holder)}), PlainState({"a": Part(new)})
+    vars(holder).update(after)
     torch.save(saving.state_dict(), tmp_path / "state")
     loading.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     return new
@@ -89,12 +89,12 @@ def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_pat
     """Other objects may refer to the containers and tensors, so they are not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
-    held = dict(fresh)
+    originals = dict(fresh)
     after = {"list": [1], "dict": {"a": 1}, "tensor": torch.ones(3), "array": np.ones(2), "set": {1}}
     after["queue"], after["factory"] = deque([1, 2], maxlen=2), defaultdict(lambda: 7, {"a": 1})
     new = restored({}, after, fresh, tmp_path)
-    assert all(getattr(new, name) is held[name] for name in fresh)
-    assert {name: repr(held[name]) for name in after if name != "factory"} == {
+    assert all(getattr(new, name) is originals[name] for name in fresh)
+    assert {name: repr(originals[name]) for name in after if name != "factory"} == {
         name: repr(value) for name, value in after.items() if name != "factory"
     }
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
@@ -119,25 +119,25 @@ def test_plain_state_saves_only_changed_attributes_with_plain_values():
     net = nn.Linear(2, 2)
     cycle = []
     cycle.append(cycle)
-    owner = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, indices=range(10**15))
-    state = PlainState({"a": Part(owner)}, network=net)
-    owner.net, owner.function, owner.cycle, owner.view = net, print, cycle, net.weight.data[0]
-    owner.objects = [object()]
+    holder = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, indices=range(10**15))
+    state = PlainState({"a": Part(holder)}, network=net)
+    holder.net, holder.function, holder.cycle, holder.view = net, print, cycle, net.weight.data[0]
+    holder.objects = [object()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert state.changed_attributes() == {}
-    owner.table[1999, 299] += 1
-    owner.size = 4
+    holder.table[1999, 299] += 1
+    holder.size = 4
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
 def test_plain_state_detects_a_change_of_one_number():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
-    owner = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
-    owner.texts = np.zeros(40_000, "S1000")
-    state = PlainState({"a": Part(owner)})
+    holder = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
+    holder.texts = np.zeros(40_000, "S1000")
+    state = PlainState({"a": Part(holder)})
     tensors[0][151, 77], tensors[1].data[3] = 1, 1
-    owner.array[17, 3], owner.items[4321], owner.texts[5] = 1, 1, b"a"
+    holder.array[17, 3], holder.items[4321], holder.texts[5] = 1, 1, b"a"
     changed = [attribute for _, attribute in state.changed_attributes()]
     assert sorted(changed) == ["array", "items", "large", "small", "texts"]
 
@@ -150,16 +150,16 @@ class Refuses(dict):
 
 
 def test_an_attribute_that_cannot_be_saved_causes_one_warning():
-    owner = Holder()
-    state = PlainState({"a": Part(owner), "b": Part(object()), "c": Part(Holder)})
-    owner.cache, owner.count = list(range(1_000_001)), 3
+    holder = Holder()
+    state = PlainState({"a": Part(holder), "b": Part(object()), "c": Part(Holder)})
+    holder.cache, holder.count = list(range(1_000_001)), 3
     with pytest.warns(UserWarning, match=r"the attribute a.cache is neither saved .* more than 256 MB or 1,000,000"):
         assert state.changed_attributes() == {("a", "count"): 3}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert state.changed_attributes() == {("a", "count"): 3}
         state.load_state_dict({"generators": {"a.rng": 3}, "attributes": {("a", "x"): ("no", [])}})
-    assert not hasattr(owner, "x")
+    assert not hasattr(holder, "x")
 
 
 GENERATORS = {
@@ -298,7 +298,7 @@ class Data(pl.LightningDataModule):
 
 
 class Plain:
-    """An object with steps and attributes."""
+    """An object with step methods, whose attributes change in training."""
 
     def __init__(self):
         self.net = nn.Sequential(nn.Linear(8, 4), Memory8(), nn.Linear(4, 3))

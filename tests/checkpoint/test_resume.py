@@ -1,6 +1,6 @@
 """Test runs that are resumed with more epochs, and the values of ``resume=`` and ``load=``.
 
-Kills inside of an epoch are in test_exact_resume.py.
+test_exact_resume.py tests kills within an epoch.
 """
 
 import shutil
@@ -55,7 +55,7 @@ def plateau_by_step(module):
 
 
 def compare_with_resume(tmp_path, make_module=Classifier, train=None, val=val_loader, given=None, **options):
-    """Compare a run of 4 epochs with 2 epochs and a resume with a different seed."""
+    """Compare a run of 4 epochs with a run that is resumed after 2 epochs."""
     options = {"log_every_n_steps": 3, **options}
     whole = fit(tmp_path / "whole", make_module, train, val, given=given, max_epochs=4, **options)
     fit(tmp_path / "parts", make_module, train, val, given=given, max_epochs=2, **options)

@@ -202,8 +202,9 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 def test_fabric_loop_refuses_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
-    With FabricLoop's file, Trainer starts a new pass of the loader, takes the number of batches that were left, and
-    skips the work after the last one. FabricLoop trains on exactly the batches that were left.
+    With FabricLoop's checkpoint, Trainer starts a new pass of the loader, trains on as many batches
+    as were left, and skips the work after the last batch. FabricLoop trains on exactly the batches
+    that were left.
     """
     options = {"stops": "val", "max_epochs": 4}
     for kind in LOOPS:
@@ -278,7 +279,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
 def test_fabric_loop_loads_but_does_not_resume_trainer_mid_epoch_checkpoints(tmp_path, keyword):
-    """After max_steps, an error or a validation within the epoch, only load= and validate read the file."""
+    """max_steps, an error or a validation within an epoch may leave such a checkpoint."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}
     pl.Trainer(**quiet(**options)).fit(Classifier(), in_order(), val_loader())

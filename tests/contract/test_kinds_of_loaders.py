@@ -1,4 +1,4 @@
-"""Test that both loops resume exactly with every kind of loader, after an epoch and within one."""
+"""Test that both loops resume exactly with every kind of loader, after and within an epoch."""
 
 import functools
 import itertools
@@ -179,7 +179,7 @@ def make_net():
 
 
 class Remembers(nn.Module):
-    """A network whose output depends on attributes of every plain type."""
+    """A network whose output depends on attributes such as a number, a set and an array."""
 
     def __init__(self):
         super().__init__()
@@ -482,7 +482,7 @@ def test_changed_lists_of_batches_and_of_indices_are_restored(tmp_path, loop_nam
         assert_same_weights(expected, run(tmp_path / f"cut{number}", resume="last", max_epochs=3))
 
 
-class HoldsIterator(Order):
+class ContinuesIterator(Order):
     """A sampler that continues the same iterator in each epoch."""
 
     def __init__(self):
@@ -528,7 +528,7 @@ class CachesObjects(Noise):
 
 
 UNSAVED = {
-    "indices": lambda: DataLoader(DATA, 4, sampler=HoldsIterator()),
+    "indices": lambda: DataLoader(DATA, 4, sampler=ContinuesIterator()),
     "others": lambda: DataLoader(ReadsIterator(), 4),
     "cache": lambda: DataLoader(CachesObjects(), 4),
     "contains an iterator|indices": lambda: DataLoader(StreamsIterator(), 4),
@@ -542,7 +542,7 @@ def test_the_first_save_warns_about_state_of_a_loader_that_is_not_saved(tmp_path
         train(loop_name, tmp_path, UNSAVED[name], max_epochs=1)
 
 
-class RestartsIterator(HoldsIterator):
+class RestartsIterator(ContinuesIterator):
     """A sampler that creates a new iterator in each epoch."""
 
     def __iter__(self):

@@ -117,10 +117,7 @@ def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_clas
 
 @both_loops
 def test_gradient_accumulation_steps_the_optimizer_every_n_batches(loop_class):
-    """In Lightning's example, 24 batches give 1 step instead of 6.
-
-    It accumulates by global_step.
-    """
+    """In Lightning's example, 24 batches give 1 optimizer step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8, loop_class=loop_class)

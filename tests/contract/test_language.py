@@ -46,7 +46,7 @@ def docstrings(source):
 
 
 def language_of(path):
-    """Count the expressions, "Noun: definition" docstrings and headless docstrings of a file."""
+    """Count the banned expressions and the two forms of banned docstrings in a file."""
     text = path.read_text(encoding="utf-8")
     headings = headless = 0
     if path.suffix == ".py":

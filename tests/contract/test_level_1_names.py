@@ -62,7 +62,7 @@ def log_alone(fabric, loop):
 
 
 def test_a_hand_written_loop_on_two_processes_logs_once(monkeypatch, capfd):
-    """Write one row and one line for all processes, with their means if sync_dist is set."""
+    """The processes write one row, which contains their means if sync_dist is set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))
     loop.fabric.launch(log_alone, loop)

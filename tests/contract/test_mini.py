@@ -837,7 +837,7 @@ GRADIENT_NORM = {
         try:
             self._precision.optimizer_step("""
 }
-RULE_OF_ONE_PROCESS = {
+DIFFERENT_RULE_IN_PROCESS_1 = {
     "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
 }
 
@@ -863,7 +863,7 @@ CHANGES = {"tokens": BY_TOKENS, "average": AVERAGED_WEIGHTS, "second": SECOND_VA
 
 
 def resume_changed_loop(rank, name, ranks):
-    """Compare a run that was stopped within an epoch and resumed with an uninterrupted run."""
+    """Compare an uninterrupted run with a run that is resumed within an epoch."""
     options = {"max_epochs": 3, "validate_every_n_steps": 2, "loop_class": changed_loop(CHANGES[name])}
     options |= {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
     options |= {"second_val": make_loader(12)} if name == "second" else {}
@@ -889,15 +889,15 @@ def test_an_edited_copy_of_mini_py_logs_the_gradient_norm():
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
 
-def train_with_rule_of_one_process(rank):
+def train_with_different_rules(rank):
     options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 3, "max_epochs": 1}
-    loop, module = run_mini(Ranked, loop_class=changed_loop(RULE_OF_ONE_PROCESS), **options)
+    loop, module = run_mini(Ranked, loop_class=changed_loop(DIFFERENT_RULE_IN_PROCESS_1), **options)
     torch.save([loop.global_step, module.state_dict()], f"{rank}.pt")
 
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_all_processes_end_an_accumulation_window_at_the_same_batch():
-    codes, errors = run_processes(train_with_rule_of_one_process, ranks=2)
+    codes, errors = run_processes(train_with_different_rules, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert step == other_step == 3

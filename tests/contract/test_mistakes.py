@@ -121,7 +121,7 @@ def test_a_dict_without_loss_is_logged_in_manual_optimization():
     assert loop.checkpoint_path("best") is not None
 
 
-# Backward passes and optimizer steps of the training step
+# Backward passes and optimizer steps in the training step
 
 
 def backward(net, batch):

@@ -49,7 +49,7 @@ def code_cells(notebook):
 
 
 def kinds(cell):
-    """Return the richest kind of each output of a cell: stream, image/png, text/html or text/plain."""
+    """Return the richest format of each output of a cell, such as stream or image/png."""
     rich = ("image/png", "text/html", "text/plain")
     return [next((kind for kind in rich if kind in out.get("data", {})), out.output_type) for out in cell.outputs]
 
@@ -78,7 +78,7 @@ def test_the_notebooks_are_numbered_without_gaps():
 def test_a_notebook_runs_in_a_new_kernel(name, tmp_path):
     """Each cell gives the same kinds of output as in the committed notebook.
 
-    Comparisons are True.
+    Each printed comparison is True.
     """
     committed = read(REPOSITORY / "notebooks" / f"{name}.ipynb")
     executed = execute(committed, tmp_path)
@@ -99,7 +99,7 @@ def test_notebook_outputs_contain_no_paths_warnings_or_errors(path):
         assert socket.gethostname() not in text
         assert "arning" not in text, text
         assert "rror" not in text, text
-        # A plotting call at the end of a cell shows its return value.
+        # At the end of a cell, a plotting call without a semicolon shows its return value.
         assert not re.search(r"array\(|<Axes|<matplotlib| object at 0x", text), text
     printed = [
         line for cell in code_cells(notebook) for out in cell.outputs for line in out.get("text", "").splitlines()

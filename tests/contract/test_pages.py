@@ -45,9 +45,9 @@ ENVIRONMENT = {
     "MPLBACKEND": "Agg",
     "OMP_NUM_THREADS": "1",
 }
-# A block that imports one of these is left out where the package is not installed.
+# A code block that imports one of these packages is left out if it is not installed.
 OPTIONAL = ("transformers", "optuna", "mlflow")
-# A line with this comment is left out where Lightning is older.
+# A line with this comment is left out if Lightning is older.
 NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
 

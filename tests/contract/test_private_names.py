@@ -1,6 +1,6 @@
 """Test the private names of Lightning, torchmetrics and PyTorch that the package uses.
 
-When a release drops one of them, the test of its name fails with its purpose.
+If a release removes one of these names, a test shows its purpose.
 """
 
 import ast

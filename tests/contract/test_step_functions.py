@@ -62,13 +62,13 @@ def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
 
     trainer, lit = run_trainer(Lit, make_loader, max_epochs=2)
     torch.manual_seed(1)
-    owner = Lit()
-    loop, optimizer = FabricLoop(**quiet(max_epochs=2)), sgd(owner.net)
+    module = Lit()
+    loop, optimizer = FabricLoop(**quiet(max_epochs=2)), sgd(module.net)
     step = logged(loop, lambda loop, name, value: loop.log(name, value, on_step=True, on_epoch=True))
     schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}
-    loop.fit(owner.net, make_loader(), optimizer=optimizer, scheduler=schedule, training_step=step)
+    loop.fit(module.net, make_loader(), optimizer=optimizer, scheduler=schedule, training_step=step)
     theirs = trainer.callback_metrics
-    assert all(torch.equal(a, b) for a, b in zip(owner.net.parameters(), lit.net.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), lit.net.parameters(), strict=True))
     assert all(loop.callback_metrics[name].equal(theirs[name]) for name in ("half", "half_step", "half_epoch"))
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 

@@ -1,4 +1,4 @@
-"""Test that every kind of iterable gives the same batches as under Trainer, also after a resume."""
+"""Test that every kind of iterable gives the same batches as with Trainer, also after a resume."""
 
 import itertools
 from functools import partial

@@ -75,24 +75,24 @@ def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, after):
-    """The batches have the same samples, but random numbers drawn for samples differ."""
+    """The batches contain the same samples, but random numbers that workers draw differ."""
 
     def make(workers):
         return lambda: make_loader(24, num_workers=workers)
 
     seen = []
 
-    class Sees(Classifier):
+    class RecordsSums(Classifier):
         def training_step(self, batch, batch_idx):
             seen.append(batch[0].sum().item())
             return super().training_step(batch, batch_idx)
 
     copies = Snapshots(tmp_path / "whole", tmp_path / "at")
     options = {"save_every_n_steps": 1, "max_epochs": 2}
-    fit(tmp_path / "whole", Sees, make(before), callbacks=[copies], **options)
+    fit(tmp_path / "whole", RecordsSums, make(before), callbacks=[copies], **options)
     expected, seen[:] = seen[3:6], []
     with pytest.warns(UserWarning, match=rf"num_workers was \[{before}\] and is now \[{after}\]"):
-        fit(tmp_path / "at/3", Sees, make(after), seed=9, resume="last", **options)
+        fit(tmp_path / "at/3", RecordsSums, make(after), seed=9, resume="last", **options)
     assert seen[:3] == expected
 
 

@@ -1,4 +1,4 @@
-"""Test that every kind of loader gives the same batches as under Trainer."""
+"""Test that every kind of loader gives the same batches as with Trainer."""
 
 import multiprocessing
 import subprocess
@@ -21,7 +21,7 @@ STAGE_NAMES = ("fit", "validate", "test", "predict")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
-class Sees(pl.LightningModule):
+class RecordingModule(pl.LightningModule):
     """Records the arguments of its steps in each stage."""
 
     def __init__(self):
@@ -29,28 +29,28 @@ class Sees(pl.LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.seen = []
 
-    def note(self, *what):
+    def record(self, *what):
         self.seen.append(what)
 
     def training_step(self, batch, batch_idx):
-        self.note("train", batch, batch_idx)
+        self.record("train", batch, batch_idx)
         return self.layer(torch.ones(1)).sum()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.note("sanity" if self.trainer.sanity_checking else "val", batch, batch_idx, dataloader_idx)
+        self.record("sanity" if self.trainer.sanity_checking else "val", batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self.note("test", batch, batch_idx, dataloader_idx)
+        self.record("test", batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        self.note("predict", batch, batch_idx, dataloader_idx)
+        self.record("predict", batch, batch_idx, dataloader_idx)
         return batch, batch_idx, dataloader_idx
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def both(act, make=Sees, **options):
+def both(act, make=RecordingModule, **options):
     """Run `act(loop, module)` with Trainer and FabricLoop.
 
     Return both results and recorded arguments.
@@ -66,7 +66,7 @@ def both(act, make=Sees, **options):
     return found
 
 
-def assert_both_see(act, make=Sees, **options):
+def assert_both_see(act, make=RecordingModule, **options):
     trainer, loop = both(act, make, **options)
     assert str(trainer) == str(loop)
     return loop
@@ -140,15 +140,15 @@ NO_LOADERS = {"None": None, "object": object(), "a list with an object": [1, obj
 def test_an_object_that_is_not_a_loader_is_refused(call, name):
     argument = "train_dataloaders" if call == "fit" else "dataloaders"
     with pytest.raises(TypeError, match=rf"An invalid dataloader was passed to `Trainer.{call}\({argument}="):
-        getattr(FabricLoop(**quiet(max_epochs=1)), call)(Sees(), NO_LOADERS[name])
-    module, method = Sees(), f"{STAGES[call]}_dataloader"
+        getattr(FabricLoop(**quiet(max_epochs=1)), call)(RecordingModule(), NO_LOADERS[name])
+    module, method = RecordingModule(), f"{STAGES[call]}_dataloader"
     setattr(module, method, lambda: NO_LOADERS[name])
-    with pytest.raises(TypeError, match=f"An invalid dataloader was returned from `Sees.{method}"):
+    with pytest.raises(TypeError, match=f"An invalid dataloader was returned from `RecordingModule.{method}"):
         getattr(FabricLoop(**quiet(max_epochs=1)), call)(module)
 
 
 def test_a_wrong_validation_loader_is_refused_before_training():
-    module = Sees()
+    module = RecordingModule()
     with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer.fit\(val_dataloaders="):
         FabricLoop(**quiet(max_epochs=1)).fit(module, ones(4), object())
     assert module.seen == []
@@ -157,7 +157,7 @@ def test_a_wrong_validation_loader_is_refused_before_training():
 def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
     """Like Trainer, FabricLoop does not combine the loaders of a datamodule and a module."""
 
-    class Module(Sees):
+    class Module(RecordingModule):
         def train_dataloader(self):
             return ones(2, 100)
 
@@ -210,15 +210,15 @@ def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(c
     limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
-            getattr(make(**quiet(max_epochs=1, **limit)), call)(Sees(), ones_of(Stream(5)))
+            getattr(make(**quiet(max_epochs=1, **limit)), call)(RecordingModule(), ones_of(Stream(5)))
         with pytest.raises(Exception, match="Please increase the `limit_.*_batches` argument. Try at least"):
-            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(Sees(), ones(4))
+            getattr(make(**quiet(max_epochs=1, **dict.fromkeys(limit, 0.1))), call)(RecordingModule(), ones(4))
 
 
 def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
     """An empty loader that is passed to fit raises an error instead."""
 
-    class Empty(Sees):
+    class Empty(RecordingModule):
         def train_dataloader(self):
             return []
 
@@ -238,13 +238,13 @@ def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("reload", [0, 1, 3])
 def test_loaders_are_reloaded_every_n_epochs(sanity, every, reload):
-    class Makes(Sees):
+    class Makes(RecordingModule):
         def train_dataloader(self):
-            self.note("make train", self.current_epoch)
+            self.record("make train", self.current_epoch)
             return ones(2)
 
         def val_dataloader(self):
-            self.note("make val", self.current_epoch)
+            self.record("make val", self.current_epoch)
             return ones(2)
 
     options = dict(num_sanity_val_steps=sanity, check_val_every_n_epoch=every, reload_dataloaders_every_n_epochs=reload)
@@ -287,7 +287,7 @@ def test_set_epoch_gets_the_same_epochs_as_with_trainer(in_batches):
 def warnings_of(call="validate", loader=None, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(Sees(), loader)
+        getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(RecordingModule(), loader)
     texts = [str(warning.message) for warning in caught]
     # A warning of Python, which is not tested here.
     others = ("is multi-threaded, use of fork",)
@@ -319,7 +319,7 @@ def test_an_iterable_dataset_with_a_length_causes_a_warning():
 
 
 def test_overfit_batches_turns_off_shuffling_only_in_fit():
-    class Both(Sees):
+    class Both(RecordingModule):
         def val_dataloader(self):
             return ones(8, shuffle=True)
 
@@ -342,7 +342,7 @@ def test_predict_does_not_change_the_given_loader():
     loader = ones(5, drop_last=True)
     given = dict(vars(loader))
     loop = FabricLoop(**quiet())
-    assert [batch.tolist() for batch, *_ in loop.predict(Sees(), loader)] == [[0, 1], [2, 3], [4]]
+    assert [batch.tolist() for batch, *_ in loop.predict(RecordingModule(), loader)] == [[0, 1], [2, 3], [4]]
     assert vars(loader) == given
     assert isinstance(loop.predict_dataloaders.batch_sampler, TrackingBatchSampler)
     assert loop.predict_dataloaders.batch_sampler.seen == [[0, 1], [2, 3], [4]]
@@ -364,7 +364,7 @@ def test_a_shuffled_tensor_loader_gives_the_same_batches_as_tensor_indexing(kind
         assert (batch.stride(), batch.requires_grad) == (expected.stride(), expected.requires_grad)
 
 
-class Ends(Sees):
+class Ends(RecordingModule):
     """Raises the given error, if any, in its 12th batch."""
 
     def __init__(self, error=None):

@@ -17,7 +17,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
 
 
-class Sees(pl.LightningModule):
+class RecordingModule(pl.LightningModule):
     """Writes the samples of each process to a file, and logs their mean."""
 
     def __init__(self, folder, on_step=False):
@@ -25,25 +25,25 @@ class Sees(pl.LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.folder, self.on_step = folder, on_step
 
-    def note(self, stage, batch):
+    def record(self, stage, batch):
         batch = batch[0] if isinstance(batch, list | tuple) else batch
         with open(f"{self.folder}/{stage}{self.global_rank}.jsonl", "a") as file:
             print(json.dumps(batch.flatten().tolist()), file=file)
         return batch
 
     def training_step(self, batch, batch_idx):
-        return self.layer(self.note("fit", batch)).sum()
+        return self.layer(self.record("fit", batch)).sum()
 
     def validation_step(self, batch, batch_idx):
-        batch = self.note("validate", batch)
+        batch = self.record("validate", batch)
         self.log("mean", batch.mean(), sync_dist=True, on_epoch=True, on_step=self.on_step)
         self.log("sum", batch.sum(), sync_dist=True, on_epoch=True, reduce_fx="sum")
 
     def test_step(self, batch, batch_idx):
-        self.log("mean", self.note("test", batch).mean(), sync_dist=True)
+        self.log("mean", self.record("test", batch).mean(), sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
-        return self.note("predict", batch)
+        return self.record("predict", batch)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -72,14 +72,14 @@ def test_each_process_tests_the_same_samples_as_with_trainer(tmp_path, kind):
     for name, run in (("trainer", pl.Trainer), ("loop", FabricLoop)):
         (tmp_path / name).mkdir()
         loader = LOADERS["DataLoader" if name == "trainer" else kind](7, 3)
-        run(**quiet(**FORK)).test(Sees(tmp_path / name), loader, verbose=False)
+        run(**quiet(**FORK)).test(RecordingModule(tmp_path / name), loader, verbose=False)
     assert seen(tmp_path / "loop", "test") == seen(tmp_path / "trainer", "test")
 
 
 def test_two_processes_predict_each_sample_once(tmp_path):
     """Like Trainer, FabricLoop ignores drop_last in predict."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
-    FabricLoop(**quiet(**FORK)).predict(Sees(tmp_path), loader, return_predictions=False)
+    FabricLoop(**quiet(**FORK)).predict(RecordingModule(tmp_path), loader, return_predictions=False)
     assert seen(tmp_path, "predict") == [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
 
@@ -96,13 +96,13 @@ class Stream(IterableDataset):
 @pytest.mark.filterwarnings("ignore")
 def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
     with pytest.raises(Exception, match=r"got \[0, 1\] batches in the processes"):
-        FabricLoop(**quiet(max_epochs=1, **FORK)).fit(Sees(tmp_path), DataLoader(Stream(), batch_size=None))
+        FabricLoop(**quiet(max_epochs=1, **FORK)).fit(RecordingModule(tmp_path), DataLoader(Stream(), batch_size=None))
 
 
 # Resume with a different seed
 
 
-class KeptAt(pl.Callback):
+class CopiesCheckpoint(pl.Callback):
     """Copies last.ckpt before some batches."""
 
     def __init__(self, folder, where):
@@ -127,13 +127,13 @@ def test_a_different_seed_on_resume_does_not_change_the_order_of_samples(tmp_pat
         options |= {"max_epochs": 3, "enable_checkpointing": True, "default_root_dir": str(tmp_path), **FORK}
         options["reload_dataloaders_every_n_epochs"] = reload
         resume = options.pop("resume", None)
-        FabricLoop(**quiet(**options)).fit(Sees(tmp_path), loader, resume=resume)
+        FabricLoop(**quiet(**options)).fit(RecordingModule(tmp_path), loader, resume=resume)
         found = seen(tmp_path, "fit")
         for rank in range(2):
             (tmp_path / f"fit{rank}.jsonl").unlink()
         return found
 
-    whole = fit(1, save_every_n_steps=1, callbacks=[KeptAt(tmp_path, (3, 8))])
+    whole = fit(1, save_every_n_steps=1, callbacks=[CopiesCheckpoint(tmp_path, (3, 8))])
     assert sorted(sum(whole[0][:4] + whole[1][:4], [])) == list(range(16))
     for batch in (3, 8):
         assert fit(99, resume=tmp_path / f"{batch}.ckpt") == [rank[batch:] for rank in whole], batch

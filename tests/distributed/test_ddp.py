@@ -1,4 +1,4 @@
-"""Test DDP with two gloo processes: results like Trainer's, files, and what the caller gets back.
+"""Compare DDP on two gloo processes with Trainer, and test its files and results.
 
 Each process writes its results under tmp_path, and the test reads them.
 """
@@ -30,7 +30,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
 class Synced(Classifier):
-    """Logs with sync_dist and reduce_fx. It can be pickled."""
+    """Logs with sync_dist and reduce_fx."""
 
     def __init__(self, optimizers=sgd, **options):
         super().__init__(optimizers, sync_dist=True, **options)
@@ -193,7 +193,7 @@ def test_spawned_and_forked_processes_end_with_the_same_weights():
 
 
 class StepBoth:
-    """A step function that calls step() of two optimizers. It can be pickled."""
+    """A step function that steps two optimizers. Unlike a lambda, it can be pickled."""
 
     def __init__(self, loop, optimizers):
         self.loop, self.optimizers = loop, optimizers

@@ -1,6 +1,6 @@
 """Test FSDP2 and tensor parallelism with two gloo processes.
 
-The processes start as under torchrun. Each writes its results to a file that the test reads.
+The processes start as torchrun would start them. Each writes its results to a file that the test reads.
 """
 
 import resource

@@ -114,7 +114,7 @@ def end(pids, after=None, skew=0.0):
     each `skew` seconds after the previous one. Return the exit codes. A run that does not end
     within PATIENCE is killed, and its code is "hang".
     """
-    codes, begin, hit = dict.fromkeys(pids), time.monotonic(), None
+    codes, start_time, hit = dict.fromkeys(pids), time.monotonic(), None
     while any(code is None for code in codes.values()):
         now = time.monotonic()
         if hit is None and after is not None and (cpu_seconds(pids[0]) >= after or codes[pids[0]] is not None):
@@ -123,7 +123,7 @@ def end(pids, after=None, skew=0.0):
             if codes[pid] is not None:
                 continue
             done, status = os.waitpid(pid, os.WNOHANG)
-            hangs = now - begin >= PATIENCE
+            hangs = now - start_time >= PATIENCE
             if not done and (hangs or (hit is not None and now >= hit + skew * number)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def length_of(pids):
 
 def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     """Run rounds until `kills` kills have hit a running process. Return the figures."""
-    figures, draw, began = Figures(seed, ranks), random.Random(seed), time.monotonic()
+    figures, draw, start_time = Figures(seed, ranks), random.Random(seed), time.monotonic()
     workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = workspace / "log"
     try:
@@ -173,12 +173,12 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
             report(figures)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    figures.seconds = time.monotonic() - began
+    figures.seconds = time.monotonic() - start_time
     return figures
 
 
 def _one_round(figures, root, ranks, log, draw, seconds, kind):
-    """Kill the run, and sometimes its resumed runs. Return the instants of the kills."""
+    """Kill the run, and sometimes its resumed runs. Return the times of the kills."""
     instants = []
     for _ in range(draw.choice((1, 1, 2, 3))):
         instants.append(draw.uniform(0, seconds))

@@ -59,9 +59,9 @@ class PowerCut(Layer):
             else:
                 self.contents[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
         if operation != "write" or not path.endswith(".tmp"):
-            self.note(f"{operation} {os.path.relpath(path, self.root)}")
+            self.record_states(f"{operation} {os.path.relpath(path, self.root)}")
 
-    def note(self, moment):
+    def record_states(self, moment):
         """Record the states of the disk that a power cut at this moment could leave."""
         for kind in KINDS:
             found = self._certain(self.root, "") if kind == "nothing" else self._current(kind)
@@ -108,13 +108,13 @@ def record(root, **options):
     save = AtomicCheckpointIO.save_checkpoint
     with PowerCut(root) as cut:
 
-        def note_save(self, checkpoint, path, storage_options=None):
+        def save_and_record(self, checkpoint, path, storage_options=None):
             save(self, checkpoint, path, storage_options)
             if Path(path).name == "last.ckpt":
                 cut.saved = checkpoint["global_step"]
-                cut.note("a save has returned")
+                cut.record_states("a save has returned")
 
-        AtomicCheckpointIO.save_checkpoint = note_save
+        AtomicCheckpointIO.save_checkpoint = save_and_record
         try:
             train(root, **options)
         finally:

@@ -1,4 +1,4 @@
-"""Test a few kills and disk faults. The soak runs thousands of them."""
+"""Test a few kills and disk faults. soak/run.py runs thousands of them."""
 
 import json
 import subprocess

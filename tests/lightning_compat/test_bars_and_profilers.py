@@ -1,4 +1,4 @@
-"""Test that Lightning's summaries, progress bars and profilers show the same as under Trainer."""
+"""Test that Lightning's summaries, progress bars and profilers show the same as with Trainer."""
 
 import io
 import logging
@@ -64,7 +64,7 @@ class RecordedTqdm(cb.TQDMProgressBar):
 
     init_sanity_tqdm = init_train_tqdm = init_validation_tqdm = init_test_tqdm = init_predict_tqdm = _quiet
 
-    def note(self, hook, bar, trainer, module):
+    def record(self, hook, bar, trainer, module):
         metrics = {name: float(value) for name, value in self.get_metrics(trainer, module).items()}
         self.seen.append((hook, bar.desc, bar.total, bar.n, metrics))
 
@@ -75,7 +75,7 @@ def record_after(hook, bar):
 
     def recorded(self, trainer, module, *args):
         drawn(self, trainer, module, *args)
-        self.note(hook, getattr(self, bar), trainer, module)
+        self.record(hook, getattr(self, bar), trainer, module)
 
     setattr(RecordedTqdm, hook, recorded)
 

@@ -1,4 +1,4 @@
-"""Test that Lightning's callbacks have the same effect as under Trainer."""
+"""Test that Lightning's callbacks have the same effect as with Trainer."""
 
 import math
 import warnings

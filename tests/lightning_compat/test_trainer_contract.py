@@ -1,4 +1,4 @@
-"""Test that modules and callbacks read the same values in each hook as under Trainer."""
+"""Test that modules and callbacks read the same values in each hook as with Trainer."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Test that errors and warnings have the same class and text as under Trainer."""
+"""Test that errors and warnings have the same class and text as with Trainer."""
 
 import subprocess
 import sys

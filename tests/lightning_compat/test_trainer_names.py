@@ -72,14 +72,14 @@ def shown(value):
     return type(value).__name__, len(value) if hasattr(value, "__len__") else None
 
 
-class Asks(pl.Callback):
+class ReadsAttributes(pl.Callback):
     """Reads every attribute of the loop in every hook."""
 
     def __init__(self):
         self.seen = {name: [] for name in NAMES}
         self.call = None
 
-    def ask(self, trainer, hook):
+    def read(self, trainer, hook):
         for name, seen in self.seen.items():
             try:
                 value = shown(getattr(trainer, name))
@@ -88,13 +88,13 @@ class Asks(pl.Callback):
             seen.append((self.call, hook, value))
 
 
-def _asking(hook):
-    return lambda self, trainer, *args, **kwargs: self.ask(trainer, hook)
+def _reading(hook):
+    return lambda self, trainer, *args, **kwargs: self.read(trainer, hook)
 
 
 for _hook in dir(pl.Callback):
     if _hook.startswith("on_") or _hook in ("setup", "teardown"):
-        setattr(Asks, _hook, _asking(_hook))
+        setattr(ReadsAttributes, _hook, _reading(_hook))
 
 OPTIONS = {
     "plain": {"max_epochs": 2},
@@ -104,38 +104,38 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def ask_both(root, options):
+def read_both(root, options):
     """Return {attribute: [(method, hook, value), ...]} of Trainer and of FabricLoop."""
     sides = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in LOOPS.values():
             pl.seed_everything(1, verbose=False)
-            module, asks = Whole(by_step), Asks()
-            trainer = kind(**quiet(callbacks=[asks], default_root_dir=str(root), **options))
-            asks.ask(trainer, "fresh")
+            module, reader = Whole(by_step), ReadsAttributes()
+            trainer = kind(**quiet(callbacks=[reader], default_root_dir=str(root), **options))
+            reader.read(trainer, "fresh")
             calls = {
                 "fit": lambda trainer, module: trainer.fit(module, make_loader(24), [val_loader(), val_loader()]),
                 "validate": lambda trainer, module: trainer.validate(module, val_loader(), verbose=False),
                 "test": lambda trainer, module: trainer.test(module, make_loader(8, shuffle=False), verbose=False),
                 "predict": lambda trainer, module: trainer.predict(module, make_loader(16, shuffle=False)),
             }
-            for asks.call, run in calls.items():
+            for reader.call, run in calls.items():
                 run(trainer, module)
-                asks.ask(trainer, "after")
-            sides.append(asks.seen)
+                reader.read(trainer, "after")
+            sides.append(reader.seen)
     return sides
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
-def asked(request, tmp_path_factory):
-    return ask_both(tmp_path_factory.mktemp("names"), OPTIONS[request.param])
+def recorded(request, tmp_path_factory):
+    return read_both(tmp_path_factory.mktemp("names"), OPTIONS[request.param])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(asked, name):
+def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(recorded, name):
     """A new attribute of Trainer fails this test until FabricLoop or DIFFERENT has it."""
-    expected, ours = (seen[name] for seen in asked)
+    expected, ours = (seen[name] for seen in recorded)
     assert [place[:2] for place in expected] == [place[:2] for place in ours]
     where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))
     pairs = [pair for pair in zip(expected, ours, strict=True) if pair[0] != pair[1]]
@@ -143,7 +143,7 @@ def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(asked, na
 
 
 def test_attributes_match_trainer_except_for_listed_names(tmp_path):
-    expected, ours = ask_both(tmp_path, OPTIONS["plain"])
+    expected, ours = read_both(tmp_path, OPTIONS["plain"])
     assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
 
 

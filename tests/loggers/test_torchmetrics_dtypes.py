@@ -1,4 +1,4 @@
-"""Test that torchmetrics values have the same dtype as under Trainer, in each precision."""
+"""Test that torchmetrics values have the same dtype as with Trainer, in each precision."""
 
 import pytest
 import torch

@@ -77,7 +77,7 @@ def test_each_validation_and_the_last_step_write_a_row_to_metrics_csv(tmp_path, 
 
 
 def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
-    """Such a run validates after each epoch. Without a validation loader, it also writes a row."""
+    """Such a run writes this row with and without a validation after the epoch."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
         assert history["step"].tolist() == [10, 20, 25]

@@ -194,7 +194,7 @@ def test_fit_accepts_callbacks_by_class_and_loggers_by_name(capsys):
     assert len([*Path("logs/run/version_0").rglob("events*")]) == 1
 
 
-# The end of a training
+# The end of fit
 
 
 def lines(out):
@@ -327,7 +327,7 @@ def test_options_and_later_config_files_override_earlier_config_files(capsys):
 
 def test_validate_test_and_predict_load_the_run_given_by_the_run_option(capsys):
     assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
-    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model
     code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")
     row = Path("logs/run/version_0/metrics.csv").read_text().splitlines()[-1]
     assert (code, err) == (0, "")
@@ -342,7 +342,7 @@ def test_validate_test_and_predict_load_the_run_given_by_the_run_option(capsys):
 def test_fit_resumes_a_run_or_loads_its_weights(capsys):
     run(capsys, *FIT, *QUIET, *OPTIONS)
     first = Path("logs/run/version_0/config.yaml").read_bytes()
-    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer version, of another model
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model
     code, out, _ = run(capsys, "fit", *FOLDER, "--resume", "last", "--max_epochs", 4)
     assert (code, "4 epochs, 8 steps" in out, "logs/run/version_0/metrics.csv" in out) == (0, True, True)
     assert Path("logs/run/version_0/config.yaml").read_bytes() == first

@@ -1,4 +1,4 @@
-"""Test that compare finds no difference in a correctly moved loop, and explains each mistake."""
+"""Test that compare finds no difference in a correctly ported loop, and explains each mistake."""
 
 import re
 

@@ -16,7 +16,7 @@ def fit(root, bad, spoils=True, resume=None, **options):
 
     Args:
         bad: The batches, counted over the fit, whose loss is not finite.
-        spoils: Whether such a loss makes the weights NaN, as a real one does.
+        spoils: Whether such a loss makes the weights NaN, as a NaN loss does.
     """
     torch.manual_seed(0)
     net, seen = nn.Linear(4, 1), []
@@ -56,7 +56,7 @@ def saved_step(loop):
     ids=str,
 )
 def test_on_nan_stop_ends_training_and_keeps_the_last_good_checkpoint(tmp_path, options, stops_at, saved_at):
-    """Training stops at the first step that reads the loss, to log or save. A resume works."""
+    """Training stops at the first step that reads the loss, to log or save. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
         loop, history, _ = fit(tmp_path, {6}, on_nan="stop", **options)

@@ -159,8 +159,8 @@ def test_an_error_leaves_no_worker_process(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**with_files(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
-    # _held keeps the frames of the exception alive.
-    with pytest.raises(Broken, match="mine") as _held:
+    # _caught keeps the frames of the exception alive.
+    with pytest.raises(Broken, match="mine") as _caught:
         getattr(loop, stage)(module, DataLoader(make_data(16), batch_size=4, num_workers=1))
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 
