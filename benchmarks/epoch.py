@@ -566,14 +566,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--workers", type=int, default=8, help="the workers of the tuned DataLoader"
+        "--workers", type=int, default=8, help="the number of workers of the tuned DataLoader"
     )
     parser.add_argument(
         "--without",
         nargs="*",
         default=[],
         metavar="CONTESTANT",
-        help="leave out contestants of the table",
+        help="the contestants to leave out",
     )
     parser.add_argument("--toy", action="store_true", help="check the script with a few images")
     arguments = parser.parse_args()

@@ -308,7 +308,9 @@ def main():
     parser.add_argument(
         "--example", type=Path, help="the folder build_your_own_trainer of Lightning's examples"
     )
-    parser.add_argument("--only", action="append", choices=CONTESTANTS, help="may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=CONTESTANTS, help="run only this one; may be repeated"
+    )
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

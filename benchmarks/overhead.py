@@ -420,7 +420,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400, help="S, for epochs of S and 3S steps")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=400,
+        help="S, the steps of the short epoch; the long one has 3S",
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam")
     parser.add_argument(

@@ -173,10 +173,13 @@ def main():
     parser.add_argument("--kills", type=int, default=10, help="the number of workers to kill (10)")
     parser.add_argument("--ranks", type=int, default=2, help="the number of workers (2)")
     parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="printed if drawn"
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**6),
+        help="the seed of the kills; drawn and printed if not given",
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no run later than this"
+        "--seconds", type=float, default=float("inf"), help="start no new run after this time"
     )
     parser.add_argument(
         "--sharded", dest="kind", action="store_const", const="sharded", default="whole"

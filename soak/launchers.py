@@ -337,7 +337,7 @@ def run_signals(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("table", "signals"), help="one of the two")
+    parser.add_argument("--only", choices=("table", "signals"), help="run only this part")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--slowly", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

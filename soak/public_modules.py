@@ -411,7 +411,7 @@ def print_summary(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--package", nargs="*", default=sorted(BUILDERS))
-    parser.add_argument("--only", nargs="*", help="names of modules")
+    parser.add_argument("--only", nargs="*", help="check only these modules")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--other-seed", type=int, help="the seed of a resumed run")
     parser.add_argument("--keep", type=Path, help="keep the files of all runs in this folder")

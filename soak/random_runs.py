@@ -540,7 +540,11 @@ def parse_options(arguments=None):
         help="the loops to compare (both)",
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="DIMENSION=SHAPE", help="may be repeated"
+        "--only",
+        action="append",
+        default=[],
+        metavar="DIMENSION=SHAPE",
+        help="draw only such programs; may be repeated",
     )
     parser.add_argument(
         "--for-mini", action="store_true", help="leave out options and callbacks MiniLoop lacks"

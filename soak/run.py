@@ -214,7 +214,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all")
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="run only this part; may be repeated"
+    )
     parser.add_argument(
         "--kills", type=int, default=1000, help="SIGKILLs of a run in one process (1000)"
     )

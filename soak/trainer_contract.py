@@ -301,7 +301,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--module", choices=MODULES, nargs="*", default=list(MODULES))
-    parser.add_argument("--details", action="store_true", help="print each moment")
+    parser.add_argument("--details", action="store_true", help="print each moment of a difference")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     number, differences = 0, collections.defaultdict(list)

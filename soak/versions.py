@@ -45,7 +45,9 @@ def main():
     )
     parser.add_argument("--only", choices=list(ROWS), nargs="*", default=list(ROWS))
     parser.add_argument("--environments", type=Path, default=REPOSITORY / "build" / "environments")
-    parser.add_argument("--python", default=sys.executable, help="another version of Python")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter, such as python3.10"
+    )
     parser.add_argument("--tests", nargs="*", default=["tests/contract"])
     arguments = parser.parse_args()
     is_red = False
