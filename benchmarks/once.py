@@ -128,7 +128,7 @@ def subtract(more: Time, without: Time, by: int = 1) -> Time:
 
 
 def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
-    """Measure one round, and return the costs."""
+    """Measure each cost once, such as that of an epoch or a checkpoint."""
     by = epochs - 1
     with run_silently():
         made = timed(lambda: make(1, True))

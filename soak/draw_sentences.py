@@ -1,6 +1,6 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
-python soak/draw_sentences.py [SEED] prints sixty of them, twelve of each kind, as a Markdown table.
+python soak/draw_sentences.py [SEED] prints a Markdown table of twelve docstrings, twelve comments, and so on.
 A comment or a message counts as one sentence, because its sentences depend on each other.
 """
 

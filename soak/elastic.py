@@ -116,7 +116,7 @@ def problem_of(code, whole, root):
 
 
 def campaign(kills, ranks, kind, seed, most):
-    """Repeat runs until `kills` workers were killed or `most` seconds have passed. Return the figures."""
+    """Repeat runs until `kills` workers were killed or `most` seconds have passed. Return the results."""
     figures = {
         "seed": seed,
         "ranks": ranks,

@@ -1,6 +1,6 @@
 """Pieces of source code from which random_runs.py assembles programs.
 
-Each table maps the name of a shape to code, such as "dropout" in NETS. All pieces use the following names. ``X`` and ``Y`` are the
+Each table maps the name of a piece to its code, such as "dropout" in NETS. All pieces use the following names. ``X`` and ``Y`` are the
 samples, ``make_data`` makes the dataset, ``collate`` and ``get_xy`` pack and unpack a batch, ``make_train`` and
 ``make_val`` make the loaders, ``make_net`` makes the network, ``make_optimizer`` returns the value of
 configure_optimizers, and ``loss_of`` is the loss of a batch.

@@ -1,6 +1,6 @@
 """Draw the description of a random program, and assemble its source code from the pieces in program_pieces.py.
 
-A description maps each dimension, such as "net", to a shape, such as "dropout". A seed and a number determine it.
+A description maps each dimension, such as "net", to the name of a piece, such as "dropout". A seed and a number determine it.
 """
 
 import random
@@ -28,14 +28,14 @@ PLAIN_ORDERS = ("in_order", "sequential", "own_set_epoch", "distributed")
 
 
 def draw(seed, number, ranks=1, killed=False, only=()):
-    """Draw the description of a program: the name of a shape for each dimension.
+    """Draw the description of a program: the name of a piece for each dimension.
 
     Args:
         seed: The seed of all programs.
         number: The number of this program.
         ranks: The number of processes.
         killed: Also draw an event that ends the first run.
-        only: Pairs (dimension, shape) that the description must have.
+        only: Pairs that the description must have, such as ("net", "dropout").
     """
     generator = random.Random(f"{seed}/{number}/{ranks}/{killed}")
     while True:
@@ -721,7 +721,7 @@ FREE = ("max_epochs", "log_every_n_steps")
 
 
 def shapes_of(description):
-    """Return the shapes that are not the simplest ones of their dimension."""
+    """Return the pieces that are not the simplest ones, such as "net=dropout"."""
     shapes = []
     for dimension, shape in description.items():
         if dimension == "options":

@@ -105,7 +105,7 @@ class Check:
         return self.outcome
 
     def add_end(self, loop, end, oracle):
-        """Store the end of a run, or the reason why there is none."""
+        """Store a run's results, its refusal or its failure."""
         if "error" in end and not end["is_by_name"] and oracle is None:
             oracle = self.run(self.oracle)
         if "weights" in end:
@@ -333,7 +333,7 @@ def check(path, ranks=1, event=None):
 
 
 class Report:
-    """The figures for many programs."""
+    """The results of many programs."""
 
     def __init__(self):
         self.programs = self.invalid = 0
@@ -404,7 +404,7 @@ def draw_program(options, number):
 def run_numbers(numbers, options, folder, pipe):
     """Check the programs with these numbers, and write each result to a pipe."""
     warm_up(folder / "warm")
-    # The known causes, each with the shapes of its reduced program.
+    # The known causes, each with the pieces of its reduced program.
     causes = []
     for number in numbers:
         description = draw_program(options, number)

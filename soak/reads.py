@@ -150,7 +150,7 @@ def check(folder, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Let every n-th read fail, each in its own run. Return the figures."""
+    """Let every n-th read fail, each in its own run. Return the results."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}

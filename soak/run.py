@@ -103,7 +103,7 @@ def command_of(part, options, seed):
 
 
 def run(part, options, seed):
-    """Run a part in its own process. Return (seconds, figures), where figures is None if the part has failed."""
+    """Run a part in its own process. Return its seconds and its results, which are None after a failure."""
     command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()
@@ -125,7 +125,7 @@ def run(part, options, seed):
 
 
 def figures_of_tests(output):
-    """Return the figures in pytest's last line, or None if it has run no test."""
+    """Return the numbers of tests in pytest's last line, or None if no test ran."""
     counts = {
         kind: int(count)
         for count, kind in re.findall(r"(\d+) (passed|failed|errors?)\b", output[-500:])
@@ -137,7 +137,7 @@ def figures_of_tests(output):
 
 
 def rows_of(part, seconds, figures):
-    """Return a part's rows of the table."""
+    """Return the rows of the table that show a part's results."""
     if figures is None:
         return [(part, 0, "it broke down", seconds, "")]
     if not figures:

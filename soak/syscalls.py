@@ -56,7 +56,7 @@ def preload():
 
 
 def campaign(count, seed):
-    """Run many faults, and return the figures."""
+    """Train with random failing calls until ``count`` calls have failed. Return the results."""
     from kills import end, fork, warm_up
     from reads import contents, prepare
     from victim import BEST, difference, end_of, train, without_names

@@ -282,7 +282,7 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except (ImportError, OSError):
-        # Without file locks, as on Windows or some network drives, a running run looks interrupted.
+        # Without file locks, as on Windows, a run that is still training looks interrupted.
         return False
     return False
 

@@ -99,7 +99,7 @@ def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader
 
 
 def assert_same_files(expected, ours):
-    """Check that both sides have the same files with the same weights, optimizers, schedulers, counters and callbacks."""
+    """Check that both runs saved equal checkpoints: weights, optimizers, schedulers, counters and callbacks."""
     first, second = expected.files(), ours.files()
     assert sorted(first) == sorted(second)
     for name, theirs in first.items():
