@@ -234,14 +234,14 @@ LIMITS = {"after an epoch": {"max_epochs": 2}, "in an epoch": {"max_steps": 8}}
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
 @pytest.mark.parametrize(("limit", "name"), sample(2, LIMITS, LOADERS))
-def test_each_kind_of_loader_resumes_exactly_with_mini_loop(tmp_path, name, limit):
+def test_mini_loop_resumes_exactly_with_each_kind_of_loader(tmp_path, name, limit):
     check_resume(tmp_path, "MiniLoop", name, limit)
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", FABRIC_LOOP_LOADERS)
-def test_each_kind_of_loader_resumes_exactly_with_fabric_loop(tmp_path, name, limit):
+def test_fabric_loop_resumes_exactly_with_each_kind_of_loader(tmp_path, name, limit):
     check_resume(tmp_path, "FabricLoop", name, limit)
 
 
@@ -256,7 +256,7 @@ def check_resume(tmp_path, loop_name, name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name, limit):
+def test_a_run_of_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name, limit):
     options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", **options, **limit)
@@ -414,7 +414,7 @@ LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_loader_that_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
+def test_a_run_with_a_loader_that_changes_its_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
@@ -444,7 +444,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
 
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_changed_lists_of_batches_and_of_indices_are_restored(tmp_path, loop_name, limit):
+def test_resume_restores_changed_lists_of_batches_and_of_indices(tmp_path, loop_name, limit):
     kinds = [
         lambda: [(x.clone(), y) for x, y in DataLoader(DATA, 4)],
         lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
@@ -537,7 +537,7 @@ UNSAVED = {
 
 @pytest.mark.parametrize("name", UNSAVED)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_the_first_save_warns_about_state_of_a_loader_that_is_not_saved(tmp_path, loop_name, name):
+def test_the_first_save_warns_about_loader_state_that_is_not_saved(tmp_path, loop_name, name):
     with pytest.warns(UserWarning, match=name):
         train(loop_name, tmp_path, UNSAVED[name], max_epochs=1)
 

@@ -338,7 +338,7 @@ def test_a_second_fit_does_not_call_the_hooks_of_the_first_module(loop_class):
     assert fabric._callbacks == []
 
 
-def test_mini_py_imports_only_public_names_and_no_trainer():
+def test_mini_py_imports_neither_private_names_nor_trainer():
     """tests/contract/test_private_names.py checks the same for the package."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "mini.py").read_text())):

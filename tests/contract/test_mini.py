@@ -213,7 +213,7 @@ def test_two_epochs_and_two_resumed_epochs_give_the_same_result_as_four_epochs()
     assert list_runs("logs")["state"].tolist() == ["finished", "finished"]
 
 
-def test_restarting_a_finished_run_prints_that_it_is_finished(capsys):
+def test_restarting_a_finished_run_prints_that_the_run_is_finished(capsys):
     fit("MiniLoop", "run", 2)
     assert "finished run" not in capsys.readouterr().err
     _, _, rows = fit("MiniLoop", "run", 2, resume="auto")
@@ -1154,7 +1154,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_logged_values_named_step_and_epoch_do_not_replace_these_columns(kind):
+def test_values_logged_as_step_and_epoch_do_not_replace_these_csv_columns(kind):
     class StepLogger(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # Users log "step" to get epochs on the x axis of TensorBoard.

@@ -242,7 +242,7 @@ class TrainsAnotherNet:
     ("name", "make_step"),
     [("FabricLoop", lambda: adversarial), ("FabricLoop", TrainsAnotherNet), ("MiniLoop", TrainsAnotherNet)],
 )
-def test_a_training_step_may_call_backward_on_a_loss_it_does_not_return(name, make_step):
+def test_a_training_step_may_call_backward_on_a_loss_that_is_not_returned(name, make_step):
     expected, step = make_net(), make_step()
     optimizer = sgd(expected)
     for batch in make_loader(shuffle=False):
@@ -265,7 +265,7 @@ def test_fit_clears_gradients_computed_before_the_run(name):
 
 
 @both_loops
-def test_an_error_suggests_detach_for_a_hidden_state(name):
+def test_an_error_about_a_second_backward_pass_suggests_detach(name):
     state = torch.zeros(8)
 
     def step(net, batch):

@@ -77,7 +77,7 @@ def test_iterables_give_the_same_batches_as_with_trainer(make):
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
-def test_iterables_resume_exactly_within_an_epoch(tmp_path, make):
+def test_runs_on_iterables_resume_exactly_within_an_epoch(tmp_path, make):
     options = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed/9"
@@ -90,7 +90,7 @@ def once():
     return itertools.chain(BATCHES)
 
 
-def test_a_one_pass_iterator_trains_one_epoch():
+def test_fit_trains_one_epoch_on_a_one_pass_iterator():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 

@@ -59,7 +59,7 @@ class CountsReads:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_resumed_data_loader_does_not_read_trained_samples_again(name):
+def test_a_resumed_data_loader_does_not_read_earlier_samples_again(name):
     data = CountsReads()
 
     def make():

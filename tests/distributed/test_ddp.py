@@ -90,7 +90,7 @@ def files(folder):
 # A run
 
 
-def test_two_processes_write_one_set_of_files(tmp_path):
+def test_two_processes_write_a_single_set_of_files(tmp_path):
     """Afterwards, the module and the loop of the caller contain the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)

@@ -64,7 +64,7 @@ def train(rank, name, mode):
     ("name", "mode"),
     [*((name, "ddp") for name in EVENTS), ("SIGKILL", "sharded"), ("SIGTERM", "sharded")],
 )
-def test_all_processes_end_if_one_fails(name, mode):
+def test_all_processes_end_if_one_process_fails(name, mode):
     _, expected, text, step = EVENTS[name]
     codes, errors = run_processes(train, name, mode, timeout=100)
     assert tuple(codes) == expected, errors

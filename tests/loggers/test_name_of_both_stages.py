@@ -84,7 +84,7 @@ def test_a_resumed_run_has_the_same_logged_values_as_the_first_run(tmp_path):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_monitor_uses_the_validation_value_of_a_metric_logged_in_training_too(tmp_path, make):
+def test_monitor_uses_the_validation_value_if_training_logs_the_same_metric(tmp_path, make):
     loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]

@@ -224,7 +224,7 @@ class OneRankFails(Classifier):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_forked_processes_end_if_one_fails(tmp_path, monkeypatch, rank):
+def test_all_forked_processes_end_if_one_process_fails(tmp_path, monkeypatch, rank):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(OneRankFails, "rank", rank)
     with pytest.raises(Exception, match="only here|Connection closed by peer|terminated"):
@@ -240,7 +240,7 @@ fit({root!r}, OneRankFails, max_epochs=2, strategy="ddp", devices=2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end programs differently on Windows")
-def test_all_processes_of_a_script_end_if_one_fails(tmp_path):
+def test_all_processes_of_a_script_end_if_one_process_fails(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(python_command("", __file__)[-1] + SCRIPT.format(root=str(tmp_path / "run")))
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
