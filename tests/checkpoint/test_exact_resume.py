@@ -286,7 +286,7 @@ def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
     assert runs.same(train(3, "parts", "last"), expected)
 
 
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="Lightning is older")
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="needs WeightAveraging of a newer Lightning")
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
     """The averaged model has copies of the buffers. The final model takes these copies."""
     make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731

@@ -158,7 +158,9 @@ def plain_dict(value):
 
 
 # Trainer 2.4 repeats or skips batches if it resumes a checkpoint from the middle of an epoch.
-exact_trainer = pytest.mark.skipif(pl.__version__.startswith("2.4."), reason="Trainer 2.4 resumes inexactly")
+exact_trainer = pytest.mark.skipif(
+    pl.__version__.startswith("2.4."), reason="Trainer 2.4 does not resume exactly within an epoch"
+)
 
 SAVERS = {
     "train_epoch_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=True),
@@ -176,9 +178,9 @@ def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, 
     it with Trainer's checkpoints, but not with its own.
     """
     if case == "no_validation" and where == "validation_end":
-        pytest.skip("nothing is validated")
+        pytest.skip("the case has no validation")
     if (case, where) == ("epoch_scheduler", "validation_end") and pl.__version__.startswith("2.4."):
-        pytest.skip("Trainer 2.4 resumes this file inexactly")
+        pytest.skip("Trainer 2.4 does not resume this checkpoint exactly")
     stops = {"stops": "val" if where == "validation_end" else "train"}
     crossed = {}
     for first in LOOPS:

@@ -137,7 +137,7 @@ def check(whole, state, root, **options):
         if state.saved:
             found = max((read_checkpoint(path)["global_step"] for path in root.rglob("last.ckpt")), default=None)
             if found is None or found < state.saved:
-                return f"last.ckpt of step {state.saved} was saved, that of step {found} is there"
+                return f"last.ckpt of step {state.saved} was saved, but the disk has step {found}"
         train(root, **options)
         return difference(whole, end_of(root))
     except (CheckpointError, OSError) as error:

@@ -49,7 +49,7 @@ def test_the_power_cut_check_finds_files_that_are_not_synced(tmp_path, monkeypat
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search(
-        "was saved, that of step|damaged|empty", next(find_problems(recorded, tmp_path, "nothing", "names"))
+        "was saved, but the disk has step|damaged|empty", next(find_problems(recorded, tmp_path, "nothing", "names"))
     )
 
 
@@ -57,7 +57,7 @@ def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeyp
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
-    assert "was saved, that of step None is there" in next(find_problems(recorded, tmp_path, "nothing"))
+    assert "was saved, but the disk has step None" in next(find_problems(recorded, tmp_path, "nothing"))
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
