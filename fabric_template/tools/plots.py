@@ -439,7 +439,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
     first, last = ax.get_xlim()
     drawn = [np.asarray(line.get_xydata(), float).T for line in ax.get_lines()]
-    is_integer = x != "time" and all((places % 1 == 0).all() for places, _ in drawn)
+    is_integer = x != "time" and all((xs % 1 == 0).all() for xs, _ in drawn)
     # Draw at least three ticks, or one per epoch if there are only one or two epochs.
     count = min(3, max(1, math.floor(last) - math.ceil(first) + 1))
     steps = {"integer": is_integer, "steps": [1, 2, 5, 10]}
@@ -545,8 +545,8 @@ def add_legend(axes: list[Axes], title: str) -> None:
     width = max(1, letters // (max(map(len, entries)) + 10))
     lines = len(labels) // width + sum(label.count("\n") for label in labels)
     figure.set_figheight(figure.get_figheight() + 0.27 * lines)
-    place = {"loc": "outside lower center", "ncols": width, "title": title or None}
-    legend = figure.legend(entries.values(), labels, **place)
+    layout = {"loc": "outside lower center", "ncols": width, "title": title or None}
+    legend = figure.legend(entries.values(), labels, **layout)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

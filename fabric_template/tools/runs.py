@@ -151,8 +151,8 @@ def read_files(path: Path, root: Path) -> list[Run]:
     if len({*names}) > 1:
         groups = []
         for run_name in dict.fromkeys(names):
-            places = [place for place, name_of_row in enumerate(names) if name_of_row == run_name]
-            table = {column: [cells[place] for place in places] for column, cells in rows.items()}
+            indices = [index for index, name_of_row in enumerate(names) if name_of_row == run_name]
+            table = {column: [cells[index] for index in indices] for column, cells in rows.items()}
             groups.append((run_name, table))
     runs = []
     for version, table in groups:
@@ -236,8 +236,8 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
     best = choose(finite, key=lambda index: values[index])
     for axis in ("epoch", "step"):
         column = find_axis(rows, axis)
-        place = math.nan if column is None else rows[column][best]
-        found[f"best_{axis}"] = int(place) if abs(place) < math.inf else None
+        position = math.nan if column is None else rows[column][best]
+        found[f"best_{axis}"] = int(position) if abs(position) < math.inf else None
     return found | {"best": float(values[best]), "mode": mode}
 
 

@@ -202,21 +202,21 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
     if not {x, metric.column} <= set(table):
         return []
     columns = [pd.to_numeric(table[name], errors="coerce") for name in (x, metric.column)]
-    places, values = (np.asarray(column, float) for column in columns)
-    is_finite = np.isfinite(places) & np.isfinite(values)
-    places, values = places[is_finite], values[is_finite]
+    xs, values = (np.asarray(column, float) for column in columns)
+    is_finite = np.isfinite(xs) & np.isfinite(values)
+    xs, values = xs[is_finite], values[is_finite]
     if not len(values):
         return []
     curve = {"run": number, "column": metric.column, "split": metric.split or "validation"}
-    curves = [curve | {"x": places, "y": values}]
+    curves = [curve | {"x": xs, "y": values}]
     mode = best_mode(metric.column, run.options)
     if len(values) > 50 and plots.has_raw_steps(table, metric, x):
-        average = {"x": places, "y": plots.average_steps(pd.Series(values)), "is_average": True}
+        average = {"x": xs, "y": plots.average_steps(pd.Series(values)), "is_average": True}
         curves.append(curve | average)
         curves[0]["split"] = "raw"
     elif mode is not None and metric.split != "train":
         best = int(values.argmin() if mode == "min" else values.argmax())
-        curves[0]["best"] = [shorten(places[best]), shorten(values[best])]
+        curves[0]["best"] = [shorten(xs[best]), shorten(values[best])]
     return curves
 
 
@@ -230,9 +230,9 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
     for curve in curves:
-        places = thin(curve["y"], most)
-        curve["x"] = [shorten(curve["x"][place]) for place in places]
-        curve["y"] = [shorten(curve["y"][place]) for place in places]
+        indices = thin(curve["y"], most)
+        curve["x"] = [shorten(curve["x"][index]) for index in indices]
+        curve["y"] = [shorten(curve["y"][index]) for index in indices]
     return [longest, most] if longest > most else None
 
 
@@ -245,10 +245,10 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
     if len(values) <= most:
         return list(range(len(values)))
-    places = {0, len(values) - 1}
+    indices = {0, len(values) - 1}
     for section in np.array_split(np.arange(len(values)), max(1, (most - 2) // 2)):
-        places |= {int(section[choose(values[section])]) for choose in (np.argmin, np.argmax)}
-    return sorted(places)
+        indices |= {int(section[choose(values[section])]) for choose in (np.argmin, np.argmax)}
+    return sorted(indices)
 
 
 def shorten(value: float) -> float:
