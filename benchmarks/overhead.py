@@ -337,7 +337,6 @@ def run_silently():
 
 
 def silence_loggers() -> None:
-    """Turn off the contestants' messages."""
     for name in (
         "lightning",
         "lightning.pytorch",

@@ -90,7 +90,6 @@ def length_of(loader):
 
 
 def set_epoch(loader, epoch):
-    """Set the epoch of a loader, its sampler and its batch sampler."""
     if isinstance(loader, CombinedLoader):
         for part in loader.flattened:
             set_epoch(part, epoch)
@@ -338,7 +337,6 @@ class HandLoop:
             torch.set_default_dtype(default)
 
     def convert(self, batch):
-        """Convert a batch's floating-point tensors to the dtype of the precision."""
         dtype = DTYPES.get(self.precision)
         if dtype is None:
             return batch

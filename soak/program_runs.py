@@ -221,7 +221,6 @@ class RowLogger(Logger):
 
 
 def validate(trainer, program):
-    """Validate after the run, and return the metrics."""
     make_val = program["make_val"]
     if make_val is None:
         return None
@@ -290,7 +289,6 @@ class Run:
         return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
 
     def run_here(self):
-        """Run the program in this process."""
         self.root.mkdir(parents=True)
         with open(self.log_path, "w") as log, contextlib.redirect_stdout(log):
             return self._train(Points(), 0)

@@ -551,7 +551,6 @@ def is_possible(description):
 
 
 def assemble(description):
-    """Return the source code of a program."""
     d = description
     samples = 26 if d["ranks"] == 1 else 28
     # The steps log val_loss. Without a validation, callbacks monitor train_loss.

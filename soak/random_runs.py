@@ -265,7 +265,6 @@ def is_allowed_after_resume(line, end):
 
 
 def check_description(description, folder, loops=OWN_LOOPS):
-    """Check a description's program, and return the outcome."""
     source, ranks, event = assemble(description), description["ranks"], description["event"]
     return Check(source, folder, is_lightning(description), ranks, event, loops).check()
 
@@ -282,7 +281,6 @@ def part_differences(parts, expected, found):
 
 
 def loop_differences(ends):
-    """List the differences between FabricLoop and MiniLoop."""
     first, second = ends["FabricLoop"], ends["MiniLoop"]
     names = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
 

@@ -48,7 +48,6 @@ SKIPPED = 77  # The exit code of a part that this machine cannot run.
 
 
 def command_of(part, options, seed):
-    """Return the command that runs a part."""
     python = [sys.executable]
     programs = [*python, SOAK / "random_runs.py", "--seed", seed]
     if part.startswith("workers"):

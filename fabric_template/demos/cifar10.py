@@ -38,7 +38,6 @@ class CIFAR10Data(SplitData):
         self.path = Path(path)
 
     def prepare_data(self) -> None:
-        """If the folder ``path`` does not exist, download and unpack CIFAR-10."""
         if not self.path.exists():
             archive = self.path.with_name("cifar-10-binary.tar.gz")
             download(URL, archive)

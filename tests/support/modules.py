@@ -146,7 +146,6 @@ def run_loop(make_module, make_train, make_val=None, seed=1, fit=None, **options
 
 
 def assert_same_weights(one, other):
-    """Check that two modules have equal weights, bit for bit."""
     first, second = one.state_dict(), other.state_dict()
     assert list(first) == list(second)
     different = [name for name in first if not torch.equal(first[name], second[name])]
@@ -154,7 +153,6 @@ def assert_same_weights(one, other):
 
 
 def assert_same_metrics(one, other):
-    """Check that two runs have equal callback_metrics, bit for bit."""
     first, second = dict(one.callback_metrics), dict(other.callback_metrics)
     assert sorted(first) == sorted(second)
     different = {k: (first[k], second[k]) for k in first if not torch.equal(first[k], second[k])}
