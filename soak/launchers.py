@@ -272,11 +272,7 @@ def send_signal(name, folder):
     """Send a signal during training. Return the seconds until the end, and an error message or ""."""
     to, number, restarts, is_passed, in_slurm = SIGNALS[name]
     folder.mkdir(parents=True)
-    more = {}
-    if in_slurm:
-        (scontrol := folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {folder}/requeued\n')
-        scontrol.chmod(0o755)
-        more = {**slurm(0, 1, free_port()), "PATH": f"{folder}:{os.environ['PATH']}"}
+    more = slurm(0, 1, free_port()) if in_slurm else {}
     passing = ["--signals-to-handle", CAUGHT] if is_passed else []
     rendezvous = [
         "--rdzv-backend",
@@ -320,8 +316,6 @@ def send_signal(name, folder):
     wrong += [f"saved at {step}, printed {printed!r}"] * (
         not printed or (step is None or str(step) != printed) * (not continues)
     )
-    requeued = (folder / "requeued").read_text() if (folder / "requeued").exists() else ""
-    wrong += [f"requeued: {requeued!r}"] * (requeued != "requeue 7\n" * in_slurm)
     return seconds, "; ".join(wrong)
 
 
