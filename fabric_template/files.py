@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -80,6 +80,29 @@ def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text = head + yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
     write_file(path, text.encode("utf-8", "backslashreplace"))
+
+
+# Folders
+
+
+def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder in a tree with the names of its files, as os.walk does.
+
+    Follow links to folders, but yield no folder twice. Skip hidden folders, and folders whose names
+    are in ``skipped``.
+    """
+    seen = set()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        # Visit links last, so that a folder has its own name instead of the name of a link.
+        subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
+        place = os.path.realpath(folder)
+        is_known = place in seen
+        seen.add(place)
+        subfolders[:] = [
+            n for n in subfolders if not (is_known or n.startswith(".") or n in skipped)
+        ]
+        if not is_known:
+            yield Path(folder), files
 
 
 # Versions

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files import number_of, sort_key
+from ..files import number_of, sort_key, walk
 from ..metric_names import find_axis, parse_metric
 from .csv_formats import RUN, decode, has_number, name_columns, split_runs, to_commas, to_wide
 
@@ -66,7 +66,10 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     table = pd.concat(tables, ignore_index=True).fillna("")
     axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
     order = dict.fromkeys(["name", "version", *axes, *table.columns])
-    return pd.DataFrame({name: to_values(table[name].tolist()) for name in order if name in table})
+    cells = {name: table[name].tolist() for name in order if name in table}
+    # Keep the names of runs and versions as text, because a run may be called "1" or "nan".
+    texts = ("name", "version")
+    return pd.DataFrame({n: c if n in texts else to_values(c) for n, c in cells.items()})
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
@@ -88,7 +91,10 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
         # Skip the second line, because it contains the units of the columns.
         rows = rows[1:]
     found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
-    names = {name: name.strip().removeprefix("#").strip() for name in found}
+    names = {name: name.strip() for name in found}
+    for name in content.columns[:1]:
+        # The header of another tool's file may start with "#".
+        names[name] = names[name].removeprefix("#").strip()
     columns = {names[n]: [row.get(n, "") for row in rows] for n in names if names[n]}
     if {*columns} == {"Wall time", "Step", "Value"} and (tag := re.search("tag-(.+)", path.stem)):
         # TensorBoard exports one metric per file, and the file name contains the metric's name.
@@ -142,12 +148,7 @@ def find_files(root: Path) -> list[Path]:
     """
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
-    found = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
-        if "metrics.csv" in files:
-            found.append(Path(folder, "metrics.csv"))
-    return sorted(found)
+    return sorted(folder / "metrics.csv" for folder, files in walk(root) if "metrics.csv" in files)
 
 
 class CSVTable(NamedTuple):
@@ -173,11 +174,11 @@ def read_table(path: Path) -> CSVTable:
     Python's csv module is unsuitable, because it raises an error for very long cells. After a
     stray quotation mark, it would read all later lines as one cell.
     """
-    text = decode(path.read_bytes()) if path.exists() else ""
+    text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
         # Other tools may write no line break after the last line. Add one, so that the line counts
         # as complete.
-        text = to_commas(text).rstrip("\r\n") + "\n"
+        text = text.rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     header = records[0] if records else []

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments
 from ..demos import DEMOS
+from ..files import walk
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -575,7 +576,8 @@ def verify_command(path: str) -> int:
 
     files = [Path(path)]
     if files[0].is_dir():
-        files = sorted(file for file in files[0].rglob("[!.]*") if file.suffix in SUFFIXES)
+        found = [folder / name for folder, names in walk(files[0]) for name in names]
+        files = sorted(f for f in found if f.suffix in SUFFIXES and not f.name.startswith("."))
     if not files or not files[0].exists():
         raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
     exit_code = 0

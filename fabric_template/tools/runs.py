@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
-from ..files import sort_key
+from ..files import sort_key, walk
 from ..loggers.csv_formats import RUN
 from ..loggers.read_logs import name_run, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
@@ -66,17 +66,19 @@ def find_runs(
     folder: str | os.PathLike[str], metric: str | None = None, mode: str | None = None
 ) -> list[Run]:
     """Return all runs in a CSV file or in a folder tree, sorted by name and version."""
+    if not isinstance(folder, str | os.PathLike):
+        kind = type(folder).__name__
+        raise TypeError(f"list_runs: got a {kind}, expected a folder. Write list_runs('logs').")
     root = Path(os.path.abspath(folder))
     if not root.exists():
         raise ValueError(f"runs: got {str(folder)!r}, expected a folder of runs, such as logs.")
     runs = read_files(root, root) if root.is_file() else []
-    for path, subfolders, files in os.walk(root):
-        subfolders[:] = [n for n in subfolders if n != "checkpoints" and not n.startswith(".")]
+    for path, files in walk(root, skipped=["checkpoints"]):
         if "metrics.csv" in files or "hparams.yaml" in files:
-            runs.append(read_run(Path(path), root))
+            runs.append(read_run(path, root))
         else:
             tables = (name for name in files if name.endswith(".csv"))
-            runs += [run for name in tables for run in read_files(Path(path, name), root)]
+            runs += [run for name in tables for run in read_files(path / name, root)]
     runs.sort(key=lambda run: (sort_key(run["name"]), sort_key(str(run["version"]))))
     by_name: dict[str, list[Run]] = {}
     for run in runs:

@@ -112,6 +112,39 @@ def test_read_logs_warns_about_an_incomplete_line_and_skips_it(tmp_path):
         assert read_logs(tmp_path)["loss"].tolist() == [1.0]
 
 
+def test_names_of_runs_and_versions_stay_text(tmp_path):
+    """Words such as "None" and "na" mean a missing value in a cell, but not in a name."""
+    names = ["12", "None", "na"]
+    for name in names:
+        CSVLogger(tmp_path, name=name, version="1e3").log_epoch(epoch(0, val_loss=1.0))
+    table = read_logs(tmp_path)
+    assert (table["name"].tolist(), set(table["version"])) == (names, {"1e3"})
+    labels = [line.get_label() for line in plot_logs(table).get_lines()]
+    assert [label for label in labels if label != "best"] == [f"{name}/1e3" for name in names]
+    pyplot.close()
+
+
+def test_read_logs_and_list_runs_follow_links_to_folders(tmp_path, three_runs):
+    (tmp_path / "moved").mkdir()
+    (three_runs / "a").rename(tmp_path / "moved/a")
+    (three_runs / "on_scratch").symlink_to(tmp_path / "moved/a")
+    # Neither a link to a known run nor a link to a parent folder adds runs.
+    (three_runs / "digits/newest").symlink_to("version_10")
+    (three_runs / "digits/up").symlink_to(three_runs)
+    names = ["digits", "digits", "on_scratch/b"]
+    assert list_runs(three_runs)["name"].tolist() == names
+    assert sorted(set(read_logs(three_runs)["name"])) == sorted(set(names))
+
+
+def test_read_logs_reads_a_metrics_csv_saved_by_a_spreadsheet_program(tmp_path):
+    path = tmp_path / "run/version_0/metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_bytes("\ufeffepoch;step;#correct;val_loss\r\n0;5;3;0,25\r\n1;10;4;0,125\r\n".encode())
+    table = read_logs(path)
+    assert table["val_loss"].tolist() == [0.25, 0.125]
+    assert table["#correct"].tolist() == [3, 4]
+
+
 def test_read_logs_refuses_a_path_without_logs(tmp_path, three_runs):
     missing = three_runs / "digitz"
     with pytest.raises(ValueError, match=r"expected a metrics\.csv.* The path does not exist\."):
@@ -121,6 +154,8 @@ def test_read_logs_refuses_a_path_without_logs(tmp_path, three_runs):
         read_logs(tmp_path / "empty")
     with pytest.raises(TypeError, match=r"read_logs\(path\): got a DataFrame, expected a path"):
         read_logs(pd.DataFrame())
+    with pytest.raises(TypeError, match=r"list_runs: got a list, expected a folder"):
+        list_runs([three_runs])
 
 
 def test_read_logs_imports_neither_torch_nor_lightning(three_runs):

@@ -413,6 +413,9 @@ def test_the_verify_command_names_damaged_checkpoints(capsys):
     folder = Path("checkpoints/run/version_0")
     best = f"intact      {folder}/best.ckpt\n"
     assert run(capsys, "verify", "checkpoints") == (0, f"{best}intact      {folder}/last.ckpt\n", "")
+    Path("saved").mkdir()
+    Path("saved/linked").symlink_to(folder.absolute())
+    assert run(capsys, "verify", "saved")[1].count("intact      saved/linked/") == 2
     data = bytearray((folder / "last.ckpt").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "last.ckpt").write_bytes(data)
