@@ -85,7 +85,8 @@ class FabricLoop(TrainerAPI):
         set_torch_flags(self.config)
         self.fabric = make_fabric(of_fabric)
         self.callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
-        self.default_root_dir = os.fspath(self.config.default_root_dir or os.getcwd())
+        # An absolute path, so that a step that changes the working directory splits no run.
+        self.default_root_dir = os.path.abspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
         self.has_fitted = False

@@ -1046,13 +1046,15 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        count, columns = self._tables[name]
-        if self.fabric.is_global_zero and set(row) <= set(columns):
-            with (self.log_dir / name).open("a") as file:
+        path, (count, columns) = self.log_dir / name, self._tables[name]
+        # If another program has deleted the file, write it again with its header.
+        if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
+            with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            columns = list(dict.fromkeys([*columns, *row]))
-            write_rows(self.log_dir / name, columns, [*read_rows(self.log_dir / name), row])
+            rows = [*read_rows(path), row]
+            columns = list(dict.fromkeys(chain(columns, *rows)))
+            write_rows(path, columns, rows)
         self._tables[name] = count + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
@@ -1228,16 +1230,20 @@ class MiniLoop:
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Remove the CSV rows that were written after the checkpoint."""
         for name, table in tables.items():
-            rows = read_rows(self.log_dir / name)[: table["rows"]]
+            path = self.log_dir / name
+            # Another program may have changed the file. All rows of the loop have a step.
+            rows = [row for row in read_rows(path) if "step" in row][: table["rows"]]
+            columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
-                warnings.warn(
-                    f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
-                    " missing. The run continues without them.",
-                    stacklevel=3,
-                )
+                text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
+                text += " missing. The run continues without them."
+                if self.fabric.is_global_zero and path.exists():
+                    path.replace(path.with_name(f"{name}.changed"))
+                    text += f" The file was renamed to {name}.changed."
+                warnings.warn(text, stacklevel=3)
             if self.fabric.is_global_zero:
-                write_rows(self.log_dir / name, table["columns"], rows)
-            self._tables[name] = len(rows), table["columns"]
+                write_rows(path, columns, rows)
+            self._tables[name] = len(rows), columns
             self.history = rows if name == "metrics.csv" else self.history
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
@@ -1849,6 +1855,8 @@ def check_log_arguments(given: dict[str, Any]) -> None:
 
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a 0-dimensional float32 or float64 tensor."""
+    text = f"log: got the name {name!r}, expected a name without line breaks, for the CSV file."
+    check("\n" not in name, text)
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
         found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."
@@ -2840,6 +2848,8 @@ def find_direction(metric: str) -> str | None:
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the block."""
+    # The folder may have been deleted during the run.
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     # Mode "x" creates a new file, and never writes through a symbolic link.
@@ -3020,7 +3030,8 @@ if hasattr(os, "register_at_fork"):
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a CSV file as numbers. Skip an incomplete last line."""
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
+    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
     rows: list[dict[str, Any]] = []
     for line in lines:

@@ -349,17 +349,23 @@ def is_before(row: Mapping[str, str], step: int) -> bool:
 
 def keep_copy(path: Path, damaged: Sequence[int]) -> None:
     """Back up a CSV file that another program has changed, before the file is rewritten."""
-    target, number = path.with_name(f"{path.name}.changed"), 1
-    while target.exists():
-        target, number = path.with_name(f"{path.name}.changed-{number}"), number + 1
-    with suppress(OSError):
-        write_file(target, path.read_bytes())
+    target = copy_changed(path)
     lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
     warnings.warn(
         f"{path}: another program changed this file{lines}. The changed file was copied to"
         f" {target.name}. The run restores its own rows, and continues.",
         stacklevel=2,
     )
+
+
+def copy_changed(path: Path) -> Path:
+    """Copy a CSV file to a new file in the same folder, and return the path of the copy."""
+    target, number = path.with_name(f"{path.name}.changed"), 1
+    while target.exists():
+        target, number = path.with_name(f"{path.name}.changed-{number}"), number + 1
+    with suppress(OSError):
+        write_file(target, path.read_bytes())
+    return target
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:

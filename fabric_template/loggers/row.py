@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .csv_logger import CSVLogger, cells_of
+from .csv_logger import CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
 
@@ -305,13 +305,15 @@ class RowWriter:
             folders = self._log_folders(logger, state["folder"])
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
             step = self.run.progress.global_step
+            is_lost = folder is None and state["last_row"] is not None
+            copied = copy_other_rows(logger) if is_lost else ""
             rows = logger.rewind({} if folder is None else position, folder, step)
             self.continue_rows([parse_row(row) for row in rows])
-            if folder is None and state["last_row"] is not None:
+            if is_lost:
                 self.run.warn_once(
                     f"{logger.log_dir}/metrics.csv: the rows from before the checkpoint are"
                     " missing. The run continues without them. To keep them, copy a run's log"
-                    " folder together with its checkpoints."
+                    f" folder together with its checkpoints.{copied}"
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
@@ -331,6 +333,17 @@ class RowWriter:
         return [*folders, *checkpoint.parents[:2]]
 
 
+def copy_other_rows(logger: CSVLogger) -> str:
+    """Copy a metrics.csv that has rows, but not those of the resumed run.
+
+    Return a sentence that names the copy. Return "" if there is nothing to copy.
+    """
+    path = Path(logger.log_dir, "metrics.csv")
+    if not is_first_process() or not read_table(path).rows:
+        return ""
+    return f" The file with the other rows was copied to {copy_changed(path).name}."
+
+
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
     """Return whether a folder's CSV files contain the last row written before a checkpoint.
 
@@ -342,9 +355,21 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
         return any(cells_of(found) == last for found in rows)
     if row is None:
         return folder.is_dir()
-    found = map(parse_row, read_table(folder / "metrics.csv").rows)
-    names = ("epoch", "step", "time")
-    return any(all(other.get(name) == row.get(name) for name in names) for other in found)
+    rows = read_table(folder / "metrics.csv").rows
+    return any(is_same_row(parse_row(found), row) for found in rows)
+
+
+def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether two rows have the same epoch, the same step and about the same time.
+
+    A spreadsheet program may have rounded the time.
+    """
+    if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
+        return False
+    first, second = found.get("time"), row.get("time")
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=1e-3)
+    return bool(first == second)
 
 
 def parse_row(row: Mapping[str, str]) -> dict[str, Any]:

@@ -1172,6 +1172,16 @@ def test_values_logged_as_step_and_epoch_do_not_replace_these_csv_columns(kind):
     assert rows["epoch"].tolist() == [0, 0, 1, 1]
 
 
+def test_mini_loop_refuses_the_name_of_a_metric_with_a_line_break():
+    class Wraps(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("train\nscore", 1.0, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="expected a name without line breaks, for the CSV file"):
+        run_mini(Wraps, max_epochs=1)
+
+
 Batch = make_dataclass("Batch", ["x"])
 BATCHES = {
     "mapping": (lambda x: UserDict(x=x), lambda batch: batch["x"]),

@@ -3,8 +3,10 @@
 import itertools
 import os
 import shutil
+import warnings
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from modules import Classifier, make_loader
 from parameters import sample
@@ -134,3 +136,80 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(loop
     train(first, 2, model=Scored, **before)
     train(second, 4, model=Scored, resume="last", **after)
     assert steps_in("version_0") == {"best.ckpt": best, "last.ckpt": 24}
+
+
+class ChangesFiles(Classifier):
+    """Change the files of the run before the fourth optimizer step."""
+
+    change = None
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            type(self).change()
+        return super().training_step(batch, batch_idx)
+
+
+def remove_logs():
+    shutil.rmtree("logs")
+
+
+def remove_checkpoints():
+    shutil.rmtree("checkpoints")
+
+
+def remove_metrics():
+    Path("logs/run/version_0/metrics.csv").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("change", [remove_logs, remove_checkpoints, remove_metrics])
+def test_a_run_continues_if_its_files_are_deleted(kind, change):
+    class Changes(ChangesFiles):
+        pass
+
+    Changes.change = staticmethod(change)
+    loop = train(kind, 2, model=Changes, log_every_n_steps=1)
+    assert loop.global_step == 12
+    assert steps_in("version_0") == {"last.ckpt": 12}
+    assert pd.read_csv("logs/run/version_0/metrics.csv")["step"].tolist()[-1] == 12
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_change_of_the_working_directory_does_not_split_a_run(kind, tmp_path):
+    class Moves(ChangesFiles):
+        @staticmethod
+        def change():
+            Path("elsewhere").mkdir(exist_ok=True)
+            os.chdir("elsewhere")
+
+    here = Path.cwd()
+    train(kind, 2, model=Moves, default_root_dir="out")
+    found = {path.relative_to(here).parts[0] for path in here.rglob("*.c*") if path.is_file()}
+    assert found == {"out"}
+
+
+def add_column(lines):
+    return [lines[0] + ",note", *(line + ",5" for line in lines[1:])]
+
+
+def rename_column(lines):
+    return [lines[0].replace("train_loss", "fitted"), *lines[1:]]
+
+
+def add_byte_order_mark(lines):
+    return ["\ufeff" + lines[0], *lines[1:]]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("change", [add_column, rename_column, add_byte_order_mark])
+def test_a_run_resumes_after_an_edit_of_its_csv_file(kind, change):
+    train(kind, 1)
+    path = Path("logs/run/version_0/metrics.csv")
+    lines = change(path.read_text().splitlines())
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(kind, 2, resume="last")
+    rows = pd.read_csv(path)
+    assert (rows["epoch"].tolist(), rows["step"].tolist()) == ([0, 1], [6, 12])
+    assert rows["train_loss"].notna().tolist() == [change is not rename_column, True]

@@ -49,7 +49,14 @@ def with_quotes(lines):
     lines[1] = ",".join(f'"{cell}"' for cell in lines[1].split(","))
 
 
-@pytest.mark.parametrize("change", [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_quotes])
+def with_semicolons(lines):
+    lines[:] = [line.replace(",", ";").replace(".", ",") for line in lines]
+
+
+DIALECTS = [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_quotes, with_semicolons]
+
+
+@pytest.mark.parametrize("change", DIALECTS)
 def test_resuming_keeps_rows_in_a_different_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
@@ -109,15 +116,26 @@ def test_resuming_drops_the_rows_after_the_checkpoint_in_edited_csv_files(cut, w
     assert logs_of(cut)[0].split("\n")[1:] == logs_of(whole)[0].split("\n")[2:]
 
 
-def test_resuming_keeps_csv_rows_with_numbers_rounded_by_another_program(cut):
+@pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
+def test_resuming_keeps_csv_rows_with_numbers_rounded_by_another_program(cut, name):
     """A spreadsheet program may round numbers when it saves a file."""
-    path = cut / "logs/run/version_0/steps.csv"
+    path = cut / "logs/run/version_0" / name
     header, *lines = path.read_text().splitlines()
     rounded = [",".join(f"{float(cell):.4g}" for cell in line.split(",")) for line in lines]
     path.write_text("\n".join([header, *rounded, ""]))
-    with pytest.warns(UserWarning, match=r"steps\.csv: another program changed this file"):
-        run(cut, max_epochs=4, resume="last")
+    with pytest.warns(UserWarning, match=rf"{name}: another program changed this file"):
+        _, _, rows = run(cut, max_epochs=4, resume="last")
+    assert rows["epoch"].tolist() == [0, 1, 2, 3]
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
+
+
+def test_resuming_keeps_a_copy_of_a_file_without_the_rows_of_the_run(cut):
+    path = cut / "logs/run/version_0/metrics.csv"
+    path.write_text("month,sales\n1,2\n")
+    with pytest.warns(UserWarning, match=r"with the other rows was copied to metrics\.csv\.changed\."):
+        _, _, rows = run(cut, max_epochs=4, resume="last")
+    assert rows["epoch"].tolist() == [2, 3]
+    assert path.with_name("metrics.csv.changed").read_text() == "month,sales\n1,2\n"
 
 
 def test_resuming_warns_about_a_missing_metrics_csv(cut):
