@@ -283,8 +283,8 @@ def find_problem(loader: Any) -> str:
         return "A dataset yields single samples. Write DataLoader(dataset, batch_size=32)."
     if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
         return (
-            "For data in memory, write TensorLoader(x, y, batch_size=32), and import"
-            " TensorLoader from the same package as FabricLoop."
+            "For data in memory, write TensorLoader(x, y, batch_size=32). TensorLoader and"
+            " FabricLoop are in the same package."
         )
     return ""
 

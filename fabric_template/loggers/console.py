@@ -32,7 +32,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 # The minimum width of the progress bar in characters. In a narrow terminal, metrics are left out to
 # keep this width.
 MIN_BAR_WIDTH = 10
-# Each redraw sends the whole table to the notebook, so show only this many of the newest rows.
+# Each redraw sends all lines to the notebook, so limit the table to its newest rows.
 MAX_NOTEBOOK_LINES = 20
 # The last columns of the table. "waiting" is shown only if training often waits for batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
@@ -40,9 +40,9 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
 
 class Console:
-    """Shows the progress bar and the table of a run in the main process.
+    """Shows a run's progress bar and its table of metrics, in the main process only.
 
-    In a terminal, the bar is in the last line. In a notebook, the bar is below the table. A log
+    In a terminal, the bar is on the last line. In a notebook, the bar is below the table. A log
     file gets one line per table row and, in long epochs, one progress line per minute. If drawing
     fails, training continues without a bar, after a warning.
     """
@@ -69,7 +69,7 @@ class Console:
     def shown(self, run: Run) -> Iterator[None]:
         """Show the progress bar during the `with` block.
 
-        If the block raises an error, the bar stays at the batch that failed.
+        If the block raises an error, the bar stops at the failed batch.
         """
         is_complete = False
         try:
@@ -121,7 +121,7 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # In a resumed run, the best value so far may be from before the resume.
+        # A resumed run may have reached its best value before the resume.
         best = best_row(run.row.rows, self._monitor, self._mode)
         self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":
@@ -180,7 +180,7 @@ class Console:
     def _add_row(self, row: Mapping[str, Any]) -> None:
         """Print a row of the table. Mark a new best value of the monitored metric with "*".
 
-        If the row has a new column, print the header again first.
+        If the row has a new column, print the header again before the row.
         """
         if not self._output:
             return
@@ -207,7 +207,7 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _update_best(self, value: float) -> bool:
-        """Store ``value`` if it is the best value so far, and return whether it is."""
+        """Return whether ``value`` is the best value so far. If it is, store it."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -217,7 +217,7 @@ class Console:
     def _print(self, text: str) -> None:
         """Print a line above the progress bar.
 
-        In a notebook, the line appears when the bar is drawn next.
+        In a notebook, the line appears at the next redraw of the bar.
         """
         if self._output == "notebook":
             self._lines.append(text)
@@ -270,7 +270,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts that fit into one line of the terminal, after the progress bar."""
+    """Return the texts such as "loss=0.25" that fit beside the progress bar in the terminal."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -323,7 +323,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
 
 
 def summarize_run(run: Run, checkpoints: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the lines to print after fit, keyed by headings such as "trained" and "best"."""
+    """Return the lines of a run's summary, keyed by headings such as "trained" and "best"."""
     rows, progress, monitor = run.row.rows, run.progress, run.config.monitor or ""
     name = getattr(run.model, "__name__", type(run.model).__name__)
     data = "" if run.datamodule is None else f" on {type(run.datamodule).__name__}"

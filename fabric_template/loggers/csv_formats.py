@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# If a file contains several runs, their names are added as a column with this name.
+# The name of a temporary column with the run names, if a file contains several runs.
 RUN = "run of the row"
-# Other tools use these column names for a row's run, metric or data split.
+# The names that other tools use for the columns of the run, the metric and the data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
@@ -89,7 +89,10 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split ``cells`` into one column per key. Rows that belong to another key contain ""."""
+    """Split a column of a long table into one column per key, such as one per metric.
+
+    ``keys`` contains the key of each row. Each new column has "" in the rows of other keys.
+    """
     pairs = list(zip(keys, cells, strict=True))
     return {
         key: [cell if other == key else "" for other, cell in pairs] for key in dict.fromkeys(keys)
@@ -133,9 +136,9 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return a label for each row, such as ("fit 2",), if several fits wrote to the file.
+    """Return a label such as ("fit 2",) for each row of a file that several fits wrote.
 
-    For a file from a single fit, return an empty list.
+    If a single fit wrote all rows, return an empty list.
     """
     positions = []
     is_complete = all(map(all, columns.values()))
@@ -145,8 +148,8 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         positions = [tuple(map(float, row)) for row in rows]
     number, labels = 1, list[tuple[str, ...]]()
     for row, position in enumerate(positions):
-        # A resumed run repeats only the epochs after its checkpoint, but a new fit starts again at
-        # the first epoch.
+        # If the epochs start again at the first one, a new fit wrote the row. A resumed run repeats
+        # only the epochs after its checkpoint.
         is_back = row > 0 and all(
             now < last for now, last in zip(position, positions[row - 1], strict=True)
         )

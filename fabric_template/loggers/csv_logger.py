@@ -23,7 +23,7 @@ from ..config import to_plain
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# When a run is resumed, it removes the rows after its checkpoint from these files.
+# A resumed run removes the rows written after its checkpoint from these files.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -81,10 +81,7 @@ class CSVLogger(Logger):
         return self._version
 
     def use_version(self, version: int | str) -> None:
-        """Write to the folder of ``version`` from now on.
-
-        Hyperparameters that are already logged are kept.
-        """
+        """Write to the folder of ``version`` from now on, and keep the logged hyperparameters."""
         if version != self._version:
             self._version, self._tables = version, {}
 
@@ -116,8 +113,7 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row to steps.csv.
 
-        If ``step`` is None, use metrics["step"]. Without metrics["step"], use the number of earlier
-        rows.
+        If ``step`` is None, use metrics["step"] or, if that is missing, the number of earlier rows.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -132,9 +128,9 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return each CSV file's columns, number of rows and last row, for a checkpoint.
+        """Return the columns, the number of rows and the last row of each CSV file.
 
-        The keys are the file names. Rows that are still in memory count, too.
+        The keys of the dict are the file names. Rows that are still in memory are included.
         """
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
@@ -194,7 +190,7 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # A file that cannot be read must not stop training. The next write tries again.
+        # Do not stop training if the file cannot be read. The next write tries to read it again.
         with suppress(OSError):
             self._read()
 
@@ -241,7 +237,7 @@ class Table:
     def write_waiting(self) -> None:
         """Append all rows in memory to the file.
 
-        If writing fails, raise an error. The file is then unchanged, and the rows stay in memory.
+        If writing fails, raise an error, leave the file unchanged, and keep the rows in memory.
         """
         if not self.waiting:
             return
@@ -340,7 +336,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a CSV row is from ``step``, from an earlier step, or without a step."""
+    """Return whether the step of a CSV row is missing or is at most ``step``."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

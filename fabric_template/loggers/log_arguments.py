@@ -92,7 +92,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
 
 
 def find_reduction(reduce_fx: Any) -> str:
-    """Return the name of a reduction. For example, both "avg" and torch.mean become "mean"."""
+    """Return "mean", "sum", "max" or "min" for a ``reduce_fx`` such as "avg" or torch.mean."""
     functions = (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
     reduction = reduce_fx.__name__ if reduce_fx in functions else str(reduce_fx).lower()
     reduction = "mean" if reduction == "avg" else reduction

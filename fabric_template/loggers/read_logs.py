@@ -142,7 +142,7 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return the path of the metrics.csv in a folder, or those of all metrics.csv in subfolders.
+    """Return the path of the folder's metrics.csv, or else of every metrics.csv in its subfolders.
 
     Skip hidden subfolders, whose names start with a dot.
     """
@@ -171,8 +171,8 @@ def read_table(path: Path) -> CSVTable:
 
     If the file is missing, return a table without rows.
 
-    Python's csv module is unsuitable, because it raises an error for very long cells. After a
-    stray quotation mark, it would read all later lines as one cell.
+    Python's csv module is unsuitable, because it raises an error for very long cells. It would
+    also read all lines after a stray quotation mark as one cell.
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
@@ -228,7 +228,7 @@ def unquote(record: str) -> list[str]:
 
 
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge half-empty rows into one row per step or, if ``steps`` is False, per validation.
+    """Merge half-empty rows into one row per validation, or per step if ``steps`` is True.
 
     A merged row contains the last value of each column, and the step at which the validation ran.
     An epoch without a validation also gets one row.
@@ -239,14 +239,15 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
     epoch, step = find_axis(table, "epoch"), find_axis(table, "step")
     axes = [axis for axis in (epoch, step) if axis is not None]
     table = table.mask(table == "")
-    # LearningRateMonitor's rows have no epoch. Use the epoch of the next or the previous row.
+    # LearningRateMonitor's rows have no epoch. Copy the epoch from the next row or, at the end of
+    # the file, from the previous row.
     table[axes] = table[axes].bfill().ffill()
     table = table.groupby(axes, sort=False, dropna=False).last().reset_index()
     if not steps and epoch is not None and step is not None:
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows after the last validation are merged into it.
+        # Number the validations of each epoch. Rows after the last one are merged into its row.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

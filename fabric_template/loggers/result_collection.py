@@ -1,7 +1,8 @@
 """Collect the values that steps log or return, and compute the same means as Trainer.
 
-A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and batches
-are added in order. The sums stay on the GPU, so that no step waits for the GPU.
+A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and
+values are added in the order of the batches. The sums stay on the GPU, so that no step waits for
+the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The value of LogArguments.hook if a step returned a value instead of logging it.
+# LogArguments.hook contains this string for a value that a step returned without logging it.
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
 # total + value * weight.
@@ -91,7 +92,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a 0-dimensional tensor to the sums. A mean is weighted by ``batch_size``."""
+        """Add a scalar tensor to the epoch's sum. For a mean, multiply it by ``batch_size``."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -123,10 +124,10 @@ class LoggedMetric:
         return self._all_reduce(value, group=group, reduce_op=reduction)
 
     def update_torchmetric(self, metric: Any) -> None:
-        """Store a torchmetrics object that was logged. Such an object accumulates values itself."""
+        """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(device), which resets the metric's dtype attribute.
+            # Like Trainer, call to(device) again. This call resets the metric's dtype attribute.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -136,8 +137,8 @@ class LoggedMetric:
     def compute(self, sums: Sums | None) -> Tensor | None:
         """Return the mean, sum, maximum or minimum of the values, or None if nothing was logged.
 
-        If ``sums`` is None, return the last logged value. For a torchmetrics object, return the
-        result of its own ``compute`` method.
+        If ``sums`` is None, return the value of the last step. For a torchmetrics object, return
+        the result of its own ``compute`` method.
 
         All processes must call this method, because it may reduce the value over all processes.
         """
@@ -185,7 +186,7 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Holds the values that steps log or return in training, or in an evaluation.
+    """Holds the values that steps log or return, either in training or in an evaluation.
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
@@ -295,7 +296,7 @@ class ResultCollection:
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Use the dicts that ``metrics()`` returned in a launched process, after its run ended."""
+        """Load the dicts that ``metrics()`` returned in a launched process at the run's end."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -447,7 +448,7 @@ class ResultCollection:
     def kept_apart(self) -> Iterator[None]:
         """Restore the run's logged values and torchmetrics objects after the `with` block.
 
-        An additional validation in the block then does not change the run's metrics.
+        Use this block for an additional validation that must not change the run's metrics.
         """
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
@@ -474,7 +475,7 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """Compute the means over an epoch or an evaluation loader, after its last batch.
+        """After the last batch of an epoch or an evaluation loader, compute the means.
 
         After this call, current_values returns the means instead of the last step's values.
         """
@@ -489,7 +490,7 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def end_loader(self) -> None:
-        """Store the means of an evaluation loader for end_evaluation, after its last batch."""
+        """After an evaluation loader's last batch, store its means for end_evaluation."""
         self.end_batches()
         # Like Trainer, do not update callback_metrics after each loader of a sanity check.
         if self.run.progress.stage != "sanity_check":
@@ -586,7 +587,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return the means of train_loss and of returned values, in this process only."""
+        """Return this process's means of train_loss and of the values that steps returned."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -620,8 +621,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs this metric, use the arguments of ``self.log`` in the saved
-            # run.
+            # Until the resumed run logs this metric, use the saved arguments of ``self.log``.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -648,7 +648,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn that an integer was logged. With @cache, the warning appears only once per name."""
+    """Warn that a logged integer is converted to a float. Because of @cache, warn once per name."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."
@@ -709,7 +709,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # If the saved metric is missing in a MetricTracker, increment() adds it.
+            # A new MetricTracker has no metrics. Call increment() to create the next saved one.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

@@ -50,12 +50,12 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # Values for the next row of metrics.csv, from evaluations and loop.log_dict.
+        # The values of evaluations and of loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # The number of training samples in this process since the newest row of metrics.csv.
         self._num_samples = 0
-        # The values of elapsed(), waited() and _excluded_seconds from the resumed checkpoint.
+        # In a resumed run, the saved elapsed(), waited() and _excluded_seconds until the next row.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The seconds spent on validations and saves since the newest row of metrics.csv.
@@ -63,7 +63,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows. The number of training batches must be known."""
+        """Choose step-based or epoch-based rows, once the number of training batches is known."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -73,7 +73,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Set the rows that metrics.csv already contains, unless ``rows`` is empty."""
+        """Use ``rows`` as the rows of the run so far, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
     # The clock
@@ -81,14 +81,14 @@ class RowWriter:
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
 
-        After a resume, start at the number of seconds in the checkpoint instead of 0.
+        After a resume, the clock starts at the time in the checkpoint instead of 0.
         """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
         self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
-        """Return the seconds since the newest row, without the pause before a resume."""
+        """Return the seconds that the run has spent since the newest row of metrics.csv."""
         return time.monotonic() - self._started
 
     def waited(self) -> float:
@@ -172,7 +172,7 @@ class RowWriter:
         In an epoch-based run, only print the row.
         """
         run = self.run
-        # After the last batch of an epoch, write_after_epoch writes the row instead.
+        # After the last batch of an epoch, write no row here, because write_after_epoch writes it.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -190,7 +190,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the newest row.
 
-        If the run is resumed later, this last row is removed from metrics.csv.
+        A later resume removes this row from metrics.csv.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -267,7 +267,7 @@ class RowWriter:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values for the next row, and the number of rows in each CSV file."""
+        """Return the values collected for the next row, and the number of rows in each CSV file."""
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {
@@ -298,7 +298,7 @@ class RowWriter:
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the CSV rows written after the checkpoint, and read those written before it."""
         positions = state["files"] or [{}]
-        # If this run has more CSV loggers than the saved run, the additional loggers use the rows
+        # This run may have more CSV loggers than the saved run. The additional loggers use the rows
         # of the saved run's first logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
@@ -327,9 +327,9 @@ class RowWriter:
         # A run that is resumed as a new version copies the rows of the saved version.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The folder "logs" is beside the folder "checkpoints", or beside a user's own checkpoint.
+        # The folder "logs" may be in any of the four folders above the checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
-        # ModelCheckpoint saves to a subfolder of the log folder.
+        # ModelCheckpoint saves to a subfolder of the log folder, so the log folder may be above it.
         return [*folders, *checkpoint.parents[:2]]
 
 
@@ -347,7 +347,9 @@ def copy_other_rows(logger: CSVLogger) -> str:
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
     """Return whether a folder's CSV files contain the last row written before a checkpoint.
 
-    ``row`` and ``position`` are read from the checkpoint.
+    Args:
+        row: The last row of metrics.csv that the checkpoint contains.
+        position: The last row and the number of rows of each CSV file, from the checkpoint.
     """
     last = position.get("steps.csv", {}).get("last")
     if row is None and last is not None:

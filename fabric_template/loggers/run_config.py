@@ -105,7 +105,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     optimizers = run.optimization.optimizers
-    # A run without training batches has created no loaders.
+    # Without training batches, the run has never created the training loaders.
     loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),
@@ -137,7 +137,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Return the result of ``describe``. After an error, return None, so that the run continues."""
+    """Call ``describe``. If it raises an error, return None, so that the run continues."""
     try:
         return describe(*parts)
     except Exception:
@@ -145,7 +145,7 @@ def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
 
 
 def number_parts(kind: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a dict of objects of one kind, with keys such as "optimizer" and "optimizer_1"."""
+    """Return the items of a list as a dict with keys such as "optimizer" and "optimizer_1"."""
     return {f"{kind}_{index}" if index else kind: part for index, part in enumerate(parts)}
 
 
@@ -183,7 +183,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
-        # A scheduler may already have changed "lr". It stores the first value as "initial_lr".
+        # A scheduler may already have changed "lr", but "initial_lr" keeps the first value.
         values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described
@@ -224,7 +224,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can store. Add a description of the others to ``unknown``."""
+    """Return the values that YAML can store. Add descriptions of other values to ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
@@ -262,7 +262,7 @@ def merge_hyperparameters(
 ) -> dict[str, Any]:
     """Merge the hyperparameters that a module and a datamodule saved.
 
-    A value in ``own`` replaces a saved value of the same name.
+    If ``own`` contains a hyperparameter, its value replaces the saved value.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for a hyperparameter.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import describe
 from ..loggers.read_logs import read_logs
 from ..metric_names import Metric, find_axis, is_metric, parse_metric
 from .runs import best_mode, find_runs
@@ -171,7 +172,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
-        raise TypeError(f"plot_logs: got an object of the class {type(logs).__name__}, {expected}")
+        raise TypeError(f"plot_logs: got {describe(logs)}, {expected}")
     runs = []
     for label, value in logs.items():
         found = load_runs(value, seeds)
@@ -237,7 +238,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
     if x == "row" or any(find_axis(table, x) for table in tables):
         return x
     numeric = dict.fromkeys(name for table in tables for name in table.select_dtypes("number"))
-    known = f"expected one of the columns {', '.join(map(str, numeric)) or '(none)'}"
+    known = f"expected one of the numeric columns {', '.join(map(str, numeric)) or '(none)'}"
     raise ValueError(f"x: got {x!r}, {known}. Write x={next(iter(numeric), 'row')!r}, for example.")
 
 
@@ -330,7 +331,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     """Return the metrics to draw, with losses and accuracies first and learning rates last."""
     columns, metrics = find_metrics(runs, x)
     names = ", ".join(metric.column for metric in columns)
-    known = f"expected one of the columns {names or '(none)'}"
+    known = f"expected one of the numeric columns {names or '(none)'}"
     chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     if wanted is not None:
         chosen = []
@@ -340,7 +341,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             found = found or [metric for metric in columns if metric.column == name]
             found = [metric for metric in columns if metric.column == name and not found] or found
             if not found:
-                raise ValueError(f"metrics: got {name!r}, {known}. Choose a column of numbers.")
+                raise ValueError(f"metrics: got {name!r}, {known}.")
             chosen += found
     chosen = chosen or [metric for metric in metrics if metric.kind != "learning rate"]
     if not chosen:

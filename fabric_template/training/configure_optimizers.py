@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.overrides import is_instance_of
 
 _SHAPES = (
-    "an optimizer, a list of them, ([optimizers], [schedulers]),"
+    "an optimizer, a list of optimizers, a tuple ([optimizers], [schedulers]), a dict"
     ' {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}, or a list of such dicts'
 )
 
@@ -281,7 +281,7 @@ def check_parameters(
     advice = "Combine them with the model, as in nn.ModuleDict({'net': net, 'loss': loss})."
     if not isinstance(model, nn.Module):
         advice = (
-            "Assign them, or the module that owns them, to an attribute of the"
+            "Assign them, or the module that contains them, to an attribute of the"
             f" {type(model).__name__} object, such as self.x."
         )
     raise ConfigurationError(

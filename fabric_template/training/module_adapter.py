@@ -203,8 +203,8 @@ def adapt_model(
     for name, function in given.items():
         if not callable(function):
             raise ConfigurationTypeError(
-                f"{name}: got {describe(function)}, expected a function fn(model, batch[,"
-                " batch_idx])."
+                f"{name}: got {describe(function)}, expected a function fn(model, batch) or"
+                " fn(model, batch, batch_idx)."
             )
     if is_instance_of(model, "LightningModule") and not given:
         return model, model

@@ -69,7 +69,7 @@ def with_method(**methods):
 
     def call(root):
         val = make_loader() if "validation_step" in methods else None
-        model = type("Own", (Plain,), methods)()
+        model = type("Network", (Plain,), methods)()
         FabricLoop(**with_files(root, max_epochs=1)).fit(model, make_loader(), val)
 
     return call
@@ -161,7 +161,7 @@ CASES = {
     "logger_and_loggers": options(logger=True, loggers=[]),
     "callbacks_text": options(callbacks="early_stopping"),
     "callbacks_class": options(callbacks=[EarlyStopping]),
-    "callbacks_function": options(callbacks=[print]),
+    "callbacks_function": options(callbacks=[make_loader]),
     "callbacks_none": options(callbacks=[None]),
     "callbacks_dict": options(callbacks={"early": EarlyStopping("val_loss")}),
     "seed_text": options(seed="42"),

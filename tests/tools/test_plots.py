@@ -322,13 +322,18 @@ def test_plot_logs_draws_infinite_values_and_unusual_column_names():
 @pytest.mark.parametrize(
     ("logs", "options", "error", "message"),
     [
-        (HISTORY, {"metrics": "val_los"}, ValueError, "metrics: got 'val_los', expected one of the columns epoch"),
-        (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the columns epoch, step"),
+        (
+            HISTORY,
+            {"metrics": "val_los"},
+            ValueError,
+            "metrics: got 'val_los', expected one of the numeric columns epoch",
+        ),
+        (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the numeric columns epoch, step"),
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected a number >= 0 and < 1"),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got no metric to draw, .* Write metrics=.'lr'."),
         (HISTORY[["epoch", "note"]], {}, ValueError, "got no metric to draw, .* Only numbers are drawn"),
         ("no.csv", {}, ValueError, "plot_logs: got 'no.csv', expected a folder or a CSV file"),
-        (3, {}, TypeError, "plot_logs: got an object of the class int, expected a path or a DataFrame"),
+        (3, {}, TypeError, "plot_logs: got 3, expected a path or a DataFrame"),
         ("nowhere", {}, ValueError, "got 'nowhere', expected a folder"),
         (".", {}, ValueError, "got '.', expected a folder with a metrics.csv"),
     ],
