@@ -74,7 +74,7 @@ def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
-def test_a_checkpoint_of_an_object_with_step_methods_has_the_keys_of_trainer(tmp_path):
+def test_a_checkpoint_of_a_plain_object_has_the_same_keys_as_one_from_trainer(tmp_path):
     _, model, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
@@ -184,7 +184,7 @@ def test_monitor_and_save_top_k_select_the_kept_checkpoints(tmp_path, options, f
         assert torch.load(last_of(tmp_path), weights_only=True)["epoch"] == 4
 
 
-def test_resume_warns_about_a_missing_callback(tmp_path):
+def test_resume_warns_if_a_callback_of_the_saved_run_is_missing(tmp_path):
     stop = pl.callbacks.EarlyStopping("val_loss", patience=9)
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[stop])
     with pytest.warns(UserWarning, match=r"Please add the following callbacks: .*EarlyStopping"):
@@ -199,7 +199,7 @@ def test_a_warning_names_the_options_that_a_model_checkpoint_callback_replaces(t
     assert [path.suffix for path in (tmp_path / "own").iterdir()] == [".ckpt"]
 
 
-def test_a_model_checkpoint_callback_replaces_the_checkpoints_of_the_loop(tmp_path):
+def test_a_model_checkpoint_callback_turns_off_the_checkpoints_of_the_loop(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
     assert tree(tmp_path) == ["own/epoch=3.ckpt"]
@@ -229,7 +229,7 @@ def test_a_custom_checkpoint_io_writes_the_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_best_and_last_refer_to_the_files_of_a_model_checkpoint_callback(tmp_path, name):
+def test_load_best_and_last_read_the_files_of_a_model_checkpoint_callback(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
     assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))

@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_resume_auto_starts_a_run_and_resume_last_fails_without_a_checkpoint(tmp_path):
+def test_without_a_checkpoint_resume_auto_starts_a_run_but_last_is_refused(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -192,7 +192,7 @@ class Saved(Net):
         return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])
 
 
-def test_plain_hyperparameters_can_be_loaded_with_weights_only(tmp_path):
+def test_saved_paths_tuples_and_nested_hyperparameters_are_read_unchanged(tmp_path):
     values = {"path": Path("data"), "sizes": (1, 2), "rate": 0.1, "layers": {"a": [None, True]}}
     loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
     found = read_checkpoint(loop.checkpoint_path())

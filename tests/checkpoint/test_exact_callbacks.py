@@ -115,7 +115,7 @@ AVERAGES = {
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_resuming_a_finished_run_keeps_the_averaged_weights(tmp_path, name, resume):
+def test_resuming_a_finished_run_does_not_average_the_weights_again(tmp_path, name, resume):
     """If no epoch is left to train, fit does not average the weights again."""
     make, make_callback = AVERAGES[name]
     options = {"max_epochs": 3, "train": lambda: make_loader(12)}
@@ -142,7 +142,7 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_resume_does_not_unfreeze_layers_frozen_by_the_new_module(tmp_path):
+def test_resume_keeps_a_layer_frozen_that_the_user_froze_before_the_resume(tmp_path):
     """A resume restores requires_grad only where a hook of the saved run changed it."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)
@@ -181,7 +181,7 @@ def saver():
 
 
 @pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
-def test_resume_restores_train_and_eval_modes(tmp_path, make):
+def test_resume_restores_the_train_or_eval_mode_of_each_submodule(tmp_path, make):
     options = {"max_epochs": 3, "val": val_loader, "save_every_n_steps": 1}
     train = lambda: make_loader(12)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")

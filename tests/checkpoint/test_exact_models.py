@@ -281,7 +281,7 @@ def assert_same(resumed, whole):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_restores_shared_and_large_state(tmp_path, name, kind):
+def test_runs_with_large_attributes_or_shared_objects_resume_exactly(tmp_path, name, kind):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])
     for kill_at in (2, 9):
@@ -294,7 +294,7 @@ def test_a_resumed_run_restores_shared_and_large_state(tmp_path, name, kind):
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
-def test_each_loop_restores_state_that_the_other_loop_saved(tmp_path, name, writer):
+def test_each_loop_resumes_runs_of_the_other_loop_with_container_attributes(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")
@@ -328,7 +328,7 @@ class GroupSchedulerModel(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_scheduler_state_with_trained_parameters_is_refused(tmp_path, kind):
+def test_a_scheduler_whose_state_dict_contains_parameters_is_refused(tmp_path, kind):
     """A resume would replace the parameter groups in the scheduler by copies."""
     with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
         train(kind, tmp_path, shuffled(GroupSchedulerModel), kill_at=0)
@@ -349,7 +349,7 @@ class LateGenerator(Model):
 @pytest.mark.parametrize(
     "make", [torch.Generator, np.random.default_rng, np.random.RandomState], ids=lambda make: make.__name__
 )
-def test_resume_warns_about_a_saved_generator_that_the_new_model_lacks(tmp_path, kind, make):
+def test_resume_warns_about_a_random_generator_created_during_training(tmp_path, kind, make):
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: LateGenerator(make)), kill_at=5)
     with pytest.warns(UserWarning, match=r"(created .*generator|generator.* created).* during training"):

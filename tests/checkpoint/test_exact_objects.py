@@ -507,7 +507,7 @@ def train(kind, root, make, kill_at=None, resume=None):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_restores_the_state_of_user_objects(tmp_path, name, kind):
+def test_runs_with_objects_of_user_classes_resume_exactly(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", CASES[name])
     for batches in (2, 3, 5, 8, 11):
         root = tmp_path / str(batches)
@@ -531,7 +531,7 @@ class Curved(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_unreadable_scheduler_state_is_refused_before_training(tmp_path, kind):
+def test_a_scheduler_state_that_cannot_be_read_back_is_refused_before_training(tmp_path, kind):
     with pytest.raises(ValueError, match="got .*Generator"):
         train(kind, tmp_path, shuffled(Curved))
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -554,7 +554,7 @@ class ModelWithNotingSGD(Model):
         return NotingSGD(self.parameters(), 0.1)
 
 
-def test_the_first_save_reports_an_object_in_the_optimizer_state(tmp_path):
+def test_user_objects_in_the_optimizer_state_cause_a_warning_or_an_error(tmp_path):
     """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
@@ -569,7 +569,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_or_warns_about_a_different_optimizer_class(tmp_path, kind):
+def test_resuming_with_another_optimizer_class_causes_an_error_or_a_warning(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -592,7 +592,7 @@ class OptimizerReplacement(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_replacing_an_optimizer_in_a_hook_is_refused(tmp_path):
+def test_a_hook_that_replaces_the_optimizer_is_refused_at_once_or_on_resume(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="a hook changed this list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
@@ -607,7 +607,7 @@ class AccumulationChange(Model):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_mini_loop_refuses_to_change_accumulate_grad_batches_within_an_epoch(tmp_path):
+def test_mini_loop_refuses_a_mid_epoch_change_of_accumulate_grad_batches(tmp_path):
     """After such a change, Trainer adds the new gradients to those of the previous step."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(AccumulationChange))
@@ -629,7 +629,7 @@ class UntiedModel(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_untying_weights_in_a_hook_is_refused(tmp_path):
+def test_a_hook_that_unties_weights_is_refused_at_once_or_on_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
@@ -651,7 +651,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_replacing_a_layer_in_a_hook_is_refused(tmp_path):
+def test_a_hook_that_replaces_a_layer_is_refused_at_once_or_on_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
@@ -699,7 +699,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_restores_objects_saved_by_the_other_loop(tmp_path, writer, make):
+def test_each_loop_resumes_runs_of_the_other_loop_with_user_objects(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -723,7 +723,7 @@ class CreatesMeter(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_warns_about_a_saved_object_that_the_new_model_lacks(tmp_path, kind):
+def test_resume_warns_about_a_meter_object_created_during_training(tmp_path, kind):
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
     with pytest.warns(UserWarning, match=r"(created .*meter|meter.* created it).* during training"):
@@ -757,7 +757,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_only_random_generators_are_restored_in_objects_of_installed_packages(tmp_path, monkeypatch, kind):
+def test_resume_keeps_the_new_socket_in_an_object_of_an_installed_package(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which a resume must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -791,7 +791,7 @@ class ModelWithIterator(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_the_first_save_warns_about_an_iterator_in_the_model(tmp_path, kind):
+def test_the_first_save_warns_that_the_position_of_an_iterator_is_not_saved(tmp_path, kind):
     with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* (cannot be|not) saved"):
         train(kind, tmp_path, shuffled(ModelWithIterator))
 
@@ -852,7 +852,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copy_of_the_package_inside_a_user_package_restores_user_objects(tmp_path):
+def test_fabric_template_copied_into_a_project_restores_the_projects_objects(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -875,7 +875,7 @@ class ModelWithSharedMemory(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_shared_memory_of_a_different_size_is_not_restored(tmp_path, kind):
+def test_resume_refuses_or_warns_about_shared_memory_of_another_size(tmp_path, kind):
     """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)
@@ -908,7 +908,7 @@ class ScriptedModel(Model):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_resumed_run_restores_a_scripted_module(tmp_path, kind):
+def test_a_run_with_a_torchscript_module_resumes_exactly(tmp_path, kind):
     whole = train(kind, tmp_path / "whole", shuffled(ScriptedModel))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ScriptedModel), kill_at=6)
@@ -932,7 +932,7 @@ class ModelWithPairs(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_run_with_dicts_whose_keys_are_tuples_resumes_exactly(tmp_path, kind):
+def test_a_run_with_attributes_keyed_by_tuples_resumes_exactly(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)
@@ -1002,7 +1002,7 @@ METERED = {
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", METERED)
-def test_a_resumed_run_restores_inherited_private_and_deleted_slots(tmp_path, name, kind):
+def test_runs_with_objects_that_use_slots_resume_exactly(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", METERED[name])
     for batches in (3, 7, 11):
         root = tmp_path / str(batches)

@@ -27,7 +27,7 @@ def file(path):
 @pytest.mark.parametrize("version", [None, 0, "best"])
 @pytest.mark.parametrize("place", ["logs", "logs/run", "checkpoints", "checkpoints/run"])
 @pytest.mark.parametrize("make", [link, loop_of_links, file])
-def test_an_error_names_a_link_or_file_in_place_of_a_folder(tmp_path, make, place, version):
+def test_an_error_names_the_link_or_file_where_a_folder_is_needed(tmp_path, make, place, version):
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     make(path)
@@ -39,7 +39,7 @@ def test_an_error_names_a_link_or_file_in_place_of_a_folder(tmp_path, make, plac
 
 
 @pytest.mark.parametrize("make", [link, file])
-def test_a_new_run_skips_a_version_taken_by_a_link_or_file(tmp_path, make):
+def test_a_new_run_skips_a_version_number_used_by_a_link_or_a_file(tmp_path, make):
     folder = tmp_path / "logs/run"
     folder.mkdir(parents=True)
     make(folder / "version_4")

@@ -115,7 +115,7 @@ def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_resume_last_prefers_runs_of_this_package_to_other_checkpoints(tmp_path):
+def test_resume_last_prefers_runs_of_this_package_to_checkpoints_of_trainer(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -130,7 +130,7 @@ def test_resume_last_prefers_runs_of_this_package_to_other_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "1\nstarted\nsaved nan\n", "saved 99999999999", "\0\n" * 99, "finished"])
-def test_resume_ignores_a_lock_file_without_times(tmp_path, text):
+def test_resume_ignores_a_lock_file_without_valid_times(tmp_path, text):
     for epochs in (1, 2):
         fit(tmp_path, Plain, max_epochs=epochs)
     (folder(tmp_path, 0) / ".lock").write_text(text)
@@ -209,7 +209,7 @@ def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(tmp_path, f
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
+def test_a_new_run_removes_the_replaced_runs_checkpoints_at_its_first_save(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -226,7 +226,7 @@ def test_the_first_checkpoint_removes_the_files_of_the_replaced_run(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_works_after_the_kill_of_a_run_that_replaced_an_older_run(tmp_path, step):
+def test_resume_auto_never_continues_the_old_run_that_a_killed_run_replaced(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors
@@ -245,7 +245,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_from_another_version_replaces_the_run_in_the_given_version(tmp_path):
+def test_resuming_version_0_as_version_1_replaces_the_run_in_version_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"

@@ -114,7 +114,7 @@ def test_shared_values_of_attributes_are_still_shared_after_a_resume(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_plain_state_saves_only_changed_attributes_with_plain_values():
+def test_plain_state_saves_only_attributes_whose_plain_value_changed():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -131,7 +131,7 @@ def test_plain_state_saves_only_changed_attributes_with_plain_values():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_plain_state_detects_a_change_of_one_number():
+def test_plain_state_detects_a_single_changed_number_in_a_large_attribute():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     holder = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     holder.texts = np.zeros(40_000, "S1000")
@@ -400,7 +400,7 @@ def test_a_datamodule_is_restored_before_its_loaders_are_reloaded(tmp_path):
         assert rows[0] == rows[1]
 
 
-def test_each_process_restores_its_own_state(tmp_path):
+def test_each_process_restores_its_own_random_generator_and_attributes(tmp_path):
     class PerRank(Remembers):
         def on_train_start(self):
             if not self.losses:

@@ -197,7 +197,7 @@ def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
 
 @pytest.mark.parametrize("kind", objects(Path()))
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_an_object_among_hyperparameters_becomes_a_placeholder(tmp_path, kind, protocol):
+def test_an_object_in_saved_hyperparameters_is_read_as_a_placeholder(tmp_path, kind, protocol):
     saved = {"hyper_parameters": {"value": objects(tmp_path)[kind], "rate": 0.1}}
     found = write_and_read(saved, tmp_path / "a.ckpt", pickle_protocol=protocol)
     value = found["hyper_parameters"]["value"]
@@ -212,7 +212,7 @@ def test_an_object_among_hyperparameters_becomes_a_placeholder(tmp_path, kind, p
 
 
 @pytest.mark.parametrize("part", ["state_dict", "callbacks", "optimizer_states", "mine"])
-def test_reading_a_checkpoint_key_that_contains_an_object_raises_an_error(tmp_path, part):
+def test_a_checkpoint_key_that_contains_an_object_raises_an_error_when_read(tmp_path, part):
     found = write_and_read({part: {"a": [{"b": Color.RED}]}, "epoch": 3}, tmp_path / "a.ckpt")
     assert found["epoch"] == 3
     for read in (lambda: found[part], lambda: found.get(part), lambda: found.pop(part)):
@@ -248,7 +248,7 @@ def test_a_resume_error_names_the_key_and_class_of_a_saved_object(tmp_path):
     assert fit(tmp_path, SavesColor, max_epochs=2, resume="last")[0].current_epoch == 2
 
 
-def test_a_callback_with_an_object_in_its_state_cannot_resume(tmp_path):
+def test_resuming_a_callback_whose_state_contains_an_object_is_refused(tmp_path):
     options = {"callbacks": [Colored()]}
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):

@@ -94,8 +94,8 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
     compare_with_resume(tmp_path, make, given=given)
 
 
-def test_resuming_within_an_epoch_repeats_no_hook_call(tmp_path):
-    """A run that is resumed within an epoch starts with the next batch."""
+def test_resuming_within_an_epoch_starts_with_the_next_batch(tmp_path):
+    """No hook of an earlier batch is called again."""
     seen = []
 
     class Watch(Callback):
@@ -128,7 +128,7 @@ def test_resume_accepts_last_auto_and_a_path(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_resuming_a_moved_checkpoint_starts_a_new_version_with_the_old_csv_rows(tmp_path):
+def test_a_moved_checkpoint_resumes_in_a_new_version_with_its_old_csv_rows(tmp_path):
     """The test moves metrics.csv together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)

@@ -73,7 +73,7 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
     assert place != "in_the_run_directory" or list(last.parent.glob(".*.tmp")) == []
 
 
-def test_resume_last_without_save_last_is_refused(tmp_path):
+def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
         MissingCheckpointError, match=r"got 'last'.*Train with ModelCheckpoint\(save_last=True\), or pass the path"

@@ -165,7 +165,7 @@ def test_a_run_resumed_in_a_different_folder_copies_the_csv_rows_of_the_saved_ru
 
 
 @pytest.mark.parametrize("loss", ["removed", "shortened", "of another run", "never written"])
-def test_a_run_resumes_without_its_metrics_csv(tmp_path, loss):
+def test_a_run_without_its_earlier_csv_rows_resumes_with_a_warning(tmp_path, loss):
     whole = fit(tmp_path / "whole", Odd, two, max_epochs=3)
     fit(tmp_path, Odd, two, max_epochs=2, logger=loss != "never written")
     path = tmp_path / "logs/run/version_0/metrics.csv"
@@ -205,7 +205,7 @@ class Watch(Callback):
     ],
     ids=["max_epochs", "max_steps", "early stopping"],
 )
-def test_restarting_a_finished_run_changes_nothing(tmp_path, capsys, options, place, reason):
+def test_starting_a_finished_run_again_with_resume_auto_changes_no_file(tmp_path, capsys, options, place, reason):
     stops = options.pop("stops", False)
 
     def start(*callbacks, **more):

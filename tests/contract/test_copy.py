@@ -76,14 +76,14 @@ def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
-def test_scripts_of_these_tests_cannot_import_the_original_package(tmp_path):
+def test_the_test_scripts_cannot_import_the_original_fabric_template(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_no_file_of_the_package_imports_the_package_by_its_own_name(path):
+def test_the_package_imports_its_own_modules_only_by_relative_imports(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def test_no_file_looks_up_the_package_by_a_hard_coded_name(path):
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
-def test_importing_the_copy_does_not_import_heavy_packages(tmp_path):
+def test_importing_a_renamed_copy_does_not_import_pandas_or_matplotlib(tmp_path):
     """Packages that Lightning itself imports are not counted."""
     copy_to(tmp_path)
     code = """

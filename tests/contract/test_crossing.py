@@ -201,7 +201,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 @exact_trainer
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
-def test_fabric_loop_refuses_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
+def test_trainer_checkpoints_saved_within_an_epoch_are_refused_on_resume(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
     With FabricLoop's checkpoint, Trainer starts a new pass of the loader, trains on as many batches

@@ -156,7 +156,7 @@ def test_a_training_step_that_returns_no_loss_is_refused(tmp_path, step, kind, m
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
-def test_a_damaged_or_mismatched_checkpoint_is_refused(tmp_path, argument):
+def test_a_damaged_checkpoint_or_one_of_another_model_is_refused(tmp_path, argument):
     fit(tmp_path / "other", max_epochs=1)
     path = tmp_path / "other/checkpoints/run/version_0/last.ckpt"
     root = tmp_path / "mine"
@@ -251,7 +251,7 @@ def test_a_file_in_place_of_the_log_folder_is_refused(tmp_path, where):
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, ValueError])
-def test_wrong_values_raise_both_value_error_and_misconfiguration_exception(tmp_path, kind):
+def test_value_errors_about_options_are_also_misconfiguration_exceptions(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got -7"):
         FabricLoop(max_epochs=-7)
     with pytest.raises(kind, match="^training_step: got None"):
@@ -259,7 +259,7 @@ def test_wrong_values_raise_both_value_error_and_misconfiguration_exception(tmp_
 
 
 @pytest.mark.parametrize("kind", [MisconfigurationException, TypeError])
-def test_wrong_types_raise_both_type_error_and_misconfiguration_exception(tmp_path, kind):
+def test_type_errors_about_options_are_also_misconfiguration_exceptions(tmp_path, kind):
     with pytest.raises(kind, match="^max_epochs: got '3'"):
         FabricLoop(max_epochs="3")
     with pytest.raises(kind, match="^optimizer: got 'sgd'"):

@@ -268,7 +268,7 @@ def edits(title):
 
 
 @pytest.mark.parametrize("title", CHECKS)
-def test_each_documented_change_of_the_loop_edits_at_most_two_files_and_works(title, tmp_path):
+def test_each_code_change_in_how_it_works_md_works_and_edits_at_most_two_files(title, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = set()

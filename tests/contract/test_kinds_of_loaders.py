@@ -256,7 +256,7 @@ def check_resume(tmp_path, loop_name, name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_of_a_network_with_changing_attributes_resumes_exactly(tmp_path, loop_name, limit):
+def test_a_run_whose_network_changes_its_attributes_resumes_exactly(tmp_path, loop_name, limit):
     options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", **options, **limit)
@@ -267,7 +267,7 @@ def test_a_run_of_a_network_with_changing_attributes_resumes_exactly(tmp_path, l
 
 @pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_resuming_a_finished_run_changes_nothing(tmp_path, loop_name, limit):
+def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, loop_name, limit):
     """The weights and all CSV rows stay the same, including the row after the last steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
@@ -306,7 +306,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_fit_accepts_a_list_of_objects_as_its_batches(tmp_path, loop_name):
+def test_fit_accepts_a_list_of_batch_objects_instead_of_a_loader(tmp_path, loop_name):
     pairs = list(DataLoader(DATA, 4))
     expected, _ = train(loop_name, tmp_path, lambda: pairs, max_epochs=2)
     torch.manual_seed(1)
@@ -414,7 +414,7 @@ LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_with_a_loader_that_changes_its_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
+def test_a_run_whose_loader_changes_its_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
@@ -444,7 +444,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
 
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_resume_restores_changed_lists_of_batches_and_of_indices(tmp_path, loop_name, limit):
+def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, limit):
     kinds = [
         lambda: [(x.clone(), y) for x, y in DataLoader(DATA, 4)],
         lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
@@ -551,7 +551,7 @@ class RestartsIterator(ContinuesIterator):
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_an_iterator_that_starts_again_in_each_epoch_causes_no_warning(tmp_path, loop_name):
+def test_an_iterator_that_restarts_in_each_epoch_causes_no_warning(tmp_path, loop_name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "checkpoint: ")
         train(loop_name, tmp_path, IsItsIterator, max_epochs=2)
@@ -565,7 +565,7 @@ class Slots:
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_fit_accepts_batches_of_a_class_with_slots(tmp_path, loop_name):
+def test_fit_accepts_batches_that_are_objects_with_slots(tmp_path, loop_name):
     loader = DataLoader(DATA, 4, collate_fn=lambda samples: Slots(*default_collate(samples)))
     net, (kind, quiet) = make_net(), LOOPS[loop_name]
     loop = kind(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, **quiet)

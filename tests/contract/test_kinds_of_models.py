@@ -493,8 +493,7 @@ CROSSING = [name for name in MODELS if name not in REFUSED_BY_MINI_LOOP]
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_MINI_LOOP)
-def test_mini_loop_refuses_a_model_that_it_cannot_train(tmp_path, name):
-    """The error is raised before any file is written."""
+def test_mini_loop_refuses_unsupported_models_before_any_file_is_written(tmp_path, name):
     with pytest.raises((TypeError, ValueError), match=REFUSED_BY_MINI_LOOP[name]):
         train(name, "MiniLoop", tmp_path / "refused", max_epochs=1)
     assert not (tmp_path / "refused").exists()
@@ -569,7 +568,7 @@ def train_in_two_processes(name, root):
         "Lightning, configure_model",
     ],
 )
-def test_two_processes_save_the_trained_weights_and_return_them_to_the_caller(tmp_path, monkeypatch, name):
+def test_two_processes_save_and_return_the_trained_weights(tmp_path, monkeypatch, name):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]

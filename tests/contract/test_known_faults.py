@@ -144,7 +144,7 @@ def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
 
 
 @both_loops
-def test_a_scheduler_with_a_monitor_gets_the_epoch_mean(loop_class):
+def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_this_metric(loop_class):
     """In Lightning's example, the scheduler gets the value of the last batch."""
     seen = []
 
@@ -220,7 +220,7 @@ def test_a_second_fit_trains_max_epochs_again(loop_class):
 
 
 @both_loops
-def test_resuming_a_run_at_max_steps_takes_no_further_optimizer_step(loop_class, tmp_path):
+def test_resuming_a_run_that_reached_max_steps_takes_no_optimizer_step(loop_class, tmp_path):
     """In Lightning's example, a run that is resumed at max_steps takes one more step."""
     options = {"max_epochs": -1, "max_steps": 6}
     saving_loop(loop_class, **options).fit(Net(), batches())
@@ -264,7 +264,7 @@ class CountReads(TorchDispatchMode):
 
 
 @both_loops
-def test_a_training_step_that_logs_does_not_synchronize_with_the_device(loop_class):
+def test_logging_in_a_training_step_does_not_read_values_from_the_device(loop_class):
     """Lightning's example reads each logged value from the device in each batch.
 
     Its steps can return only scalars.

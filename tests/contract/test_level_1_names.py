@@ -16,7 +16,7 @@ def make_net():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_setup_keeps_the_parameters_and_their_names(precision):
+def test_setup_keeps_the_parameter_objects_and_their_names(precision):
     bare = make_net()
     loop = FabricLoop(**quiet(precision=precision))
     net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))

@@ -84,7 +84,7 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-def test_level_1_setup_backward_and_log_work_in_a_hand_written_loop(expected, tmp_path):
+def test_setup_backward_and_log_dict_work_in_a_hand_written_loop(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
     bare = make_net()
@@ -120,7 +120,7 @@ def test_level_1_setup_backward_and_log_work_in_a_hand_written_loop(expected, tm
     assert all(torch.equal(first[i]["momentum_buffer"], second[i]["momentum_buffer"]) for i in first)
 
 
-def test_level_1_log_dict_without_step_writes_no_empty_column():
+def test_log_dict_without_a_step_writes_no_empty_column():
     loop = make_loop("rows")
     loop.log_dict({"epoch": 0, "loss": torch.tensor(0.5)})
     assert Path("logs/rows/version_0/metrics.csv").read_text().splitlines() == ["epoch,loss", "0,0.5"]
@@ -128,7 +128,7 @@ def test_level_1_log_dict_without_step_writes_no_empty_column():
     assert Path("logs/rows/version_0/steps.csv").read_text().splitlines() == ["step,loss", "3,0.25"]
 
 
-def test_level_1_setup_applies_the_precision_and_wraps_a_dataloader():
+def test_setup_applies_the_precision_and_wraps_a_dataloader():
     loop = make_loop("bf16", precision="bf16-mixed", logger=False)
     bare, seen = make_net(), []
     loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)
@@ -140,7 +140,7 @@ def test_level_1_setup_applies_the_precision_and_wraps_a_dataloader():
 
 
 @pytest.mark.gpu
-def test_level_1_setup_moves_a_tensor_loader_to_the_gpu():
+def test_setup_moves_a_tensor_loader_to_the_gpu():
     loop = FabricLoop(accelerator="gpu", devices=1, logger=False)
     net = make_net()
     _, _, batches = loop.setup(net, make_optimizer(net), make_loaders()[0])
@@ -148,7 +148,7 @@ def test_level_1_setup_moves_a_tensor_loader_to_the_gpu():
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_level_2_step_functions_train_like_a_hand_written_loop(expected, with_idx):
+def test_step_functions_train_like_a_hand_written_loop(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):
@@ -201,7 +201,7 @@ class PlainModule(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_level_3_an_object_with_step_methods_trains_like_a_hand_written_loop(expected, cls, given):
+def test_an_object_with_step_methods_trains_like_a_hand_written_loop(expected, cls, given):
     torch.manual_seed(1)
     model = cls()
     given = {name: make(model.net) for name, make in given.items()}
@@ -210,7 +210,7 @@ def test_level_3_an_object_with_step_methods_trains_like_a_hand_written_loop(exp
     assert_history(history, expected[1])
 
 
-def test_level_3_checkpoint_path_finds_last_ckpt_after_loading_best_ckpt():
+def test_checkpoint_path_finds_last_ckpt_after_validate_loaded_best_ckpt():
     model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
@@ -263,7 +263,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_level_4_lightning_modules_train_like_a_hand_written_loop(expected, package, with_datamodule):
+def test_a_lightning_module_trains_like_a_hand_written_loop(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()
@@ -274,7 +274,7 @@ def test_level_4_lightning_modules_train_like_a_hand_written_loop(expected, pack
     assert callback.seen == list(enumerate(history["val_loss"]))
 
 
-def test_level_4_validate_uses_the_datamodule_given_to_fit():
+def test_validate_uses_the_datamodule_given_to_fit():
     make_module, _, _ = make_lightning(pl)
 
     class Data(pl.LightningDataModule):

@@ -303,7 +303,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_loader_attributes_saved_by_fabric_loop():
+def test_mini_loop_refuses_a_checkpoint_that_contains_loader_attributes():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -343,7 +343,7 @@ class HasContainers(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_attributes_that_are_containers(writer, reader):
+def test_both_loops_restore_counters_deques_sets_and_other_containers(writer, reader):
     def train(kind, epochs, name, resume=None):
         torch.manual_seed(1)
         net = HasContainers()
@@ -439,7 +439,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_random_generators_of_a_module_are_restored_only_by_the_loop_that_saved_them():
+def test_only_the_loop_that_saved_a_random_generator_can_restore_it():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -450,7 +450,7 @@ def test_random_generators_of_a_module_are_restored_only_by_the_loop_that_saved_
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_mini_loop_refuses_random_generators_in_a_container(kind):
+def test_mini_loop_refuses_a_list_tuple_or_dict_of_random_generators(kind):
     """MiniLoop saves generators in attributes, but not in containers."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
@@ -478,7 +478,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_run_with_a_hook_that_draws_random_numbers_resumes_within_an_epoch(hook, draw, num_workers):
+def test_resume_within_an_epoch_is_exact_if_a_hook_draws_random_numbers(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():
@@ -497,7 +497,7 @@ def test_a_run_with_a_hook_that_draws_random_numbers_resumes_within_an_epoch(hoo
     assert_same_weights(expected.net, train("parts", 14, resume="last").net)
 
 
-def test_validate_and_fit_load_the_saved_weights():
+def test_validate_and_fit_can_load_the_weights_of_a_saved_run():
     _, module, rows = fit("MiniLoop", "run", 2)
     other = Classifier(by_epoch)
     [found] = MiniLoop(name="run", accelerator="cpu").validate(other, val_loader(), load="last")
@@ -546,7 +546,7 @@ def test_mini_loop_refuses_a_hook_that_adds_a_parameter_group():
         fit("MiniLoop", "run", 2, make_module=Grows)
 
 
-def test_a_version_without_a_checkpoint_can_be_used_again():
+def test_a_new_run_may_use_a_version_whose_run_saved_no_checkpoint():
     with pytest.raises(ValueError, match="broken"):
         fit("MiniLoop", "run", 1, make_module=Broken, version=0, log_every_n_steps=1)
     _, _, rows = fit("MiniLoop", "run", 1, version=0, resume="auto")
@@ -627,7 +627,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_csv_rows():
     pd.testing.assert_frame_equal(written, rows)
 
 
-def test_fit_returns_the_history_after_ctrl_c_and_can_be_resumed(capsys):
+def test_fit_returns_the_history_after_ctrl_c_and_the_run_can_resume(capsys):
     class Interrupted(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             if (self.current_epoch, batch_idx) == (2, 3):
@@ -853,7 +853,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_an_edited_copy_of_mini_py_accumulates_gradients_by_tokens():
+def test_an_edited_copy_of_mini_py_accumulates_a_number_of_tokens_per_step():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -1142,7 +1142,7 @@ def test_a_list_that_contains_itself_is_not_saved():
     assert_same_weights(expected.net, model.net)
 
 
-def test_mini_loop_refuses_a_hook_that_ends_the_epoch():
+def test_mini_loop_refuses_a_hook_that_ends_the_epoch_early():
     class Ends(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
@@ -1254,7 +1254,7 @@ def test_resume_last_refuses_a_run_whose_checkpoints_are_all_damaged(kind):
         fit(kind, "run", 2, resume=path)
 
 
-def test_should_stop_ends_a_run_only_after_the_accumulation_window():
+def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     class StoppingModule(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True

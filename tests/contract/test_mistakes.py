@@ -101,7 +101,7 @@ def test_an_error_about_monitor_suggests_returning_the_loss():
     assert any("metrics.csv contains no metrics" in str(warning.message) for warning in warned)
 
 
-def test_a_dict_without_loss_is_logged_in_manual_optimization():
+def test_values_of_a_dict_without_loss_are_logged_in_manual_optimization():
     """metrics.csv has the same column names as with automatic optimization."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
@@ -173,7 +173,7 @@ OWN_STEPS = {
 @both_loops
 @pytest.mark.parametrize("case", OWN_STEPS)
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_step_that_trains_the_network_itself_is_refused(name, case, accumulated):
+def test_a_step_that_calls_backward_on_the_returned_loss_is_refused(name, case, accumulated):
     make_step, message = OWN_STEPS[case]
     with pytest.raises((ValueError, RuntimeError), match=f"^training_step: .*{message}"):
         fit(name, make_step(), {"accumulate_grad_batches": accumulated})
@@ -341,7 +341,7 @@ def test_batches_of_numpy_arrays_are_refused_unless_the_step_converts_them(name)
 
 
 @both_loops
-def test_an_error_in_a_step_of_the_user_is_raised_unchanged(name):
+def test_an_error_raised_by_a_step_function_reaches_the_caller_unchanged(name):
     def step(net, batch):
         raise TypeError("mine")
 
@@ -354,7 +354,7 @@ def test_an_error_in_a_step_of_the_user_is_raised_unchanged(name):
 
 @both_loops
 @pytest.mark.parametrize("argument", ["gradient_clip_val", "max_epochs", "seed"])
-def test_fit_refuses_an_option_that_belongs_to_the_loop(name, argument):
+def test_fit_refuses_an_option_of_the_loop_constructor(name, argument):
     message = rf"^fit: got {argument}=1, which is an option of {name}. Write {name}\({argument}=1\)"
     with pytest.raises(TypeError, match=message):
         fit(name, **{argument: 1})
@@ -362,7 +362,7 @@ def test_fit_refuses_an_option_that_belongs_to_the_loop(name, argument):
         fit(name, val_dataloader=make_loader())
 
 
-def test_validate_refuses_an_option_that_belongs_to_the_loop():
+def test_validate_refuses_an_option_of_the_loop_constructor():
     with pytest.raises(TypeError, match="^validate: got max_epochs=2, which is an option"):
         make_loop("FabricLoop").validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
 

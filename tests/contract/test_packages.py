@@ -246,7 +246,7 @@ class SetsEpoch(Classifier):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_can_access_its_datasets_through_fit_loop(count):
+def test_a_module_can_reach_its_datasets_through_trainer_fit_loop(count):
     def make_loaders():
         loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
         return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}
@@ -267,7 +267,7 @@ def test_a_module_can_access_its_datasets_through_fit_loop(count):
         loop.fit_loop._combined_loader.flattened = []
 
 
-def test_fit_loop_has_no_loader_in_the_setup_hook():
+def test_fit_loop_has_no_loader_yet_when_the_setup_hook_runs():
     seen = []
 
     class LoaderRecorder(Classifier):

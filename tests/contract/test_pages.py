@@ -138,7 +138,7 @@ def test_every_python_block_of_the_documentation_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_documentation_page_starts_with_a_code_block_and_renders_as_written(page):
+def test_each_documentation_page_starts_with_code_and_has_no_broken_markdown(page):
     """On the site, <name> outside of code is an HTML tag.
 
     Long code lines are cut off, and only lists indented by four spaces are nested.
@@ -376,7 +376,7 @@ def test_coming_from_md_lists_each_trainer_option_that_is_refused():
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
 
 
-def test_coming_from_md_lists_each_argument_that_trainer_lacks():
+def test_coming_from_md_lists_each_argument_of_fabric_loop_that_trainer_lacks():
     """The table shows how to write each of these arguments with Trainer."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))

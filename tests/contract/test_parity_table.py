@@ -89,7 +89,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_metrics_are_the_same_as_with_trainer_in_each_case(name, tmp_path):
+def test_weights_and_metrics_are_the_same_as_with_trainer(name, tmp_path):
     theirs = run(pl.Trainer, tmp_path / "trainer", CASES[name])
     expected = torch.rand(3)
     ours = run(FabricLoop, tmp_path / "loop", CASES[name])

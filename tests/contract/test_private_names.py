@@ -116,7 +116,7 @@ def trained_loop():
 
 
 @pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_reads_each_private_name_that_the_loop_defines(trained_loop, path, file):
+def test_lightning_still_reads_each_private_name_that_fabric_loop_defines(trained_loop, path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), trained_loop
     for parent in parents:

@@ -54,7 +54,7 @@ def test_resume_continues_the_run_that_saved_last(first, second, keyword):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_version_name_may_contain_brackets(kind):
+def test_resume_finds_a_version_whose_name_contains_brackets(kind):
     train(kind, 1, version="a1")
     train(kind, 1, version="a[1]")
     train(kind, 2, version="a[1]", resume="last")

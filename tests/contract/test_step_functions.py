@@ -155,7 +155,7 @@ def make_gan():
     return parts, [sgd(parts["g"]), sgd(parts["d"])]
 
 
-def test_a_training_step_may_call_optimizer_step_of_several_optimizers():
+def test_a_training_step_may_call_the_step_method_of_several_optimizers():
     """The weights equal those of the same loop without FabricLoop. global_step counts each step."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
@@ -182,7 +182,7 @@ def test_a_training_step_may_call_optimizer_step_of_several_optimizers():
     assert loop.global_step == 20
 
 
-def test_a_training_step_may_call_optimizer_step_of_one_optimizer():
+def test_a_training_step_may_call_the_step_method_of_one_optimizer():
     """Truncated backpropagation takes two steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)
@@ -209,7 +209,7 @@ def test_calling_loss_backward_with_two_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_a_step_function_argument_with_a_default_does_not_get_batch_idx(loop_class):
+def test_batch_idx_is_not_passed_to_a_step_function_argument_with_a_default(loop_class):
     """Otherwise, the step function would get 0, 1, 2, ... as its factor."""
     seen = []
 
@@ -237,7 +237,7 @@ class IteratesItself(nn.Linear):
         return self(torch.ones(1, 8)).square().mean()
 
 
-def test_a_step_function_without_a_signature_gets_model_and_batch():
+def test_a_builtin_step_function_without_a_signature_gets_model_and_batch():
     """Compiled functions such as next(model, batch) have no signature, and get model and batch."""
     net = IteratesItself(8, 3)
     before = net.weight.clone()

@@ -42,7 +42,7 @@ def check_picture(picture):
     assert "the same rows, bit for bit" in lines
 
 
-def test_the_readme_picture_shows_the_kill_and_the_resume():
+def test_the_terminal_picture_in_the_readme_shows_a_killed_and_resumed_run():
     path = DOCS / "terminal.svg"
     check_picture(path.read_text(encoding="utf-8"))
     assert path.stat().st_size < 1_000_000
@@ -50,7 +50,7 @@ def test_the_readme_picture_shows_the_kill_and_the_resume():
 
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a pseudoterminal")
-def test_the_recording_script_writes_a_complete_picture(tmp_path):
+def test_terminal_picture_py_records_a_killed_and_resumed_run(tmp_path):
     command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "3", "--out", str(tmp_path / "out.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -163,7 +163,7 @@ CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_loader_that_continues_across_epochs_can_resume_only_in_its_first_epoch(tmp_path, make):
+def test_a_loader_that_does_not_restart_each_epoch_resumes_only_in_epoch_0(tmp_path, make):
     options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed" / "2"
@@ -176,7 +176,7 @@ def test_a_loader_that_continues_across_epochs_can_resume_only_in_its_first_epoc
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fabric_loop_cannot_resume_a_mini_loop_run_whose_loader_continues_across_epochs(tmp_path, make):
+def test_fabric_loop_refuses_mini_loop_runs_whose_loader_never_restarts(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
@@ -185,7 +185,7 @@ def test_fabric_loop_cannot_resume_a_mini_loop_run_whose_loader_continues_across
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-def test_a_loader_with_persistent_workers_can_resume_only_in_its_first_epoch(tmp_path):
+def test_a_stateful_loader_with_persistent_workers_resumes_only_in_epoch_0(tmp_path):
     def make():
         return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
 
@@ -197,12 +197,12 @@ def test_a_loader_with_persistent_workers_can_resume_only_in_its_first_epoch(tmp
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fit_warns_early_about_a_loader_that_continues_across_epochs(tmp_path, make):
+def test_fit_warns_early_about_a_loader_that_does_not_restart_each_epoch(tmp_path, make):
     with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 
-def test_resume_warns_that_it_reads_the_finished_batches_of_an_iterable_again(tmp_path):
+def test_resume_warns_that_finished_batches_of_an_iterable_are_read_again(tmp_path):
     options = {"train": Own, "max_epochs": 2, "save_every_n_steps": 1}
     fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     with pytest.warns(UserWarning, match="resume: 3 batches of Own are read again"):
@@ -210,5 +210,5 @@ def test_resume_warns_that_it_reads_the_finished_batches_of_an_iterable_again(tm
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_loader_that_continues_across_epochs_trains_as_with_trainer(make):
+def test_a_loader_that_does_not_restart_each_epoch_trains_as_with_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

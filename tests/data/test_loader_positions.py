@@ -127,7 +127,7 @@ def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_pat
     assert loop.global_step == 10
 
 
-def test_a_resumed_loader_without_a_state_dict_reads_its_batches_again():
+def test_resuming_a_loader_without_state_dict_reads_earlier_batches_again():
     expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         assert same(list(resumed), expected)

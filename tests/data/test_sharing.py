@@ -68,7 +68,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_each_process_tests_the_same_samples_as_with_trainer(tmp_path, kind):
+def test_each_process_gets_the_same_test_samples_as_with_trainer(tmp_path, kind):
     for name, run in (("trainer", pl.Trainer), ("loop", FabricLoop)):
         (tmp_path / name).mkdir()
         loader = LOADERS["DataLoader" if name == "trainer" else kind](7, 3)

@@ -213,7 +213,7 @@ LOADERS |= TORCHDATA
 
 
 @pytest.mark.parametrize("name", keep(LOADERS, *TESTED))
-def test_a_killed_run_on_an_iterable_dataset_with_state_resumes_exactly(tmp_path, name):
+def test_a_killed_run_on_a_stateful_iterable_dataset_resumes_exactly(tmp_path, name):
     """Kill the run within and after the first epoch. Also kill a resumed run."""
     options = {"max_epochs": 4, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
@@ -226,7 +226,7 @@ def test_a_killed_run_on_an_iterable_dataset_with_state_resumes_exactly(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-def test_resuming_after_the_last_batch_of_an_epoch_draws_no_random_numbers(tmp_path):
+def test_a_checkpoint_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
     """ModelCheckpoint saves at the end of the validation that follows the last batch."""
 
     def run(root, **options):
@@ -239,14 +239,14 @@ def test_resuming_after_the_last_batch_of_an_epoch_draws_no_random_numbers(tmp_p
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_a_loop_that_an_iterable_dataset_references_is_not_searched_for_state():
+def test_find_values_does_not_search_a_fabric_loop_inside_a_dataset():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
     assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
-def test_resume_warns_about_an_iterable_dataset_whose_position_cannot_be_reset(tmp_path):
+def test_resume_warns_if_the_position_of_an_iterable_dataset_cannot_be_reset(tmp_path):
     """The position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 
@@ -307,7 +307,7 @@ def test_resume_warns_that_rng_states_of_workers_are_not_saved(tmp_path, is_pers
         assert is_named == (is_persistent or root.name == "within")
 
 
-def test_a_resumed_run_refuses_an_iterable_dataset_without_batches(tmp_path):
+def test_resume_refuses_an_iterable_dataset_that_yields_no_batch(tmp_path):
     """Otherwise, the resumed run would end without a training step."""
     positions = {"start": 0}
 

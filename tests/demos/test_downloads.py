@@ -75,7 +75,7 @@ def test_the_cifar10_demo_downloads_its_data_and_learns(monkeypatch):
     assert Path("data/cifar-10-batches-bin/test_batch.bin").exists()
 
 
-def test_the_cifar10_demo_reads_binary_batches():
+def test_the_cifar10_demo_reads_the_binary_version_of_its_data():
     write_cifar10(Path("bin"), count=20)
     data = cifar10.CIFAR10Data("bin")
     data.setup()

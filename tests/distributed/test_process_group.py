@@ -89,7 +89,7 @@ def start_nothing(rank, port):
 
 
 @pytest.mark.parametrize("start", [start_nothing, set_variables])
-def test_a_second_loop_uses_the_process_group_of_the_first(start):
+def test_a_second_loop_uses_the_process_group_of_the_first_loop(start):
     """An evaluation may run in one process. Separate trainings in both processes are refused."""
     is_launched = start is start_nothing
     codes, errors = run_processes(train_twice, start, free_port(), is_launched=is_launched)
@@ -111,7 +111,7 @@ def test_a_second_loop_uses_the_process_group_of_the_first(start):
     ],
     ids=str,
 )
-def test_incomplete_environment_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
+def test_unusable_environment_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
@@ -130,7 +130,7 @@ def test_incomplete_environment_variables_of_a_process_group_are_refused(variabl
     ],
     ids=str,
 )
-def test_a_loop_ignores_incomplete_environment_variables_of_a_launcher(variables, monkeypatch):
+def test_launcher_variables_that_describe_no_process_group_are_ignored(variables, monkeypatch):
     """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

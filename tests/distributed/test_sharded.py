@@ -293,7 +293,7 @@ def refused(rank):
     torch.save(found, f"found{rank}.pt")
 
 
-def test_parameters_that_are_not_sharded_are_refused():
+def test_fsdp2_refuses_a_model_that_is_not_sharded_completely():
     codes, errors = run_processes(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)

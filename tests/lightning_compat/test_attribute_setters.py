@@ -73,7 +73,7 @@ def test_an_option_set_before_fit_or_in_a_hook_takes_effect(hook, name, value, t
     assert_same(sides)
 
 
-def test_an_option_setter_refuses_the_same_values_as_the_option():
+def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
     loop = FabricLoop(**quiet())
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
         loop.limit_val_batches = 1.5
@@ -96,7 +96,7 @@ def test_an_option_setter_refuses_the_same_values_as_the_option():
     ],
     ids=str,
 )
-def test_an_option_setter_accepts_values_that_fit_the_other_options(given, name, value):
+def test_an_attribute_setter_accepts_values_that_fit_the_other_options(given, name, value):
     loop = FabricLoop(**quiet(**given))
     setattr(loop, name, value)
     assert getattr(loop.config, name) == value
@@ -116,7 +116,7 @@ def test_an_option_setter_accepts_values_that_fit_the_other_options(given, name,
     ],
     ids=str,
 )
-def test_an_option_setter_refuses_values_that_contradict_the_other_options(given, name, value, message):
+def test_an_attribute_setter_refuses_values_that_contradict_other_options(given, name, value, message):
     loop = FabricLoop(**quiet(**given))
     before = loop.config
     with pytest.raises(ConfigurationError, match=message):

@@ -80,7 +80,7 @@ def with_comment(lines):
 
 
 @pytest.mark.parametrize("change", [with_stray_quote, with_long_cell, with_comment])
-def test_resuming_keeps_the_csv_rows_around_a_damaged_row(cut, whole, change):
+def test_resuming_keeps_the_csv_rows_before_and_after_a_damaged_row(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)

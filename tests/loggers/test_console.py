@@ -260,7 +260,7 @@ def runs_of(text):
     return dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
 
 
-def test_a_log_file_contains_the_printed_table(tmp_path):
+def test_redirected_output_contains_the_printed_table(tmp_path):
     command = fork_command([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert runs_of(done.stdout) == {name: lines + ENDS.get(name, "") for name, lines in LINES.items()}
@@ -312,7 +312,7 @@ def test_the_printed_table_fits_into_the_terminal(tmp_path, terminal, monkeypatc
     assert (header[-1] == "…") is not is_complete
 
 
-def test_a_long_epoch_prints_a_line_per_minute_into_a_log_file(tmp_path, capsys, monkeypatch):
+def test_a_long_epoch_prints_a_line_per_minute_if_output_is_not_a_terminal(tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
 

@@ -74,7 +74,7 @@ def test_the_csv_file_is_rewritten_only_for_a_new_column(logger, metrics_csv):
     assert files(metrics_csv.parent) == {"metrics.csv": expected}
 
 
-def test_the_csv_logger_appends_to_an_existing_version(tmp_path, logger, metrics_csv):
+def test_the_csv_logger_appends_rows_to_the_files_of_an_existing_version(tmp_path, logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     logger.finalize("success")
     logger.log_epoch(epoch(1, loss=0.5))
@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_csv_files_continued_after_rewind_equal_uninterrupted_csv_files(tmp_path, saved_after, same_logger, tail):
+def test_rewind_and_logging_again_give_the_same_csv_files_as_a_single_run(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)
@@ -211,7 +211,7 @@ def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_csv_file_changed_by_another_program_is_copied_before_it_is_rewritten(logger, metrics_csv):
+def test_a_csv_file_that_another_program_changed_is_copied_before_a_rewrite(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)
@@ -224,8 +224,7 @@ def test_a_csv_file_changed_by_another_program_is_copied_before_it_is_rewritten(
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
 
 
-def test_the_csv_logger_keeps_rows_while_metrics_csv_cannot_be_written(tmp_path, metrics_csv):
-    """The logger writes the rows when the path can be used again."""
+def test_the_csv_logger_writes_its_rows_once_metrics_csv_becomes_writable(tmp_path, metrics_csv):
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):

@@ -137,7 +137,7 @@ def test_load_from_checkpoint_ignores_hparams_of_the_loop(kind):
     assert WithHyperparameters.load_from_checkpoint(path).hparams["hidden"] == 8
 
 
-def test_a_logger_of_the_user_gets_the_hparams():
+def test_a_user_defined_logger_gets_the_hparams():
     class Logger:
         def log_metrics(self, metrics, step=None):
             pass
@@ -151,7 +151,7 @@ def test_a_logger_of_the_user_gets_the_hparams():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_list_runs_prefers_hparams_to_an_unset_option_of_the_same_name(kind):
+def test_list_runs_shows_an_hparam_with_the_same_name_as_a_loop_option(kind):
     for version, seed in enumerate((1, 2)):
         train(kind, hparams={"seed": seed}, version=version)
     assert list_runs()["changed"].tolist() == [{"seed": 1}, {"seed": 2}]

@@ -65,7 +65,7 @@ def test_log_dict_without_an_epoch_writes_a_row_to_steps_csv(tmp_path, hook):
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("is_logged_in_step", [True, False])
-def test_log_dict_writes_a_column_for_each_metric_of_a_collection(tmp_path, loop_class, is_logged_in_step):
+def test_log_dict_writes_a_column_for_each_metric_of_a_metric_collection(tmp_path, loop_class, is_logged_in_step):
     metrics = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3)], prefix="val_")
 
     class Classifier(torch.nn.Linear):
@@ -112,7 +112,7 @@ def test_log_dict_at_the_end_of_an_epoch_adds_columns_that_can_be_monitored(tmp_
     assert (tmp_path / "checkpoints/run/version_0/best.ckpt").exists()
 
 
-def test_log_dict_at_the_end_of_predict_does_not_end_the_run(tmp_path):
+def test_log_dict_in_on_predict_epoch_end_raises_no_error(tmp_path):
     """In predict, self.log raises an error, but log_dict writes a row."""
     callback = Logs("on_predict_epoch_end", mine=3.0)
     loop = FabricLoop(default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback])

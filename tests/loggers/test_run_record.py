@@ -72,7 +72,7 @@ def test_config_yaml_records_command_versions_device_and_optimizer(kind, monkeyp
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_config_yaml_records_the_learning_rate_before_the_scheduler_changes_it(kind):
+def test_config_yaml_records_the_learning_rate_that_the_optimizer_was_given(kind):
     def warm_up(optimizer):
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01)
 
@@ -198,7 +198,7 @@ def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, 
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_list_runs_ignores_arguments_that_only_one_optimizer_has():
+def test_list_runs_compares_only_arguments_that_both_optimizers_have():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]

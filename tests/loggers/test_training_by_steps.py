@@ -55,7 +55,7 @@ def read(root, name):
 
 @pytest.mark.parametrize("make", [Plain, Silent, Means])
 @pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
-def test_each_validation_and_the_last_step_write_a_row_to_metrics_csv(tmp_path, make, train):
+def test_metrics_csv_has_a_row_per_validation_and_one_for_the_last_step(tmp_path, make, train):
     options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
     _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)
     rows, steps = read(tmp_path, "metrics.csv"), read(tmp_path, "steps.csv")
@@ -96,7 +96,7 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_writes_the_same_csv_rows(tmp_path, kind):
+def test_a_killed_and_resumed_run_writes_the_csv_rows_of_an_unbroken_run(tmp_path, kind):
     """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
     options = {"make_module": lambda: Classifier(on_step=True), "val": val_loader, **KINDS[kind]}
     options |= {"log_every_n_steps": 2, "save_every_n_steps": 1}

@@ -135,7 +135,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_the_help_option_and_the_commands_runs_and_plot_do_not_import_torch():
+def test_the_help_runs_and_plot_commands_do_not_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -155,7 +155,7 @@ assert not {"torch", "lightning", "pytorch_lightning"} & {*sys.modules}
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_package_is_lazy_and_offers_every_public_name(capsys):
+def test_every_public_name_can_be_imported_from_the_package(capsys):
     import fabric_template
 
     assert {*fabric_template.__all__} <= {*dir(fabric_template)}
@@ -302,14 +302,14 @@ def test_fit_repeats_a_run_with_any_type_of_default_argument(capsys):
         '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
     ],
 )
-def test_a_config_file_may_name_classes_with_a_colon(capsys, text):
+def test_a_config_file_may_name_a_class_as_module_colon_class(capsys, text):
     Path("colon.yaml").write_text(text)
     assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
     assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "profile"])
-def test_help_shows_no_internal_names(capsys, command):
+def test_help_shows_no_python_reprs_of_classes_or_functions(capsys, command):
     out = run(capsys, command, "--help")[1]
     assert "(type: class," in " ".join(out.split())
     assert not re.search(r"<class|<function|AnyClass|object at", out)
@@ -397,7 +397,7 @@ def test_errors_in_user_code_keep_their_traceback():
 # Predictions and verify
 
 
-def test_predict_writes_a_csv_table_or_a_list_of_batches(capsys):
+def test_predict_writes_a_csv_table_or_a_pt_file_with_a_list_of_batches(capsys):
     argv = ["predict", "--model", "lit:Wide", *FIT[3:], "--seed", 1, "--out"]
     for out in ("new/preds.csv", "preds.pt"):
         assert run(capsys, *argv, out)[0] == 0

@@ -111,6 +111,6 @@ def train_with_plot(rank):
     assert loop.current_epoch == 2
 
 
-def test_processes_may_draw_the_live_plot_after_different_batches():
+def test_live_plot_does_not_hang_if_processes_draw_after_different_batches():
     """A process that reads log_dir alone would wait forever for the other process."""
     assert run_processes(train_with_plot, timeout=60)[0] == [0, 0]

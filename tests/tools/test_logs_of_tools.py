@@ -60,7 +60,7 @@ def test_every_example_file_is_tested():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_plot_logs_draws_the_files_of_other_tools(name):
+def test_plot_logs_draws_csv_files_written_by_other_tools(name):
     x, panels, lines, _ = EXPECTED[name]
     axes = np.ravel(plot_logs(FOLDER / f"{name}.csv"))
     assert [ax.get_ylabel() for ax in axes] == panels
@@ -70,7 +70,7 @@ def test_plot_logs_draws_the_files_of_other_tools(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_list_runs_finds_the_best_value_in_each_file(name):
+def test_list_runs_finds_the_best_value_in_csv_files_of_other_tools(name):
     runs = list_runs(FOLDER / f"{name}.csv").astype(object)
     runs = runs.where(runs.notna(), None)
     metric, best, epoch = EXPECTED[name][3]
@@ -93,7 +93,7 @@ def test_list_runs_lists_each_log_file_in_a_folder():
         ("wandb_chart", "name", ["brisk-sun-3"] * 5 + ["calm-sea-4"] * 4),
     ],
 )
-def test_read_logs_reads_the_files_of_other_tools(name, column, values):
+def test_read_logs_reads_csv_files_written_by_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 

@@ -53,7 +53,7 @@ def test_is_metric_excludes_times_counts_and_ids(names, expected):
     assert is_metric("Relative Time (Process)") is False
 
 
-def test_both_loops_have_the_same_table_of_metric_names():
+def test_mini_py_and_the_package_have_the_same_metric_direction_table():
     assert metric_names.DIRECTIONS == mini.DIRECTIONS
     assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
 

@@ -75,7 +75,7 @@ def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
         (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_the_metrics_option_accepts_column_names_and_quantities(metrics, labels):
+def test_the_metrics_argument_of_plot_logs_accepts_columns_and_quantities(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
@@ -88,7 +88,7 @@ def test_the_best_value_is_marked_only_if_its_direction_is_known(metric, best):
     assert ("best" in legend(ax)[1]) == bool(best)
 
 
-def test_each_run_has_its_own_color_and_version_10_comes_last():
+def test_runs_differ_in_color_and_are_sorted_by_version_number():
     for version in (10, 2):
         write_run("digits", version, [2.0, 1.0])
     ax = plot_logs("logs")
@@ -308,7 +308,7 @@ def test_plot_logs_sets_a_log_scale_on_the_given_axes():
     assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
 
 
-def test_the_cumulative_time_of_other_tools_is_not_summed_again():
+def test_plot_logs_does_not_sum_a_time_column_that_is_cumulative_already():
     table = pd.DataFrame({"epoch": [1, 2, 3], "time": [10.0, 20.0, 31.0], "val_loss": [3.0, 2.0, 1.0]})
     for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
         table.to_csv(path, index=False)

@@ -121,7 +121,7 @@ def test_list_runs_reads_damaged_files_as_empty_and_executes_no_code(content):
     assert not Path("bad").exists()
 
 
-def test_hparams_yaml_takes_precedence_over_config_yaml():
+def test_list_runs_prefers_the_values_in_hparams_yaml_to_config_yaml():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}
@@ -291,12 +291,12 @@ def test_list_runs_shows_the_options_that_the_user_set():
 
 
 @pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
-def test_runs_best_finds_the_smallest_error(capsys, metric):
+def test_runs_best_takes_the_smallest_value_of_an_error_metric(capsys, metric):
     make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
     assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
 
 
-def test_a_metric_with_an_unknown_direction_needs_a_mode(capsys):
+def test_list_runs_and_best_need_a_mode_for_a_metric_of_unknown_direction(capsys):
     make_run(config={"monitor": None}, val_gap=[3.0, 1.0, 2.0])
     assert list_runs(metric="val_gap")["best"].isna().all()
     assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
@@ -331,7 +331,7 @@ def test_the_runs_command_escapes_terminal_codes_in_names(capsys):
     assert "\x1b" not in run_command(capsys)[1]
 
 
-def test_list_runs_compares_hparams_across_run_names():
+def test_list_runs_compares_the_hparams_of_runs_with_different_names():
     make_run("narrow", hparams={"width": 8, "lr": 0.1})
     make_run("wide", hparams={"width": 64, "lr": 0.1, "depth": 2})
     assert list_runs("logs")["changed"].tolist() == [{"width": 8}, {"width": 64}]

@@ -159,7 +159,7 @@ def test_the_runs_page_shows_a_folder_of_csv_files_of_other_tools():
 
 
 @pytest.mark.parametrize("arguments", [("--html", "logs"), ("best", "--html", "runs.html")])
-def test_the_html_option_needs_a_file_name_and_no_subcommand(capsys, arguments):
+def test_the_html_option_refuses_a_folder_and_a_subcommand(capsys, arguments):
     write_run()
     assert main(["runs", *arguments]) == 2
     assert "--html: got " in capsys.readouterr().err

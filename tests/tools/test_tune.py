@@ -96,13 +96,13 @@ def test_tune_keeps_a_faster_setting():
 
 
 @pytest.mark.parametrize("gains", [(1.02,), (1.5, 1.02), (1.5, 1.5, 1.0), (1.5, 1.5, 1.5, 1.0)], ids=str)
-def test_tune_drops_a_setting_that_is_not_faster_in_each_round(gains):
+def test_tune_keeps_a_setting_only_if_it_is_faster_in_each_round(gains):
     remaining = iter(gains)
     assert choose_settings(lambda choice: next(remaining) if choice else 1.0, ["fused"]) == ({}, 1.0)
     assert list(remaining) == []
 
 
-def test_a_trial_uses_the_given_precision_fused_option_and_loaders():
+def test_tune_measures_with_the_chosen_precision_fused_option_and_batch_size():
     class Model(LightningModule):
         def __init__(self):
             super().__init__()

@@ -45,7 +45,7 @@ def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
-def test_a_hook_may_call_methods_of_a_second_loop(tmp_path, method):
+def test_a_hook_may_call_validate_or_test_of_a_second_loop(tmp_path, method):
     """The outer run logs the same values, and its module keeps its trainer."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
@@ -61,7 +61,7 @@ def test_a_hook_may_call_methods_of_a_second_loop(tmp_path, method):
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
-def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
+def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_fitted_module(tmp_path, make):
     called = []
 
     class Counts(make):
@@ -82,7 +82,7 @@ def test_loop_backward_after_a_run_calls_no_hook_of_the_module(tmp_path, make):
     assert len(called) == count
 
 
-def test_a_loop_can_fit_again_after_an_interrupted_clean_up(tmp_path):
+def test_fit_works_again_after_ctrl_c_interrupted_the_clean_up(tmp_path):
     """A second Ctrl-C, for example, may interrupt the clean-up after an error."""
 
     class Interrupts:

@@ -20,7 +20,7 @@ class RecordsLosses(Classifier):
         return loss
 
 
-def test_fit_frees_every_loss_except_the_last():
+def test_fit_keeps_only_the_loss_of_the_last_batch_in_memory():
     module = RecordsLosses()
     FabricLoop(**quiet(max_epochs=2)).fit(module, make_loader(16))
     assert module.alive == [[False] * (count - 1) + [True] * (count > 0) for count in range(8)]

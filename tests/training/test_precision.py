@@ -68,7 +68,7 @@ def training_step(model, batch):
 
 
 @pytest.mark.parametrize(("level", "precision"), sample(2, ["functions", "module", "lightning_module"], PRECISIONS))
-def test_each_step_runs_in_the_dtypes_of_its_precision(level, precision):
+def test_each_step_runs_in_the_dtypes_that_the_precision_option_selects(level, precision):
     options = scaled() if precision == "16-mixed" else {"precision": precision}
     output, other = PRECISIONS[precision]
     model = LitLook() if level == "lightning_module" else Look()

@@ -64,7 +64,7 @@ PLACES = [("fit", name) for name in FIT_HOOKS] + [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "kind"), sample(2, PLACES, [Broken, KeyboardInterrupt, SystemExit]))
-def test_an_error_in_a_hook_leaves_the_model_and_the_loop_usable(place, kind):
+def test_after_an_error_in_a_hook_the_model_and_loop_can_be_used_again(place, kind):
     stage, hook = place
     module, error = Complete(), kind("mine")
 

@@ -98,7 +98,7 @@ def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, 
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_run_can_resume_after_a_signal_in_its_last_hook(tmp_path, notebook):
+def test_a_run_can_resume_after_a_signal_in_its_last_on_train_epoch_end(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
@@ -191,7 +191,7 @@ def test_a_signal_also_calls_the_handler_that_the_user_installed(tmp_path, recei
     assert_resumes(tmp_path, whole, max_epochs=3)
 
 
-def test_an_exception_in_a_signal_handler_of_the_user_reaches_the_caller(tmp_path, received):
+def test_an_exception_raised_by_the_users_signal_handler_reaches_the_caller(tmp_path, received):
     def raises(number, frame):
         raise SystemExit("mine")
 
