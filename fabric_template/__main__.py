@@ -1,8 +1,9 @@
-"""Run the command line for ``python -m fabric_template``."""
+"""Make ``python -m fabric_template`` work like the command ``fabric-template``."""
 
 import sys
 
 from .tools.cli import main
 
-if __name__ == "__main__":  # Run nothing in spawned processes, which import this file.
+# Spawned processes import this file, but must not run the command again.
+if __name__ == "__main__":
     sys.exit(main())

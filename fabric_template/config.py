@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The defaults that replace None in these options.
+# If one of these options is None, the loop uses this value.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# The defaults with barebones=True, which turns these options off to save time.
+# With barebones=True, None turns these options off, to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -177,7 +177,7 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether an option's value has the annotated type. A bool is not a number here."""
+        """Return whether an option's value has the annotated type. A bool is not a valid int."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
@@ -207,7 +207,7 @@ class LoopConfig:
                 f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value',"
                 " 'norm']."
             )
-        # val_check_interval=1.0, the default, validates after each epoch. The int 1 validates after
+        # The default val_check_interval=1.0 validates once per epoch, but the int 1 validates after
         # each batch.
         is_given = interval is not None and not (isinstance(interval, float) and interval == 1.0)
         if self.validate_every_n_steps and is_given:
@@ -246,7 +246,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a LoopConfig with defaults instead of None, and with the limits of fast_dev_run.
+        """Return a copy in which defaults replace None, and fast_dev_run sets its limits.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -282,8 +282,8 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # check_val_every_n_epoch is None only because validate_every_n_steps was set earlier.
-            # Reset it to its default.
+            # An earlier validate_every_n_steps has set check_val_every_n_epoch to None. Restore its
+            # default, 1.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -295,10 +295,9 @@ class LoopConfig:
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert the NumPy values in an option to Python values.
+    """Convert NumPy numbers in an option to Python numbers.
 
-    For an option that may count batches, also convert a whole float above 1, such as 3.0, to an
-    int.
+    In options such as limit_train_batches, also convert a number of batches such as 3.0 to an int.
     """
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
@@ -314,8 +313,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
-        TypeError: ``is_strict`` is True, and YAML does not support the type of an object in the
-            value.
+        TypeError: ``is_strict`` is True, and the value contains an object that YAML cannot store.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -340,7 +338,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports. If this fails, return its type's name."""
+    """Convert a setting to types that YAML supports, or return the name of its class."""
     try:
         return to_plain(value)
     except Exception:
@@ -489,7 +487,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger. Pass either logger or loggers."""
 
 
-# FabricLoop lacks these options of Trainer, but ignores them if they have these values.
+# Options of Trainer that FabricLoop does not have. Their default values are ignored.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,
@@ -536,7 +534,7 @@ def with_arguments_of(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
     """Return a decorator that copies a dataclass's signature and field docstrings to a constructor.
 
-    Editors show the annotated types. help() and notebooks show ``__signature__`` and ``__doc__``.
+    Editors, help() and notebooks then show all options with their types and descriptions.
     """
 
     def sign(init: Any) -> Any:

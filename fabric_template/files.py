@@ -29,8 +29,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Remove the temporary file of a killed process with the same id. Mode "xb" creates a new file,
-    # and never writes through a link.
+    # A killed process with the same process ID may have left a temporary file. Mode "xb" refuses
+    # existing files, so it never writes through a symbolic link.
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
@@ -128,7 +128,7 @@ def sort_key(name: str) -> list[tuple[int, str]]:
 
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    # Avoid a regular expression, which is slow in a folder with thousands of versions.
+    # Do not use a regular expression, because it is slow for thousands of versions.
     names = [name for folder in folders for name in list_names(folder)]
     suffixes = [name[8:] for name in names if name.startswith("version_")]
     numbers = [int(text) for text in suffixes if text.isdecimal() and str(int(text)) == text]
@@ -166,8 +166,8 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return when a run last started and last saved in a version folder, in seconds since 1970.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Saving a checkpoint appends a line such as "saved 1764277700.25". If the file has no such line,
-    the start or save time is 0.0.
+    Saving a checkpoint appends a line such as "saved 1764277700.25". If one of the two lines is
+    missing, its time is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

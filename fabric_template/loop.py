@@ -92,8 +92,8 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # The models, optimizers and batch sizes of a hand-written loop, which the first log_dict()
-        # writes to config.yaml.
+        # Descriptions of the objects passed to setup(), which the first log_dict() of a hand-written
+        # loop writes to config.yaml.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -121,7 +121,7 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         # With logger=True, prefer the loggers of a Fabric object that the user has passed.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # Keep the CSV logger if a logger is given by a name such as "wandb".
+        # A logger name such as "wandb" adds a logger, and does not replace the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -239,7 +239,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make attributes such as ``loop.global_step`` refer to ``run``, also after the block."""
+        """Make attributes such as ``loop.global_step`` refer to ``run``, even after the block."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -255,7 +255,7 @@ class FabricLoop(TrainerAPI):
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
         """Add the callbacks from the module's configure_callbacks method.
 
-        They replace the loop's callbacks of the same classes.
+        Each of these callbacks replaces the loop's callbacks of the same class.
         """
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
@@ -265,8 +265,8 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, the model and the optimizer are returned unchanged. On several
-        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer.
-        Then ``model.module`` is the original model. Clip gradients with
+        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer. The
+        original model is then ``model.module``. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
@@ -352,7 +352,7 @@ class FabricLoop(TrainerAPI):
 
         In a step and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for each
         value. Elsewhere, it writes a row to steps.csv, or to metrics.csv if ``dictionary`` has the
-        key "epoch". If "epoch" is the current epoch of ``fit``, the values are added to its row.
+        key "epoch". During ``fit``, the values of the current epoch are added to the epoch's row.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -382,7 +382,7 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def _record_own_loop(self) -> None:
-        """Write config.yaml and the hyperparameters before the first row of a hand-written loop."""
+        """Before a hand-written loop logs its first row, record its settings in config.yaml."""
         if not (self._is_recorded or self.has_fitted):
             self._is_recorded = True
             record_own_loop(self, self._own_parts)
@@ -519,7 +519,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return a row's values without its epoch and its step."""
+    """Return a copy of a row without "epoch" and "step"."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 
@@ -530,17 +530,17 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether the current hook is a step or an epoch's end, where values can be logged."""
+    """Return whether the current hook is a step or an epoch-end hook, which may log values."""
     hook = str(run.hooks.current)
-    # Like Trainer, do not log at the end of an epoch of predict.
+    # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during a run.
 
-    If the value of "epoch" is the current epoch of fit, add the values to the epoch's row of
-    metrics.csv. Write all other values to steps.csv, as a new row.
+    If the values contain the current epoch of fit as "epoch", add them to that epoch's row in
+    metrics.csv. Otherwise, write them to steps.csv as a new row.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
@@ -554,8 +554,8 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
     """Log values outside of fit.
 
-    If the values contain the key "epoch", write a row to metrics.csv. Without this key, write a row
-    to steps.csv.
+    If the values contain the key "epoch", write them to metrics.csv. Otherwise, write them to
+    steps.csv.
     """
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):

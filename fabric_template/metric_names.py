@@ -13,12 +13,12 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics. A longer name, such as "eval_runtime", may end in
-# one of DURATIONS.
+# Names of other columns that are not metrics.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
 )
+# A column is not a metric if its name ends with one of these, as in "eval_runtime".
 DURATIONS = (
     *("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "waiting"),
     *("duration", "dur", "memory", "mem", "id", "fps"),
@@ -76,7 +76,7 @@ def find_axis(columns: Iterable[str], axis: str) -> str | None:
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column may contain a metric, and not epochs, steps, durations or ids."""
+    """Return whether a column may contain a metric rather than epochs, steps, durations or IDs."""
     name = column.strip().lower()
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False

@@ -118,7 +118,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "val_loop": lambda api: LoopAPI(api.trainer, "validate_loop"),
     "total_batch_idx": lambda api: api.progress.total_batches - 1,
     "batch_idx": lambda api: api.progress.batches_done - 1,
-    # LearningRateMonitor and DeviceStatsMonitor use ``_batches_that_stepped`` as the logging step.
+    # LearningRateMonitor and DeviceStatsMonitor log their values at step ``_batches_that_stepped``.
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
@@ -196,8 +196,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps the optimizers. A model of another class has no such
-        # method, so wrap its optimizers here.
+        # LightningModule.optimizers() wraps the optimizers. Other models do not have this method, so
+        # wrap their optimizers here.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -230,7 +230,7 @@ class TrainerAPI:
         self.next_ckpt_path = path
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A new value of an option is used in the current and all later runs."""
+        """Set an attribute. A changed option affects the current run and all later runs."""
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
@@ -265,7 +265,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The run's StopCondition, or else the options. Both have limits such as max_epochs."""
+        """The StopCondition of the run or, before a run, the options. Both contain max_epochs."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -286,7 +286,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the evaluation loaders of a run whose stage is in ``stages``, otherwise None."""
+        """Return the evaluation loaders if the run's stage is one of ``stages``, otherwise None."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
@@ -298,7 +298,7 @@ class TrainerAPI:
 
     @property
     def checkpoint_callback(self) -> Any:
-        """The first checkpoint callback. Without such a callback, the loop's CheckpointManager."""
+        """The first checkpoint callback, or the loop's CheckpointManager if there is none."""
         if self.checkpoint_callbacks:
             return self.checkpoint_callbacks[0]
         if not self.config.enable_checkpointing:
@@ -307,7 +307,7 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback. If the loop draws its own bar, a disabled TQDMProgressBar."""
+        """The progress bar callback, or a disabled TQDMProgressBar if the loop draws the bar."""
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
@@ -353,7 +353,7 @@ class TrainerAPI:
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """An object with attributes that Lightning's callbacks and ``LightningModule.log`` read."""
+        """Attributes of Trainer that Lightning's callbacks and ``LightningModule.log`` read."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -364,7 +364,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object to which LightningModule.log writes if a module's ``log`` calls super()."""
+        """The object that receives the values if a module overrides ``log`` and calls super()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -426,7 +426,7 @@ def created_loaders(run: Run | None, kind: str) -> Any:
 
 
 class Loaders(NamedTuple):
-    """The two attributes of Lightning's CombinedLoader that users' modules read."""
+    """Loaders with the two attributes of Lightning's CombinedLoader that modules read."""
 
     iterables: Any
     flattened: tuple[Any, ...]
@@ -463,7 +463,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The Predictions of the current run. Before the first run, an empty Predictions object."""
+        """The Predictions of the current run, or empty Predictions before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -489,11 +489,11 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether the current batch has no optimizer step, for ThroughputMonitor."""
+        """Return whether the optimizer makes no step after the current batch."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether the current epoch has a validation, for Lightning's progress bar."""
+        """Return whether the loop validates in this epoch. Lightning's progress bar calls this."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
