@@ -177,7 +177,10 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether an option's value has the annotated type. A bool is not a valid int."""
+        """Return whether an option's value has the annotated type.
+
+        A bool does not count as an int.
+        """
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:

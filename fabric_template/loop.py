@@ -92,8 +92,8 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of the objects passed to setup(), which the first log_dict() of a hand-written
-        # loop writes to config.yaml.
+        # Descriptions of the objects passed to setup(). The first log_dict() of a hand-written loop
+        # writes them to config.yaml.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None

@@ -90,7 +90,7 @@ VERSION = "0.2.0"
 # The smallest allowed value of each numeric option.
 SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# Error messages describe the valid values of an option with these texts.
+# Descriptions of the valid values of each option, for error messages.
 EXPECTED = {
     "max_epochs": "a number of epochs (int >= 0), or -1 for no limit",
     "max_steps": "a number of optimizer steps (int >= 0), or -1 for no limit",
@@ -101,7 +101,7 @@ EXPECTED = {
     "gradient_clip_val": "a number >= 0",
 }
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# MiniLoop accepts these arguments of LightningModule.log only with these values, or with None.
+# Arguments of LightningModule.log that MiniLoop ignores if they have these values or are None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Clearer messages for some of torch's errors. Each key is a part of torch's message.
@@ -133,27 +133,28 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 NUMPY: Any = (np.generic, np.ndarray)
 # Objects of these packages are not saved, because they may hold open files or processes.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# The attributes of objects of these types are not saved.
+# Checkpoints do not contain the attributes of objects of these types.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Checkpoints contain values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-# A multiplication by these numbers is exact, so that it can be part of an addition.
+# With these weights, torch.add(total, value, alpha=weight) is exactly total + value * weight.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(16))
 OPEN_LOCKS: list[IO[str]] = []
 
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
-    """Train a model with step functions, or an object that has a ``training_step`` method."""
+    """Train an nn.Module with step functions, or any object with a ``training_step`` method."""
 
     # -1 means no limit. None means 1000 epochs, or no limit if max_steps is set.
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    version: int | str | None = None  # None means the next free number or, on resume, the old one.
+    # None means the next free number or, on resume, the version of the resumed run.
+    version: int | str | None = None
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
     # infers this from the metric's name.
@@ -168,9 +169,10 @@ class MiniLoop:
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
-    fabric: Any = None  # A lightning.Fabric object to use instead of the four options above.
+    # A lightning.Fabric object, to use instead of accelerator, strategy, devices and precision.
+    fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
-    # LightningModules may read these attributes of Trainer.
+    # Attributes of Trainer that LightningModules may read.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -178,7 +180,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # Models hold a reference to the loop. A copy of a model must use the same loop.
+        # A model refers to its loop. If the model is copied, do not copy the loop.
         return self
 
     def __post_init__(self) -> None:
@@ -262,13 +264,15 @@ class MiniLoop:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Counts of finished epochs and optimizer steps.
         self.batches_done = 0  # The number of finished batches in the current epoch.
-        self.should_stop = False  # Set this in all processes to stop after the current step.
+        # Set should_stop to True in all processes to end training after the current step.
+        self.should_stop = False
         self.history: list[dict[str, Any]] = []  # The rows of metrics.csv.
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the means over the epoch and, with validate_every_n_steps, for those in
-        # metrics.csv's next row. Each dict maps (hook, metric name) to [total, weight, is_synced].
+        # Running sums for the means over the epoch. With validate_every_n_steps, a second dict is
+        # for the next row of metrics.csv. Both map (hook, metric name) to [total, weight,
+        # is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -351,7 +355,10 @@ class MiniLoop:
             )
 
     def _train(self) -> None:
-        """Train until a limit such as max_epochs is reached. If it already is, call no hooks."""
+        """Train until a limit such as max_epochs is reached.
+
+        If a limit is reached before the first batch, do not call any hooks.
+        """
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
             if not is_resumed:
@@ -385,7 +392,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=4)
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise a clearer error if torch's advice does not apply. Otherwise, raise ``error``."""
+        """Raise a clearer error for some of torch's errors, or raise ``error`` unchanged."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -472,8 +479,8 @@ class MiniLoop:
         else:
             output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
-        # As in a plain loop, keep the loss's graph until the next step. Otherwise, autograd
-        # recreates a node for each parameter.
+        # As in a plain loop, keep the loss's graph until the next step. Otherwise, autograd would
+        # create its AccumulateGrad nodes in each step.
         self._loss = loss
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
@@ -541,10 +548,10 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due, either ReduceLROnPlateau or all others.
+        """Step the schedulers that are due.
 
-        Like Trainer, call this method with ``is_plateau=True`` after the validation, because
-        ReduceLROnPlateau may need a validation metric.
+        With ``is_plateau=True``, step only ReduceLROnPlateau schedulers, after the validation,
+        because they may need a validation metric. Otherwise, step all other schedulers.
         """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -568,7 +575,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Restore the loaders' state from the epoch's start, so that they shuffle as before.
+            # Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
             kept = []
             for place in self._start_states:
                 start = self._find_start_of(place, state["parts"].get(place, {}))
@@ -578,7 +585,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # `_state` warns if iter(self.train_loader) does not replace an iterator of the dataset.
+        # `_state` warns about iterators in attributes that iter(self.train_loader) does not replace.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -590,16 +597,19 @@ class MiniLoop:
             warn_of_lazy_sampler(self.train_loader, self.batches_done)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put back the loaders' original lists and tensors, which the model may share.
+            # Restore the loaders' original lists and tensors, because the model may share them.
             for attributes, values in kept:
-                # Skip an attribute if reading batches has set it to an object of a different class.
+                # Skip an attribute whose class has changed while the batches were read.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
                 for name in same:
                     attributes[name] = values[name]
             self._load_state(state)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's attributes from before the run. Mark later attributes as removed."""
+        """Return an object's attributes as they were before the run.
+
+        Attributes that were added during the run get the value REMOVED.
+        """
         start = self._start_states[place].items()
         found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
         added = (name for name in changed if name not in self._start_names[place])
@@ -633,7 +643,7 @@ class MiniLoop:
         self._batches = None
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If the loader has no length, prefetch to find the last batch."""
+        """Yield (is_last, batch). Without a loader length, prefetch to detect the last batch."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -680,7 +690,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Search the model's attributes for objects again, because hooks may create new ones."""
+        """Search the model's attributes again, because hooks may have created new objects."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
@@ -704,7 +714,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # An object in a loader may also belong to the model, which already saves its state_dict.
+        # For a loader, save no state_dicts. Objects that the model shares are saved with the model.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -713,7 +723,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Store the initial values of loaders' large attributes, before a resume replaces them."""
+        """Store the initial large attributes of loaders, before a resume replaces them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -727,7 +737,10 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
-        """Restore the attributes in ``states``. Shared lists and tensors stay shared."""
+        """Restore the attributes in ``states``.
+
+        If two objects share a list or a tensor and get equal values, they continue to share it.
+        """
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -742,7 +755,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all objects that hold ``current`` get the same restored value."""
+            """Return whether all attributes that contain ``current`` get equal values."""
             if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -788,7 +801,7 @@ class MiniLoop:
             started = time.monotonic()
 
     def _move(self, batch: Any) -> Any:
-        """Move a batch to the device. With a precision such as "bf16-true", convert its dtype."""
+        """Move a batch to the device, and convert it to a precision such as "bf16-true"."""
         if self._is_one_cpu_in_32_bits:
             return batch
         if self._converts_dtype:
@@ -946,7 +959,7 @@ class MiniLoop:
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
-        """Add a value to the sums for its mean, on the device, without waiting for a GPU."""
+        """Add a value to a metric's running sums, without waiting for the GPU."""
         if not weight:
             text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
@@ -974,10 +987,10 @@ class MiniLoop:
         return values
 
     def _update_metrics(self) -> dict[str, Tensor]:
-        """Update ``callback_metrics``, and return the means over the epoch so far."""
+        """Return the means over the epoch so far, and add them to ``callback_metrics``."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, callback_metrics has no values that a LightningModule only returns.
+            # Like Trainer, leave out values that a LightningModule returns, but does not log.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1078,7 +1091,7 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # A validation metric is new after each validation, and a training metric after each epoch.
+        # Validation metrics change with each validation, and training metrics with each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -1351,7 +1364,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml. For a new run, also write config.yaml and the start time to .lock."""
+        """Write hparams.yaml. For a new run, also write config.yaml and a start time in .lock."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
         if is_new:
@@ -1461,7 +1474,7 @@ class MiniLoop:
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
-        # If a dataset holds a module of the model, save this module once, as part of the model.
+        # If a dataset contains a module of the model, save the module only with the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
@@ -1572,7 +1585,7 @@ class MiniLoop:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
         if not self._is_lightning_module and not any(modes):
-            # If only some modules are in eval mode, the user may have frozen these on purpose.
+            # If only some modules are in eval mode, do nothing. The user may have frozen them.
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
@@ -1638,7 +1651,10 @@ class MiniLoop:
             of_process["rng"]["parts"] = parts
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn of a changed optimizer class. If a checkpoint lacks its options, raise an error."""
+        """Warn if the optimizer's class has changed.
+
+        If the checkpoint lacks an option of the new class, such as betas, raise an error.
+        """
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -1648,7 +1664,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Load the weights, and set the device and precision. At the end, restore the device."""
+        """Move the model to the device, and load its weights. At the end, move the model back."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1753,12 +1769,15 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the module inside a compiled module, or any other object unchanged."""
+    """Return the original module of a torch.compile() result, or any other object unchanged."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` method, or only that of LightningModule."""
+    """Return whether an object has no ``log`` method of its own.
+
+    The ``log`` method of LightningModule does not count.
+    """
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
@@ -1834,8 +1853,9 @@ def find_batch_size(batch: Any) -> Any:
     """Return the length of the first tensor in a batch, or None if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() > 0 else 1
+    # A fast path for the usual batch of a DataLoader, which is a list of tensors.
     if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):
-        return find_batch_size(batch[0])  # The usual batch of a DataLoader, found at once.
+        return find_batch_size(batch[0])
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif is_dataclass(batch) and not isinstance(batch, Iterable):
@@ -1920,7 +1940,7 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and its samplers, dataset and collate function, keyed by name.
 
-    Also return objects in their attributes, such as a dataset's transform.
+    Also return the objects that these contain, such as a dataset's transform.
     """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
@@ -1935,13 +1955,13 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Only attributes are saved. A list has none, so make it an attribute of another object.
+    # Checkpoints contain only attributes. A list has none, so assign it to an object's attribute.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects in an object's attributes, such as a dataset's transform, by path.
+    """Return the objects inside an object, such as a dataset's transform, keyed by path.
 
     Args:
         known: The ids of objects to skip.
@@ -1979,13 +1999,16 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer. For a method, return its object."""
+    """Return the hooks of a module, parameter or optimizer.
+
+    If a hook is a bound method, return the object that it is bound to.
+    """
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a saved path leads to a missing item of a defaultdict, create the item."""
+    """If a path refers to an item that a defaultdict has not created yet, create the item."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -1994,7 +2017,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is a dataset or a user's object without a ``state_dict`` method."""
+    """Return whether to search an object for attributes to save, such as a user's dataset."""
     kind = type(value)
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
     is_known = is_known or is_stateful(value)
@@ -2055,7 +2078,7 @@ def slots_of(kind: type) -> list[str]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     samplers = ("loader", "sampler", "batch_sampler", "inner sampler")
-    # The sampler of a DataLoader is also its batch sampler's sampler. Call its set_epoch() once.
+    # loader.sampler and loader.batch_sampler.sampler may be one object. Call its set_epoch() once.
     found = {id(part): part for name, part in parts_of(loader).items() if name in samplers}
     for part in found.values():
         if hasattr(part, "set_epoch"):
@@ -2072,10 +2095,10 @@ def finish_gloo_threads() -> None:
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
-    """Warn if the loader's sampler draws random numbers after its first item.
+    """Warn if the loader's sampler draws random numbers between the items that it yields.
 
-    Such a sampler draws different numbers after a resume, because in the saved run, the model drew
-    numbers in between, for example for dropout.
+    Between these items, the model also drew random numbers in the saved run, such as for dropout. A
+    resumed run skips batches without the model, so the sampler draws different numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2083,7 +2106,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     if not own:
         return
     state, found = get_rng_state(), []
-    # A sampler that cannot be copied is not checked.
+    # Skip the check if the sampler cannot be copied.
     with suppress(Exception):
         indices = iter(copy.deepcopy(used[0], {id(loader.dataset): loader.dataset}))
         for number in (1, done - 1):
@@ -2100,7 +2123,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until any process runs out of batches.
+    """Yield batches until one of the processes has no batch left.
 
     Without this limit, DDP would wait forever for a process that has no batch left.
     """
@@ -2112,7 +2135,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
             if count > 0 and fabric.is_global_zero:
                 warnings.warn(
                     "train_dataloaders: the processes have different numbers of batches. Each epoch"
-                    " ends when the first process has no batch left.",
+                    " ends as soon as one process has no batch left.",
                     stacklevel=2,
                 )
             return
@@ -2123,7 +2146,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None. zero_grad() would take 20 us longer, for a profiler event."""
+    """Set all gradients to None, without the profiler event of zero_grad(), which takes 20 us."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2199,7 +2222,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers whose state contains parameters, because a resume would copy these."""
+    """Refuse schedulers whose state contains parameters, because a resume would load copies."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2245,7 +2268,7 @@ def to_python(value: Any) -> Any:
 
 
 def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:
-    """Create the buffers that are still None in a new model, but have values in a checkpoint."""
+    """Create each buffer that is None in the model but has a value in the checkpoint."""
     for place, module in network.named_modules():
         for name, value in module._buffers.items():
             late = weights.get(f"{place}.{name}".removeprefix("."))
@@ -2254,7 +2277,7 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
 
 
 def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path | None) -> None:
-    """Raise an error if a checkpoint has different values for one shared parameter."""
+    """Raise an error if a checkpoint has different values for two names of one parameter."""
     names: dict[Any, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if isinstance(weights.get(name), Tensor):
@@ -2297,7 +2320,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with its tensors on the same devices as those in ``loaded``."""
+    """Return a saved value, with tensors moved to the devices of the tensors in ``loaded``."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2350,7 +2373,7 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # The items are saved separately, so save only the length, to detect new items.
+                # Each item is saved under its own key. The length is enough to detect new items.
                 found[name] = ChangeMark((len(value),))
     return found
 
@@ -2363,7 +2386,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of a library, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator from Python or torch, such as a DataLoader's."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -2378,7 +2401,7 @@ def encode_or_mark(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator that is not saved. Refuse a container of random generators."""
+    """Warn about an iterator, and raise an error for random generators in a list or dict."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -2452,8 +2475,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    Changes through ``.data`` change only the checksum. If ``tensor`` is not a dense tensor with
-    data, return None.
+    The checksum detects changes through ``.data``, which do not change the version counter. If
+    ``tensor`` is not a dense tensor with data, return None.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -2521,7 +2544,7 @@ def encode(
 def check_container(value: Any, most: float | None, depth: int) -> None:
     """Raise a TypeError if a value is not a supported container, or if its nesting is too deep.
 
-    If the container has more than ``most`` items, raise a LargeValueError.
+    If a container has too many items, raise a LargeValueError.
     """
     kind = type(value)
     if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
@@ -2535,7 +2558,7 @@ def encode_tensor(
 ) -> Any:
     name = weights.get(address_of(tensor))
     if name is not None and depth > 0:
-        # In a container, such as a list of pairs (weight, average), save a weight by its name.
+        # If a list or dict contains a weight of the model, save only the weight's name.
         place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         return "weight", name, type(tensor) is nn.Parameter, *place
     if name is not None:
@@ -2654,7 +2677,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(current: Any, value: Any) -> None:
-    """Write a value into shared memory. ctypes raises an error if the type or length differs."""
+    """Write a value into shared memory, or raise an error if its type or length differs."""
     content = current.get_obj()
     if hasattr(content, "value"):
         content.value = value
@@ -2684,7 +2707,7 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def address_of(value: Any) -> int | None:
-    """Return the memory address that a tensor shares with its views, or None for other values."""
+    """Return the address of a tensor's memory, or None for a value that is not a dense tensor."""
     is_dense = isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
     is_dense = is_dense and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else None
@@ -2693,7 +2716,7 @@ def address_of(value: Any) -> int | None:
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
     """Convert the module attributes in a FabricLoop checkpoint to MiniLoop's format.
 
-    If the checkpoint contains attributes of other objects, return None.
+    If the checkpoint also contains attributes of loaders or other objects, return None.
     """
     if has_attributes(of_process["data"]):
         return None
@@ -2735,7 +2758,7 @@ def random_state(generator: Any) -> Any:
 
 
 def is_random_state(value: Any) -> bool:
-    """Return whether a value is an output of ``random_state``, not of ``encode``."""
+    """Return whether a saved value is the state of a random generator."""
     is_first = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
     return is_first or isinstance(value, Tensor | dict)
 
@@ -2928,7 +2951,7 @@ def check_readable(states: dict[str, Any]) -> None:
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
-    """Return a model's hyperparameters under the keys of Lightning's checkpoints."""
+    """Return a model's hyperparameters, with the keys that Lightning's checkpoints use."""
     hparams, file = dict(getattr(model, "hparams", {})), io.BytesIO()
     try:
         torch.save(hparams, file)

@@ -47,13 +47,13 @@ _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 # Limits that keep checkpoints small and fast.
-_MOST_BYTES = 256 * 2**20  # Attributes with more bytes are not saved.
-_MOST_ITEMS = 1_000_000  # Attributes with more items are not saved.
-_COMPARED_BYTES = 2**20  # Only some elements of a larger tensor are compared.
-_COMPARED_ITEMS = 50_000  # The largest number of items or elements that are compared one by one.
-_DEEPEST = 12  # Containers that are nested more deeply are not saved.
-_MOST_OBJECTS = 64  # At most this number of objects in attributes is saved.
-_MOST_SEARCHED = 500  # Containers with more items are not searched for objects.
+_MOST_BYTES = 256 * 2**20  # The largest size of a saved attribute.
+_MOST_ITEMS = 1_000_000  # The largest number of items in a saved attribute.
+_COMPARED_BYTES = 2**20  # If a tensor is larger, only some of its elements are compared.
+_COMPARED_ITEMS = 50_000  # The largest number of items or elements in a digest.
+_DEEPEST = 12  # The deepest nesting of a saved container.
+_MOST_OBJECTS = 64  # The largest number of saved objects in attributes.
+_MOST_SEARCHED = 500  # The largest container that is searched for objects.
 # Objects of these packages are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -120,13 +120,13 @@ def _sample(items: list[Any], most: int) -> list[Any]:
 
 
 def _checksum_items(items: list[Any]) -> int:
-    """Return a checksum of plain items. Raise a ValueError if they contain tensors or objects."""
+    """Return a checksum of a list. Raise a ValueError for a list with tensors or objects."""
     # marshal's format 2 depends only on the values. Later formats also depend on references.
     return zlib.crc32(marshal.dumps(items, 2))
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a value that changes when a large container changes, and that is fast to compute."""
+    """Return a fingerprint of a large container's item, which is fast to compute."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -157,7 +157,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the memory address that a tensor shares with its views."""
+    """Return the address of a tensor's memory, which is the same for all its views."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -177,8 +177,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= _MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # Use a step of at least 1, because a large array, such as one of long strings, may have few
-    # elements.
+    # The step is at least 1, because a large array may have few elements, such as long strings.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -266,7 +265,7 @@ class Encoder:
         return encoded
 
     def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode an Enum member by its name, or a named tuple by its items, with the class name."""
+        """Encode the name of an Enum member or the items of a named tuple, and the class name."""
         place = kind.__module__, kind.__qualname__
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
@@ -288,7 +287,7 @@ class Encoder:
 
     def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
         if shares_memory(tensor, self._covered):
-            # In a container, such as a list of pairs (weight, average), save a weight by its name.
+            # If a list or dict contains a weight of the model, save only the weight's name.
             if depth == 0:
                 raise NotPlainError
             place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
@@ -365,7 +364,7 @@ class Decoder:
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
-            # For a deque, ``options`` contains maxlen. For other types, it is empty.
+            # ``options`` contains the maxlen of a deque. For other types, it is empty.
             return _SEQUENCES[kind](items, *options)
         pairs = dict(zip(items[::2], items[1::2], strict=True))
         if kind == "defaultdict":
@@ -376,9 +375,9 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object in place. Return whether this was possible.
+    """Copy a saved value into an existing object, and return True.
 
-    If this was impossible, for example because the shapes differ, leave the object unchanged.
+    If the types or shapes differ, return False and leave the object unchanged.
     """
     kind = type(current)
     if kind is not type(value):
@@ -451,7 +450,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with its tensors on the same devices as those in ``loaded``."""
+    """Return a saved value, with tensors moved to the devices of the tensors in ``loaded``."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
@@ -465,7 +464,7 @@ def _exact_value(loaded: Any, saved: Any) -> Any:
     return [*map(_exact_value, loaded, saved)] if type(saved) is list else saved
 
 
-# Memory that a process shares with its workers: multiprocessing.Value and Array
+# Values in shared memory, such as multiprocessing.Value
 
 
 def read_shared(value: Any) -> Any:
@@ -474,7 +473,7 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Write a value into shared memory. ctypes raises an error if the type or length differs."""
+    """Write a value into shared memory, or raise an error if its type or length differs."""
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved
@@ -562,24 +561,24 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether a value is an object of a user's class without a ``state_dict`` method."""
+    """Return whether to search an object for attributes to save, such as a replay buffer."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Do not save objects of this package, whose name differs in a copy.
+    # Exclude objects of this package. Use __package__, because a copy may have another name.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of a library, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator from Python or torch, such as a DataLoader's."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
 
 def searched_values(part: Part) -> dict[str, Any]:
-    """Return an object's attributes and, for a module or an optimizer, the objects of its hooks."""
+    """Return an object's attributes and, for a module or an optimizer, also its hooks."""
     values, module = part.attributes(), part.instance
     if isinstance(module, torch.optim.Optimizer):
         of_step = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -595,7 +594,10 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer. For a method, return its object."""
+    """Return the hooks of a module, parameter or optimizer.
+
+    If a hook is a bound method, return the object that it is bound to.
+    """
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
@@ -606,7 +608,7 @@ def is_installed(kind: type) -> bool:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects in attributes, and in lists and dicts in attributes, keyed by path.
+    """Search attributes, lists and dicts for objects. Return these objects, keyed by path.
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -649,14 +651,14 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects that the caller passes. _parts also contains the objects in
-        # attributes of these objects.
+        # _given contains the objects that the caller passes. _parts also contains the objects that
+        # are found in their attributes.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects whose states are saved under other checkpoint keys. While this is None, save no
-        # state_dict of any object.
+        # Objects to skip, because other checkpoint keys contain their state. This is None before
+        # the first add(), so that no state_dict is saved.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
@@ -665,7 +667,7 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save. From now on, also save state_dicts of objects in attributes.
+        """Add objects to save. Afterwards, also save state_dicts of objects in attributes.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
@@ -678,7 +680,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search attributes for objects again, because hooks may have created new ones."""
+        """Search all attributes again, because hooks may have created new objects."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
@@ -687,7 +689,7 @@ class PlainState:
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return all objects in attributes, keyed by path.
 
-        If a path in ``names`` refers to a missing item of a defaultdict, create the item first.
+        If ``names`` contains an item that a defaultdict has not created yet, create the item first.
         """
         for name in names:
             self._create_item(name)
@@ -695,7 +697,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a saved path leads to a missing item of a defaultdict, create the item."""
+        """If a path refers to an item that a defaultdict has not created yet, create the item."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -753,13 +755,13 @@ class PlainState:
         return changed
 
     def find_iterators(self) -> None:
-        """Store the iterators in attributes, to compare them in ``warn_of_iterators``."""
+        """Store all iterators in attributes, so that ``warn_of_iterators`` can find them again."""
         self._iterators = {
             place: value for place, value in self.attributes() if is_library_iterator(value)
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators in attributes that iter(loader) has not replaced by new ones."""
+        """Warn about iterators that the loader has not replaced since ``find_iterators``."""
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
                 with self._guarded(f"the attribute {'.'.join(place)}"):
@@ -798,7 +800,7 @@ class PlainState:
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Set the objects' attributes to the values in a checkpoint.
 
-        Attributes that shared a list or tensor in the saved run share one again.
+        If two attributes shared a list or a tensor in the saved run, they share it again.
 
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
@@ -867,9 +869,9 @@ class PlainState:
         return found
 
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return which saved values will replace each current value, by id.
+        """Map the id of each current value to the ids of the saved values that replace it.
 
-        A value that several attributes share may be replaced by several values.
+        If several attributes share a value, they may get different saved values.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -889,7 +891,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_hidden(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of each attribute of at most 1 MB."""
+        """For each attribute of at most 1 MB, return its digest and its encoded value."""
         encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():

@@ -417,7 +417,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until any process runs out of batches."""
+        """Yield batches until one of the processes has no batch left."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])
@@ -427,7 +427,7 @@ class StageLoaders:
             if has_item:
                 self.run.warn_once(
                     "train_dataloaders: the processes have different numbers of batches. Each epoch"
-                    " ends when the first process has no batch left."
+                    " ends as soon as one process has no batch left."
                 )
             return
 
