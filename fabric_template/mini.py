@@ -585,7 +585,7 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # `_state` warns about iterators in attributes that iter(self.train_loader) does not replace.
+        # `_state` warns about each iterator that iter(self.train_loader) does not replace.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
