@@ -22,15 +22,17 @@ NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Skip values of these types to save time: Python's RNG state alone has 625 numbers.
+# Values of these types need no conversion. Skipping them saves time, because Python's RNG state
+# alone has 625 numbers.
 _PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, flushes the file to disk, and renames the file.
+    """A CheckpointIO plugin that writes checkpoints atomically.
 
-    When a checkpoint is read, the CRC of every entry in the zip archive is checked. Code from the
-    file runs only if ``weights_only`` is False.
+    A checkpoint is written to a temporary file, which is flushed to disk and then renamed. When a
+    checkpoint is read, the CRC of every entry in the zip archive is checked. Code from the file
+    runs only if ``weights_only`` is False.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -78,7 +80,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file, and restore the NumPy values in it.
+    """Read a checkpoint file, including NumPy values that were saved as tensors.
 
     Args:
         weights_only: If True, no code from the file runs. If a value cannot be built without such
@@ -120,28 +122,28 @@ def describe_content(content: Any) -> str:
 
 # Conversion of NumPy values
 
-# For safety, no NumPy objects are created when a checkpoint is read. Therefore, NumPy values are
-# saved as Python values and tensors, which Trainer can read, too. Their original dtypes are saved
-# under NUMPY_KEY.
+# For safety, NumPy objects are never unpickled. Therefore, checkpoints store NumPy values as
+# tensors and Python values, which Trainer can also read. The key NUMPY_KEY stores their original
+# dtypes.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Replace the NumPy values in a checkpoint by Python values and tensors.
 
     Returns:
-        A copy of the checkpoint, with the original dtypes under the key NUMPY_KEY.
+        A copy of the checkpoint. The key NUMPY_KEY stores the dtypes of the replaced NumPy values.
     """
     plain, dtypes = to_plain(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
 
 def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values that ``replace_numpy`` changed back to NumPy values."""
+    """Undo ``replace_numpy``, so that the checkpoint contains NumPy values again."""
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # Bypass checkpoint[key], which raises an error if the value contains an object of an
-            # unknown class.
+            # Do not use checkpoint[key] here. It raises an error if the value contains an object of
+            # an unknown class.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -185,7 +187,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
 
 
 def to_numpy(value: Any, dtypes: Any) -> Any:
-    """Convert values back to NumPy, given the dtypes that ``to_plain`` returned."""
+    """Undo ``to_plain``, using the dtypes that it returned."""
     if isinstance(dtypes, str):
         return numpy_value(value, dtypes)
     replaced = {key: to_numpy(value[key], dtype) for key, dtype in dtypes.items()}
@@ -197,7 +199,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Replace some items of a container, and convert its NumPy keys to Python values."""
+    """Return a container with the new items in ``replaced``, and without NumPy keys."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container
@@ -217,8 +219,8 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
     """Convert a NumPy value to a Python value or a tensor.
 
     Returns:
-        The converted value, and its NumPy dtype as text. If the value is not from NumPy, or could
-        not be restored bit for bit, it is returned unchanged, and the dtype is None.
+        The converted value, and its NumPy dtype as text. A value that is not from NumPy, or cannot
+        be restored exactly, is returned unchanged, with None as its dtype.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

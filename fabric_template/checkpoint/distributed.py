@@ -47,7 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Replace NumPy values here, because a custom CheckpointIO might not do so.
+    # Convert NumPy values here, because a custom CheckpointIO might save them unchanged.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -108,7 +108,7 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Return a copy of nested dicts and lists, with each item replaced by the function's result.
+    """Apply ``function`` to each item in nested dicts and lists. Return a copy with the results.
 
     Args:
         name: The name of ``value``, such as "state_dict". The name of an item also contains its
@@ -185,8 +185,8 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
-    All processes must call this function. This run may have more or fewer processes than the saved
-    run. If this run's model is not sharded, each process reads the full tensors.
+    All processes must call this function. The saved run may have had a different number of
+    processes. If this run's model is not sharded, each process reads the full tensors.
 
     Args:
         key: Either "state_dict" or "optimizer_states".
@@ -233,7 +233,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the run's weights or optimized parameters, keyed by their names in checkpoints."""
+    """Return the model's weights or the optimizers' parameters, keyed as in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}
@@ -245,6 +245,6 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
 
 
 def find_sharded_tensor(own: dict[str, Any], name: str, size: torch.Size) -> DTensor | None:
-    # An optimizer state, such as "exp_avg", is sharded in the same way as its parameter.
+    # Optimizer states such as "exp_avg" are sharded in the same way as their parameters.
     found = own.get(name, own.get(name.rpartition("/")[0]))
     return found if isinstance(found, DTensor) and found.shape == size else None

@@ -83,16 +83,16 @@ def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, An
 
 
 def read_again(plan: Plan) -> None:
-    """Read the checkpoint again in a spawned process, which received only the file's path."""
+    """In a spawned process, read the checkpoint again, because only its path was passed on."""
     start = plan.start
     if start.path is not None and not start.is_pending:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the argument that the user passed.
+    """Return which of resume, load and ckpt_path the user passed, and its value.
 
-    If the user passed none of them, return ("ckpt_path", None).
+    If the user passed none of the three, return ("ckpt_path", None).
     """
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -140,8 +140,9 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If no checkpoint exists, the result is
-        (None, {}) for "auto" and for ``ckpt_path="last"``, and other arguments raise an error.
+        The path and the content of the checkpoint. If no checkpoint exists, "auto" and
+        ``ckpt_path="last"`` return (None, {}). For all other arguments, a missing checkpoint raises
+        an error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -159,7 +160,7 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """A folder such as ``version_0``, and its checkpoints.
+    """A version folder of a run, such as ``version_0``, with its checkpoints.
 
     Attributes:
         name: The name of the folder, or "" for files outside of version folders.
@@ -179,7 +180,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the checkpoints, which are listed once, at the first access."""
+        """The paths of the checkpoints. The folder is read only at the first access."""
         return self.find_files()
 
 
@@ -203,8 +204,8 @@ def read_newest(
 ) -> tuple[Path | None, dict[str, Any]]:
     """Return the path and the content of the newest valid checkpoint in the version folders.
 
-    If there is no valid checkpoint, return (None, {}). Skip damaged checkpoints. Also skip a
-    checkpoint that was saved before the newest run in its folder started.
+    If there is no valid checkpoint, return (None, {}). Skip checkpoints that are damaged, or that
+    were saved before the newest run in their folder started.
     """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
@@ -230,9 +231,9 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint, or None if there is none.
+    """Return the path of the best checkpoint in the newest checkpoint's folder, or None.
 
-    The newest checkpoint contains the name of the best checkpoint, which is in the same folder.
+    The newest checkpoint contains the file name of the best checkpoint.
     """
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
@@ -249,8 +250,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         return list_versions(plan, run_folder(plan), "*.ckpt")
     has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
     if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
-        # Without a dirpath, ModelCheckpoint saves to the log folder. A killed run may have no
-        # last.ckpt, so resume="auto" accepts any checkpoint.
+        # If ModelCheckpoint has no dirpath, it saves to the log folder. resume="auto" accepts any
+        # checkpoint there, because a killed run may have left no last.ckpt.
         folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
@@ -268,10 +269,10 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
-    """List a run's version folders. The folder with the latest start or save comes first.
+    """List a run's version folders, with the most recently used folder first.
 
-    The times are read from the .lock file in each version folder, because copying a checkpoint
-    changes the timestamp of the file.
+    The .lock file in each folder lists when runs started and saved checkpoints. The timestamps of
+    the checkpoint files are not used, because copying a file changes them.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -312,7 +313,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
 def read_age(path: Path) -> tuple[float, int, str]:
     """Return a checkpoint's save time, step and file name, without reading its tensors."""
     time, step = 0.0, 0
-    # Ignore errors here, because an attempt to load the checkpoint reports them later.
+    # Ignore errors here, because loading the checkpoint will report them.
     with suppress(Exception):
         checkpoint = read_plain(path, is_mapped=True)
         time = time_of(checkpoint, 0.0)
@@ -321,7 +322,7 @@ def read_age(path: Path) -> tuple[float, int, str]:
 
 
 def time_of(checkpoint: dict[str, Any], default: float) -> float:
-    """Return a checkpoint's save time, or ``default`` for a Trainer checkpoint, which has none."""
+    """Return a checkpoint's save time, or ``default`` for a checkpoint from Trainer."""
     own = checkpoint.get(OWN_KEY)
     time = own.get("saved_at") if isinstance(own, dict) else None
     return time if isinstance(time, float) and math.isfinite(time) else default
@@ -348,7 +349,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
     """Raise an error that explains why no checkpoint was found.
 
-    Like Trainer, only warn if the argument is ``ckpt_path="last"``.
+    If ``ckpt_path="last"`` finds no checkpoint at all, only warn, as Trainer does.
     """
     damaged = [path for version in versions for path in version.damaged]
     replaced = [path for version in versions for path in version.replaced]

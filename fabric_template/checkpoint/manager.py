@@ -73,7 +73,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode, from the saved run if this run has no ``monitor``."""
+        """The monitored metric and its mode. Without ``monitor``, they come from the saved run."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -175,13 +175,13 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """Save a checkpoint if ``value`` is among the save_top_k best, and remove the worst one."""
+        """If ``value`` is among the save_top_k best, save a checkpoint and remove the worst one."""
         k, previous = self.config.save_top_k, self._best_scores
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # If the saved run had a larger save_top_k, more than one checkpoint is removed.
+        # Remove several checkpoints at once if the saved run had a larger save_top_k.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._best_scores = {**{name: previous[name] for name in kept}, path: value}
@@ -199,7 +199,7 @@ class CheckpointManager:
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
 
     def _epoch(self, run: Run) -> int:
-        """Return the index of the current epoch or, between epochs, of the last finished epoch."""
+        """Return the current epoch's index or, between epochs, the last finished epoch's index."""
         progress = run.progress
         return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
@@ -229,7 +229,7 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write a checkpoint of the run to ``path``, and return whether the write succeeded."""
+        """Write a checkpoint of the run to ``path``. Return whether this succeeded."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):
@@ -245,7 +245,7 @@ class CheckpointManager:
         if run.fabric.world_size > 1:
             reason, part = run.fabric.broadcast((reason, part))
         if part is not None and not self._has_saved:
-            # Stop training, because every later save would fail, too.
+            # Stop training, because no later checkpoint could be pickled either.
             raise CheckpointError(
                 f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save tensors,"
                 f" numbers, strings, or containers of these instead. {reason}"

@@ -3,7 +3,7 @@
 ``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
 pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
 as numbers, text, dates and containers. It replaces every other object by a placeholder. NumPy
-objects also become placeholders, because NumPy does not check the content of pickles.
+objects also become placeholders, because NumPy does not validate pickled data.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# The keys under which Lightning stores hyperparameters in a checkpoint. If their values cannot be
-# read, a run can still resume.
+# The keys under which Lightning stores hyperparameters in a checkpoint. A run can resume without
+# them.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -37,9 +37,10 @@ _FOLDER = 0x10
 class Placeholder:
     """Replaces a saved object whose creation could run code.
 
-    The unpickler creates a subclass for each unknown class or function that the file names. If the
-    pickle calls the class or function, the result is an instance of this subclass. Methods that
-    unpickling calls, such as append and __setstate__, do nothing.
+    For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
+    Instead of calling an unknown class or function, the unpickler creates an instance of its
+    placeholder class. Methods that are called during unpickling, such as append and __setstate__,
+    do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +48,8 @@ class Placeholder:
             # A pickle calls getattr to look up a nested class or a method. Return a placeholder
             # class instead.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
-        # A pickle creates many objects with functions of the module copyreg. The first argument of
-        # these functions is the object's class.
+        # Pickles create many objects by calling functions of the module copyreg. Their first
+        # argument is the class of the object.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
         return object.__new__(kind_of(args[0]) if is_of_copyreg and args else cls)
 
@@ -62,7 +63,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return the class of a placeholder, which is named after the class in the pickle."""
+    """Return a placeholder's class. Its name is the full name of the class in the pickle."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -74,7 +75,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint that raises an error on access to a key whose value contains a placeholder.
+    """A checkpoint that raises an error if you read a value that contains a placeholder.
 
     Args:
         values: The checkpoint.
@@ -172,9 +173,9 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first placeholder in the value of each key of a checkpoint.
+    """For each key of a checkpoint, describe the first placeholder in its value.
 
-    Keys without a placeholder and keys of hyperparameters are omitted.
+    Omit keys without a placeholder, and the keys of hyperparameters.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
@@ -192,7 +193,7 @@ def find_placeholder(value: Any, name: str) -> str | None:
             seen.add(id(item))
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, part in pairs:
-                # Of keys that are not strings or integers, show only the type, because their repr
+                # Show only the type of keys that are not strings or integers, because their repr
                 # could be huge.
                 part_name = key if isinstance(key, str | int) else type(key).__name__
                 waiting += [(f"{place}/{part_name}", part), (place, key)]
@@ -265,8 +266,8 @@ class PlainUnpickler(pickle.Unpickler):
     """Builds numbers, text, containers and tensors. All other objects become placeholders.
 
     A pickle can call and even modify the classes and functions that ``find_class`` returns.
-    Therefore, ``find_class`` returns only immutable built-ins, and new objects that no other code
-    uses.
+    Therefore, ``find_class`` returns only immutable built-ins and newly created objects that no
+    other code uses.
 
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
@@ -277,9 +278,9 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look up a class or function in BUILDERS and VALUES.
+        """Return the class or function that replaces the one in the pickle.
 
-        For an unknown name, return a new subclass of Placeholder.
+        For a name that is in neither BUILDERS nor VALUES, return a new subclass of Placeholder.
         """
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
@@ -296,7 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a tensor's storage, whose size in the archive must equal the size in the pickle."""
+        """Read a tensor's storage. Raise an error if archive and pickle disagree about its size."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()
@@ -355,8 +356,8 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# The functions that the reader calls in place of the classes and functions in a pickle, keyed by
-# the full names that the pickle contains.
+# Maps full names of classes and functions in a pickle to the functions that the reader calls
+# instead.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

@@ -45,8 +45,9 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights were loaded. If the weights do not match the model, fit loads them
-        after the hook on_fit_start, which may add modules. Other calls raise an error.
+        Whether the weights were loaded. If the weights do not match the model, fit tries again
+        after on_fit_start, which may add modules. In validate, test and predict, weights that do
+        not match raise an error.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -74,8 +75,8 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # A missing Timer needs no warning, because the max_time option may have added it to the saved
-    # run. A missing ModelCheckpoint needs no warning if FabricLoop saves the checkpoints itself.
+    # Do not warn about a missing Timer, because the option max_time may have added it to the saved
+    # run. Do not warn about a missing ModelCheckpoint if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -113,7 +114,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Create the buffers that are None in the model, but have a value in the checkpoint."""
+    """Create empty tensors for buffers that are None in the model, but not in the checkpoint."""
     modules = dict(network.named_modules())
     device = next((value.device for value in network.parameters()), None)
     for name, value in weights.items():
@@ -164,7 +165,7 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether a state_dict may contain this entry: a tensor or a module's extra state."""
+    """Return whether a dict entry is a tensor or a module's extra state, as in a state_dict."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
@@ -172,8 +173,8 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     """Rename saved weights to match the names in the model.
 
     DistributedDataParallel, DataParallel and torch.compile add a component to the names of
-    parameters, such as "module" in ``module.weight``. If two names would become equal, all names
-    stay unchanged.
+    parameters, such as "module" in ``module.weight``. If renaming would make two names equal, no
+    name is changed.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -228,8 +229,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
         # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
-        # stopped. resume="auto" restores should_stop, because job schedulers also restart finished
-        # runs.
+        # stopped. Only resume="auto" restores should_stop, because job schedulers also restart
+        # finished runs.
         own.pop("stop", None)
     load_states(run, own)
 
@@ -237,7 +238,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
     """Restore the options that hooks changed in the saved run.
 
-    Skip an option if this run and the saved run were started with different values.
+    If the user has passed a new value for an option, keep the new value.
     """
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
@@ -277,8 +278,8 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also accept the name of a class attribute, because the saved run may have set an
-            # instance attribute of this name.
+            # Also accept class attributes, because the saved run may have overridden them on an
+            # instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -308,25 +309,25 @@ def load_states(run: Run, states: dict[str, Any]) -> None:
 
 
 def restore_position(run: Run) -> None:
-    """Restore random generators, loaders and running sums right before training continues."""
+    """Restore random generators, loader positions and running metrics before training continues."""
     attributes = restore_states(run)
     if run.progress.is_in_epoch:
         # Samplers may draw random numbers in set_epoch(), so restore the RNG state afterwards.
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
-    # Restore attributes last, because the sample order may depend on the values that they had at
-    # the start of the epoch.
+    # Restore attributes last, because creating the iterators may need their values from the start
+    # of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore all states that must be restored before the loaders' iterators are created.
+    """Restore all states except attributes, before the loaders' iterators are created.
 
     Returns:
-        The saved attributes of the model and other objects, or None. The caller restores these
-        attributes after it has created the iterators.
+        The saved attributes, such as those of the model, or None. The caller restores them after it
+        has created the iterators.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -337,7 +338,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore all saved options, because hooks of the saved run may have changed them.
+    # The limits max_epochs and max_steps are already restored. Now restore all options that hooks
+    # changed in the saved run.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
@@ -361,9 +363,9 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn if settings of this run and of the saved run differ.
+    """Warn if this run's settings differ from those of the saved run.
 
-    If the saved position in the epoch is invalid with the new settings, raise an error.
+    Raise an error if the saved position in the epoch cannot be used with the new settings.
     """
     current = run_settings(run)
     changed = [name for name in saved if saved[name] != current[name]]
@@ -405,7 +407,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
     check_replaced_parameters(run)
-    # Accept an empty list, because on_load_checkpoint hooks may have removed the optimizer states.
+    # Accept an empty list of states, because an on_load_checkpoint hook may have removed them.
     if states and len(states) != len(optimizers):
         raise CheckpointError(
             f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
@@ -415,7 +417,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
     saved = checkpoint.get("lr_schedulers", ())
-    # StochasticWeightAveraging replaces the schedulers, so their number may differ.
+    # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer of
+    # them.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     if saved and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -428,7 +431,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run added to its optimizers during training."""
+    """Add the parameter groups that the saved run added to its optimizers after creating them."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
@@ -444,7 +447,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook of the saved run replaced a parameter that an optimizer trained."""
+    """Raise an error if the saved run's optimizer trained a parameter that a hook had replaced."""
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
@@ -485,7 +488,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
 def check_options(
     run: Run, optimizer: Any, known: list[set[str]], groups: list[dict[str, Any]]
 ) -> None:
-    """Raise an error if the saved parameter groups lack an option of this run's optimizer."""
+    """Raise an error if the saved parameter groups lack an optimizer option such as "betas"."""
     for names, group in zip(known, groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(
@@ -496,7 +499,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the optimizers' parameters that are not in the model's state_dict."""
+    """Restore the parameters that are optimized, but are not in the model's state_dict."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:

@@ -41,9 +41,9 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
-    A new run writes the time of its start, and every run writes the times of its saves.
-    ``resume="last"`` continues the run with the latest time. Runs with the same ``version=`` share
-    a folder. The start and save times show which checkpoints in the folder are from an older run.
+    A new run records when it starts. New and resumed runs record when they save. ``resume="last"``
+    continues the run that started or saved last. Runs with the same ``version=`` share a folder.
+    The start and save times show which checkpoints in a shared folder are from an older run.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Write the start time of a new run that replaces the previous run in its folders.
+        """Write the start time of a new run, which replaces the previous run in the same folders.
 
         Args:
             folder: The folder of the checkpoints, or None.
@@ -95,19 +95,19 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make a replaced run's checkpoints valid again, because this run continues that run."""
+        """Make the checkpoints of a replaced run valid again, because it is being resumed."""
         self._write("started 0.0", is_synced=True)
-        # Remove the replaced run's CSV files only after the next save, because the resumed run
-        # first copies rows from these files.
+        # Remove the old CSV files only after the next save, because the resumed run first copies
+        # rows from them.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time, or the latest time in the .lock files if it is later."""
+        """Return the current time, or the latest time in the .lock files, whichever is later."""
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Write the time of a save to the .lock files, and remove the replaced run's files."""
-        # Remove the CSV files of the replaced run even if a ModelCheckpoint saved to another
+        """Write the time of a save to the .lock files, and remove files of the previous run."""
+        # Remove the old CSV files after every save, even if a ModelCheckpoint saved to another
         # folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
@@ -126,7 +126,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, training continues without this line in the .lock file.
+            # If the disk is full, skip this line and continue training.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()
@@ -135,7 +135,10 @@ class RunFolders:
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
-    """Choose and lock the folders of a run. A run that does not resume starts new CSV files."""
+    """Choose and lock the folders for a run's checkpoints and CSV files.
+
+    A run that does not resume starts new CSV files.
+    """
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
@@ -144,8 +147,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run replaces the previous run with the same version, even if the new run saves no
-        # checkpoints or saves to another folder.
+        # A run replaces an older run of the same version, even if it saves no checkpoints in this
+        # folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -178,8 +181,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may be a copy in another folder. The copy still contains its save time, which
-    # the .lock file of the original folder lists.
+    # The checkpoint may be a copy in another folder. Then the .lock file of the original folder
+    # still lists the save time of the checkpoint.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -187,10 +190,10 @@ def continues_in(run: Run, folder: Path) -> bool:
 
 
 def choose_version(run: Run) -> None:
-    """Choose a version if the user has not passed ``version=``.
+    """Choose the version of a run if the user has not passed ``version=``.
 
-    A resumed run continues the checkpoint's version. Otherwise, the second fit of a loop starts a
-    new version.
+    A resumed run uses the version folder that contains the checkpoint. Otherwise, each later fit of
+    the same loop starts a new version.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
@@ -278,5 +281,5 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open a file, but refuse a symbolic link, because its target could be any file."""
+    """Open a file. Raise an error for a symbolic link, because its target could be any file."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

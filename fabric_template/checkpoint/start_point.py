@@ -1,4 +1,4 @@
-"""Hold the checkpoint that a run starts from, and convert it to FabricLoop's layout.
+"""Store the checkpoint that a run starts from, and convert it to FabricLoop's layout.
 
 The key "writer" names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
 """
@@ -41,7 +41,7 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store a checkpoint. If the run resumes, also convert its training state."""
+        """Store a checkpoint, and convert its training state if the run resumes."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -50,12 +50,12 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the checkpoint from the pickle, because a spawned process reads the file again."""
+        """Omit the checkpoint from the pickle, because a spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the run has not yet restored the whole checkpoint."""
+        """Return whether parts of the checkpoint still have to be restored."""
         return self.checkpoint is not None
 
     @property
@@ -67,12 +67,12 @@ class StartPoint:
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
-        """Free the checkpoint after its weights are loaded, unless the run also resumes."""
+        """After the weights are loaded, free the checkpoint unless training resumes from it."""
         if not self.resumes:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
+        """Return the training state. If Trainer wrote it, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -118,7 +118,7 @@ def convert_training_state(
 
 
 def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Add default values to MiniLoop's training state, which lacks some of FabricLoop's keys."""
+    """Convert MiniLoop's training state to FabricLoop's layout by adding default values."""
     progress = own["progress"]
     if progress["is_in_epoch"]:
         raise CheckpointError(
@@ -178,10 +178,11 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
-    # Like Trainer, continue with the next epoch, without the saved epoch's final validation.
+    # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
+    # epoch.
     progress["epochs_done"] += 1
-    # Trainer increments the step of its loggers only after on_train_batch_end. If the checkpoint
-    # was saved before that, add the missing step.
+    # Trainer increments its loggers' step only after on_train_batch_end. If the checkpoint was
+    # saved earlier, increment the step here.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 
@@ -189,7 +190,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    If Trainer starts the next epoch immediately, it also runs its sanity check on resume.
+    If Trainer would start directly with the next epoch, it would also run its sanity check.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

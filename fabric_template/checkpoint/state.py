@@ -38,9 +38,9 @@ _COUNTS = ("ready", "started", "processed", "completed")
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizer attributes that are not saved. state_dict() already contains "state" and "param_groups",
-# and "defaults" may share a tensor with them. Schedulers set "_opt_called" and "_step_count" to
-# warn if they are stepped before the optimizer.
+# Do not save these attributes of optimizers. state_dict() already contains "state" and
+# "param_groups", with which "defaults" may share a tensor. Schedulers set "_opt_called" and
+# "_step_count" to warn if they are stepped before the optimizer.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -78,7 +78,7 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # Return a new dict, because hooks may have kept a reference to ``checkpoint``, and must not see
+    # Return a new dict. A hook may have kept a reference to ``checkpoint``, and must not see
     # OWN_KEY.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
 
@@ -110,14 +110,14 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or a datamodule, or None if it has no such method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # A state_dict() that returns vars(self) also contains the log methods that the loop has set on
-    # the object. Remove these methods.
+    # The loop sets the methods log and log_dict on the object. A state_dict() that returns
+    # vars(self) contains them, so remove them.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the state that Trainer does not save. The list "ranks" has one entry per process."""
+    """Return the state that Trainer does not save. The key "ranks" lists each process's state."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
@@ -151,7 +151,7 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def states_of(run: Run, per_process: bool) -> dict[str, Any]:
-    """Return the states of a run's objects, keyed by the name of the object.
+    """Return the state_dict of each stateful object of a run, keyed by the object's name.
 
     Args:
         per_process: If True, return the states that every process saves. If False, return the
@@ -162,7 +162,7 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return settings that affect the results, to compare them when a run resumes."""
+    """Return the settings that are compared on resume, because they affect the results."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -346,7 +346,7 @@ def check_scheduler_states(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Describe the first object in each state that cannot be read without running code."""
+    """Describe the first object in each state that can be read only with weights_only=False."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -394,9 +394,9 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """Let checkpoints also contain the attributes of optimizers and of objects inside the model.
+    """In checkpoints, also save the attributes of optimizers and of objects inside the model.
 
-    Skip objects whose states a checkpoint already contains, such as schedulers.
+    Skip objects, such as schedulers, whose state a checkpoint already contains.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
@@ -421,7 +421,7 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
     if run.model is not run.network:
         yield "model", Part(run.model)
     for name, module in run.network.named_modules():
-        # Skip torchmetrics objects, because their state is saved with the results.
+        # Skip torchmetrics objects, because their states are saved with the logged results.
         if any(name == metric or name.startswith(f"{metric}.") for metric in metrics):
             continue
         path = f"model.{name}" if name else "model"
@@ -454,7 +454,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip a network that contains modules of the trained model, because their buffers are
+            # Skip a network that shares modules with the trained model, because their buffers are
             # already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)

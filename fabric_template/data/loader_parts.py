@@ -33,7 +33,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# Objects of these types are not searched for state that determines a loader's position.
+# The search for iterators and stateful objects in a loader skips objects of these types.
 _TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -42,7 +42,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# Objects from these packages, such as the loop itself, contain no state of a loader.
+# The search also skips objects from these packages, such as the loop itself.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -56,7 +56,7 @@ _DATALOADER_ITERATOR = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset whose ``state_dict`` contains the position, or None."""
+    """Return the loader or dataset whose ``state_dict`` contains the reading position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -86,7 +86,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def with_items(part: Any) -> Any:
-    """Wrap a list in an object, because only an object's attributes can be saved."""
+    """If ``part`` is a list, store it in an attribute, because only attributes can be saved."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -130,7 +130,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Explain why a loader cannot resume after its first epoch. Return "" if it can.
+    """Return the reason why a loader cannot resume after its first epoch, or "" if it can.
 
     Args:
         hides_workers: Whether the loader has workers whose RNG states are not saved.
@@ -163,7 +163,7 @@ def holds_iterator(loader: Any) -> bool:
 
 
 def starts_over(iterator: Iterator[Any]) -> bool:
-    """Return whether ``__iter__`` seems to restart the iterator, instead of only returning it."""
+    """Return whether an iterator's ``__iter__`` seems to restart it, and not just return it."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
@@ -205,12 +205,12 @@ def find_values(
 
 
 class StreamState:
-    """Saves and restores a loader or dataset with its own ``state_dict`` and ``load_state_dict``.
+    """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
     After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
-    the earlier batches. To prevent this, StreamState resets the changed attributes at the end of
-    the resumed epoch. Attributes that had the loaded value in the saved run, such as the epoch
-    number, are not reset.
+    the earlier batches. To prevent this, StreamState undoes the changes of ``load_state_dict`` at
+    the end of the resumed epoch. An attribute such as the epoch number is not reset if it had the
+    loaded value in the saved run.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -220,29 +220,29 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes that load_state_dict() set to other values than in the saved run. Each
-        # entry contains a digest of the new value, and the encoded value from the saved run.
+        # The attributes whose values after load_state_dict() differ from those in the saved run.
+        # Each entry contains a digest of the new value, and the encoded value from the saved run.
         self._changed_by_loading: dict[Place, tuple[Any, Any]] = {}
-        # The state that was passed to load_state_dict(). None after the first batch is read.
+        # The state that was passed to load_state_dict(), or None after the first batch is read.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the current state or, before the first batch is read, the loaded state."""
+        """Return the loader's state. Before the first batch is read, return the loaded state."""
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
         self._loaded = None
 
     def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes, without the changes that only load_state_dict has made."""
+        """Return the changed attributes as if ``load_state_dict`` had not been called."""
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a saved state. The caller must create the loader's iterator in the with block."""
-        # For each attribute, a digest of its value in the saved run, and the encoded value. If the
-        # checkpoint lacks an attribute, its value had not changed.
+        """Load a saved state. Create the loader's iterator inside the ``with`` block."""
+        # Maps each attribute to a digest of its value in the saved run, and to the encoded value.
+        # An attribute that is missing from the checkpoint had its initial value.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -253,18 +253,18 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # ``saved`` is None if the value in the checkpoint cannot be compared.
+            # If the value in the saved run is unknown, ``saved`` is None.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._changed_by_loading[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset attributes to their saved values if only load_state_dict has changed them."""
+        """Reset attributes that only load_state_dict has changed to the saved run's values."""
         self._plain.load_attributes(self._values_to_reset())
         self._changed_by_loading.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return the saved value of each attribute that only load_state_dict has changed."""
+        """Return the saved run's value of each attribute that only load_state_dict has changed."""
         digests = self._plain.digests() if self._changed_by_loading else {}
         return {
             place: value

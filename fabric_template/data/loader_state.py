@@ -1,8 +1,10 @@
-"""Save and restore the position in a loader to resume with the next batch.
+"""Save and restore the position in a loader, so that a resumed run reads the next batch.
+
+How a loader is restored depends on its type:
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
-- A map-style DataLoader draws the indices of the finished batches again, but does not read their
-  samples. As long as some workers have not yet returned a batch, the samples are read, too.
+- A map-style DataLoader draws the indices of finished batches again, but skips their samples. If
+  only some of its workers have returned a batch, it also reads the samples again.
 - Any other loader reads all finished batches again.
 
 A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
@@ -44,9 +46,9 @@ STICKY_POSITION = (
 
 
 class ResumableLoader:
-    """Iterates over a loader. A resumed run starts after the last finished batch.
+    """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    The RNG states at the creation of a loader's iterator determine the order of the samples.
+    The order of the samples depends on the RNG states when the loader's iterator is created.
     Therefore, a resumed run restores these RNG states before it creates the iterator.
 
     Attributes:
@@ -72,19 +74,19 @@ class ResumableLoader:
         # The index of the worker that loads the iterator's first batch. It may be greater than 0
         # after a resume in the middle of an epoch.
         self._first_worker = 0
-        # The RNG states before the iterator was created, and those before the first batch was read.
+        # The RNG states before the iterator was created, and before it read the first batch.
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # The index of the first batch after a resume. None after the end of the resumed epoch.
+        # The index of the first batch that a resumed run reads, or None after the resumed epoch.
         self._resumed_at: int | None = None
-        # Set at the end of a resumed epoch: the number of its batches, and how many of them were
-        # read after the resume.
+        # After a resumed epoch, the number of its batches, and how many of them the resumed run
+        # read.
         self._resumed: tuple[int, int] | None = None
-        # True if the epoch after a resumed epoch also lacks the batches from before the resume.
+        # True if the epoch after a resumed epoch skipped the same batches again.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -95,7 +97,7 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the first epoch. From then on, a loader that does not restart in each epoch
+        # True after the first epoch. From then on, a loader that keeps an iterator across epochs
         # cannot be resumed.
         self._has_continued = False
 
@@ -109,7 +111,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # Return no batch, so that CombinedLoader restarts the loader, as in the saved run.
+            # Return an empty iterator. CombinedLoader then restarts the loader, as it did in the
+            # saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -120,8 +123,8 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader stops if a restarted loader returns no batch. Therefore, if the resumed
-        # iterator has no batch left, start a new iterator.
+        # CombinedLoader stops if a restarted loader yields no batch. Therefore, start a new
+        # iterator if the resumed one has no batch left.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
@@ -133,7 +136,8 @@ class ResumableLoader:
     def end_pass(self) -> None:
         """Read the batches that persistent workers have prefetched, to get their RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
-            # Without further indices, the workers prefetch no more batches.
+            # Replace the sampler's iterator by an empty one, so that the workers prefetch no more
+            # batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
                 for _ in self._reader:
@@ -222,7 +226,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the epoch after the resumed epoch skips the same batches again."""
+        """Warn if the epoch after the resumed epoch skips the finished batches, too."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -237,29 +241,30 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator. If it has workers, they start at batch ``first``."""
+        """Create the loader's iterator. If there are workers, they start with batch ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
         clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
-        # Bypass DataLoader.__setattr__, which forbids changes to the samplers.
+        # Use vars(), because DataLoader.__setattr__ forbids changes to the samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Let the workers load an incomplete last batch, because loading may draw random
+            # Let the workers also load an incomplete last batch, because loading it may draw random
             # numbers. The function recorder.collate drops this batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Persistent workers would otherwise keep their first sampler.
+            # Pass the new sampler to persistent workers, which would otherwise keep their first
+            # one.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers with their saved RNG states, and keep this process's RNG state."""
+        """Start the workers with their saved RNG states. This process keeps its own RNG state."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -300,7 +305,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a saved position that contains the loader's current attributes."""
+        """Add the loader's current attributes to a copy of a saved position."""
         if self._stream is None or "stream" not in state:
             return state
         return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
@@ -355,7 +360,7 @@ class ResumableLoader:
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
     def _find_iterators(self) -> None:
-        """Find iterators in the loader, to warn about them if their positions cannot be saved."""
+        """Find iterators in the loader, to warn later if their positions cannot be saved."""
         if self.restart_problem or self._stream is not None:
             return
         self._plain_states["order"].find_iterators()
@@ -374,7 +379,7 @@ class ResumableLoader:
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
-    """Draw the indices of the first ``done`` batches from the sampler, without reading samples."""
+    """Skip ``done`` batches by drawing their indices from the sampler, without reading samples."""
     indices = iterator._sampler_iter
     # Draw at least one index, because samplers shuffle when the first index is requested.
     drawn = draw_items(indices, max(done, 1), loader)
@@ -382,10 +387,10 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 
 
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Draw items from a sampler. Warn if it draws random numbers after its first item.
+    """Return the next items of a sampler. Warn if it draws random numbers after the first item.
 
-    A sampler that draws random numbers during the epoch cannot repeat the saved run's order,
-    because the model of the saved run drew random numbers, too.
+    If a sampler draws random numbers during the epoch, its order also depends on the model's random
+    numbers. A resumed run does not draw the model's random numbers for finished batches again.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -421,7 +426,7 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Replaces an incomplete batch that must be dropped, because ``drop_last`` is True."""
+    """Marks an incomplete last batch, which is dropped because ``drop_last`` is True."""
 
 
 class WorkerRecorder:
@@ -451,8 +456,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() reads the states of these objects for every batch. To save time, omit objects
-        # without random generators.
+        # Omit objects without random generators to save time, because collate() reads all states
+        # for every batch.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()
@@ -465,7 +470,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return the batch, the worker's index, and its RNG state, or None if it is unchanged."""
+        """Return the batch, the worker's index, and its RNG state (None if unchanged)."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

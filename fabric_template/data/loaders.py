@@ -48,7 +48,7 @@ _USED_UP = (
 class DataConnector:
     """Creates the loaders of a run.
 
-    With reload_dataloaders_every_n_epochs=n, creates new loaders every n epochs.
+    With reload_dataloaders_every_n_epochs=n, it creates them again every n epochs.
 
     Attributes:
         given: The loaders that the user passed, keyed by stage: "train", "val", "test", "predict".
@@ -66,7 +66,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the RNG states and attributes with which its loaders were last created.
+        # The RNG states and attributes before each stage's loaders were last created, keyed by
+        # stage.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -89,7 +90,7 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the user's loaders for a stage, or call a method such as train_dataloader()."""
+        """Return the loaders that the user passed, or call a method such as train_dataloader()."""
         if stage in self.given:
             # These loaders have already been checked in make_plan.
             return self.given[stage]
@@ -113,7 +114,7 @@ class DataConnector:
         with self._state_of_load(stage):
             combined = combine_loaders(self.request(stage), is_training=kind == "train")
             for loader in combined.flattened:
-                # Like Trainer, call iter(), which may draw random numbers.
+                # Like Trainer, call iter() once, because this may draw random numbers.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -122,7 +123,7 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the RNG states and the attributes with which a hook creates the loaders.
+        """Record the RNG states and attributes before a hook creates loaders.
 
         In a resumed run, restore the recorded states, so that the hook creates the same loaders.
         """
@@ -142,7 +143,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states with which the saved run created its loaders, keyed by stage."""
+        """Return the states that the saved run recorded before creating loaders, keyed by stage."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -158,8 +159,7 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # A CSV logger writes a row per epoch for any log_every_n_steps, so warn only if there is
-        # another logger.
+        # A CSV logger writes a row in every epoch anyway. Warn only if there is another logger.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -188,7 +188,8 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # After a reload, count batches from 0, because loggers use the count as the step.
+            # After a reload, count evaluation batches from 0, because loggers use this count as the
+            # step.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -198,8 +199,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates the loaders this early only if the saved run did. Otherwise, the run
-        would draw different random numbers.
+        A resumed run creates the validation loaders early only if the saved run did, because this
+        may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -250,7 +251,8 @@ class DataConnector:
         """Restore the states of training loaders from a Trainer checkpoint."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
-            # End the saved epoch's iterator, so that the next epoch starts with its first batch.
+            # Create and discard the saved epoch's iterator, so that the next iterator starts a new
+            # epoch.
             iter(loader)
 
 
@@ -326,7 +328,7 @@ class StageLoaders:
         self.limits = [count_batches(loader, limit, stage, name) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
-        # If a reload returns the same loader, its persistent workers keep running.
+        # If a reload returns the same loader, keep its ResumableLoader and its persistent workers.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
         self.resumable: list[ResumableLoader] = [
@@ -376,7 +378,7 @@ class StageLoaders:
                     part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators, which start at the restored positions after a resume."""
+        """Create the loaders' iterators. After a resume, they start at the restored positions."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._prefetched = END
@@ -508,7 +510,7 @@ class StageLoaders:
             loader.load_state_dict(position)
 
     def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
-        """Return the sample indices of a predicted batch, or [] for loaders without indices."""
+        """Return the indices of a batch's samples, or [] if the loader does not record them."""
         part = self.loaders[dataloader_idx]
         if not isinstance(part, TensorLoader):
             part = getattr(part, "batch_sampler", None)
@@ -517,8 +519,8 @@ class StageLoaders:
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
-    """Return a loader's position before its last ``dropped`` batches were read."""
-    # At the end of the loader, ``dropped`` also counts the last attempt, which read no batch.
+    """Move a loader's saved position back by ``dropped`` batches."""
+    # At the end of a loader, ``dropped`` also counts the last request, which returned no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # Omit the samplers' states, because a resumed run generates the order of the samples again. If
     # it also reads the samples again, omit the dataset's state, too.
@@ -550,7 +552,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item is a custom object that can only be a batch, and not a loader."""
+    """Return whether a list item can only be a batch: a custom object that is not iterable."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -593,7 +595,7 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
 
 
 def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if a process has more batches than another, because it would wait forever."""
+    """Raise an error if processes have different numbers of batches, which causes deadlocks."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

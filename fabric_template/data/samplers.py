@@ -55,13 +55,13 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # Bypass DataLoader.__setattr__, which forbids changes to the samplers.
+    # Use vars(), because DataLoader.__setattr__ forbids changes to the samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader with this process's samples, in the order of a DataLoader."""
+    """Return a TensorLoader for this process's samples, in the same order as with a DataLoader."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler that groups the indices from another sampler."""
+    """Return a copy of a batch sampler that takes its indices from a new sampler."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

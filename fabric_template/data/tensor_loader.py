@@ -50,7 +50,7 @@ class TensorLoader:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
         self._sampler: DistributedSampler[Any] | None = None
-        # The sample indices in the order of the current epoch, or None to keep the original order.
+        # The sample indices in the order of the current epoch. None keeps the original order.
         self._order: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TensorLoader:
@@ -86,7 +86,7 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. With several processes, it determines the order of the samples."""
+        """Set the epoch. With several processes, the sample order depends on the epoch."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -140,7 +140,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error unless all values are tensors of one length, with at least one dimension."""
+    """Raise an error unless all values are tensors of equal length, with at least one dimension."""
     wrong = [describe(part) for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
