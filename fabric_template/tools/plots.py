@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import describe
 from ..loggers.read_logs import read_logs
 from ..metric_names import Metric, find_axis, is_metric, parse_metric
 from .runs import best_mode, find_runs
@@ -171,6 +170,9 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
+        # fabric_template.errors imports Lightning, which would slow the plot command.
+        from ..errors import describe
+
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
         raise TypeError(f"plot_logs: got {describe(logs)}, {expected}")
     runs = []
