@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The attributes of a Run whose states a new process returns to the process that launched it.
+# The Run attributes whose state_dict is copied from a launched process to the launching process.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -52,7 +52,8 @@ def join_processes(fabric: Fabric) -> None:
     atexit.unregister(_finish_gloo_threads)
     atexit.register(_finish_gloo_threads)
     if os.environ.get("LT_CLI_USED") == "1":
-        # The command `fabric run` has launched the processes.
+        # The command `fabric run` has launched the processes, and Fabric's constructor has
+        # connected them.
         return
     store = None
     if not is_joined():
@@ -74,14 +75,14 @@ def _leave_group() -> None:
 def _finish_gloo_threads() -> None:
     """Wait until gloo's threads have freed the tensors of the last collective operation.
 
-    If Python ends earlier, such a thread aborts the process, and the launcher kills the other
-    processes.
+    If a gloo thread is still running when Python exits, the process aborts, and the launcher kills
+    the other processes.
     """
     time.sleep(0.05)
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Collect one object from each process. Return them in all processes, in rank order."""
+    """Gather one object from each process, and return the list in rank order in all processes."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size
@@ -92,8 +93,8 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 def open_store_of_attempt() -> TCPStore | None:
     """Open a new TCPStore, because torchrun's store may contain addresses of dead processes.
 
-    Rank 0 writes the address of the new TCPStore to torchrun's store. The other processes read this
-    address, and connect to the new store.
+    Rank 0 writes the address of the new TCPStore to torchrun's store, where the other processes
+    read it.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -107,8 +108,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # The address may still be that of an earlier store, so retry until rank 0 has replaced it.
-        # The number of retries needs no limit, because torchrun kills this process if rank 0 fails.
+        # If the address is still that of an old store, retry until rank 0 has written the new
+        # address. Retry without a limit, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -140,12 +141,12 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether fit and similar methods spawn or fork processes from this process."""
+    """Return whether fit, validate, test and predict run in processes that this process starts."""
     return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
-    """Run fit or a similar method in new processes, and copy the results to this process."""
+    """Run fit, validate, test or predict in new processes, and copy the results to this process."""
     # Restore os.environ at the end, because the next fit needs a different MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
@@ -174,10 +175,11 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
 def _run_in_process(
     folder: str, plan: Plan, run_plan: Callable[[Plan], Any], fabric: Fabric
 ) -> None:
-    """Run fit or a similar method in a new process, and write its results to a file.
+    """Run fit, validate, test or predict in a new process, and write the results to a file.
 
-    The file replaces the launcher's queue, which blocks on objects that exceed the pipe's buffer.
-    Besides, the queue would transfer only the message of an exception.
+    Lightning's launcher returns results through a queue, which blocks if an object is larger than
+    the pipe's buffer. The launcher also reports only the text of an exception, not the exception
+    itself.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -194,7 +196,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal has stopped all processes after the same step, so return the results.
+        # A signal stopped all processes after the same step, so the results can be returned.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -220,7 +222,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Copy the results of the launched process 0 to this process's model, run and callbacks."""
+    """Copy the results of a launched process to this process's model, run and callbacks."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()
@@ -236,7 +238,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Lightning's SpikeDetection raises a harmless AttributeError in load_state_dict.
+        # Lightning's SpikeDetection.load_state_dict raises a harmless AttributeError.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")
@@ -246,8 +248,9 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error to a file. If another process has already written an error, do nothing."""
-    # If the error cannot be pickled, do not write it. The launcher still reports its text.
+    """Write an error to a file, unless another process has already written an error."""
+    # Do not write an error that cannot be pickled. The launcher still reports the text of the
+    # error.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

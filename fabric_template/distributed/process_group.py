@@ -1,4 +1,4 @@
-"""Find the processes that a launcher or the user has started, to use them by default."""
+"""Find the processes that a launcher or the user has started, and use all of them by default."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# The environment variables that torch.distributed, Open MPI, and MPICH or Intel MPI set in each
-# process. The first variable that is set is used.
+# The environment variables of torchrun, of Open MPI, and of MPICH or Intel MPI, in this order. The
+# first variable that is set is used.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# The latest loop's process group: the number of processes per machine, and of machines.
+# The number of processes per machine and the number of machines of the latest loop.
 _own_group = (1, 1)
 # True if a loop in another process spawned or forked this process.
 _is_spawned = False
@@ -47,7 +47,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of a process group, for loops that this process creates later."""
+    """Store the size of the process group, which later loops in this process join."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
@@ -56,7 +56,7 @@ def remember_group(strategy: Any, is_spawned: bool = False) -> None:
 def launched_processes() -> tuple[int, int] | None:
     """Return the number of processes per machine, and the number of machines.
 
-    If only this process was launched, return None.
+    For a single process, return None.
     """
     if os.environ.get("LT_CLI_USED") == "1":
         return None
@@ -74,7 +74,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def _read_sizes() -> tuple[int, int]:
-    """Return the total number of launched processes, and their number on this machine."""
+    """Return the number of launched processes in total and on this machine."""
     if is_joined():
         total = torch.distributed.get_world_size()
     elif SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -106,7 +106,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether FabricLoop must add a ClusterEnvironment, because none was passed or found."""
+    """Return whether FabricLoop must add its own ClusterEnvironment."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

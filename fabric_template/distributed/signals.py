@@ -27,9 +27,9 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 class SignalHandler:
     """Records the first signal during a run, and ends the program at the second signal.
 
-    SIGTERM and SIGUSR1 also call the user's own handlers. If the user has set a handler for Ctrl-C,
-    this handler stays in place. Signals that the user ignores stay ignored. At the end of the run,
-    the previous handlers are restored.
+    SIGTERM and SIGUSR1 also call the user's own handlers. A handler that the user has set for
+    Ctrl-C stays in place. Signals that the user ignores stay ignored. At the end of the run, the
+    previous handlers are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
@@ -37,14 +37,15 @@ class SignalHandler:
 
     Attributes:
         received: The signal that this process has received.
-        is_check_due: Whether this process has received a signal, or another process may have.
+        is_check_due: Whether this process or another one may have received a signal.
     """
 
     def __init__(self, fabric: Fabric | None = None) -> None:
         self.received: int | None = None
         self._is_main = fabric is not None and fabric.is_global_zero
         self._has_others = self.is_check_due = fabric is not None and fabric.world_size > 1
-        # Ignore a second signal within two seconds, because launchers repeat the terminal's signal.
+        # On Ctrl-C, a launched process gets one signal from the terminal and another from its
+        # launcher. Therefore, ignore a second signal within two seconds.
         is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
@@ -99,7 +100,7 @@ class SignalHandler:
 
         All processes must stop after the same step, so they exchange received signals about once a
         second. Rank 0 decides after how many batches the next exchange takes place. Between two
-        exchanges, this method only compares two integers.
+        exchanges, a call only compares two integers.
 
         Args:
             known: The result of the previous call.
@@ -121,7 +122,7 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Send rank 0's numbers to all processes, and return them."""
+        """Return the numbers of rank 0 in all processes."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
@@ -134,7 +135,7 @@ class SignalHandler:
 
     @cached_property
     def _cpu_group(self) -> Any:
-        """A process group for CPU tensors, so that an exchange does not wait for the GPU."""
+        """A gloo process group, in which processes exchange numbers without waiting for the GPU."""
         if torch.distributed.get_backend() == "gloo":
             return torch.distributed.group.WORLD
         return torch.distributed.new_group(backend="gloo")

@@ -33,7 +33,7 @@ _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def convert_strategy(strategy: Any) -> Any:
-    """Convert a strategy of Trainer to a strategy of Fabric. Return other strategies unchanged.
+    """Convert a Trainer strategy to a Fabric strategy, and return other strategies unchanged.
 
     Example:
         >>> type(convert_strategy("ddp_fork_find_unused_parameters_false")).__name__
@@ -68,7 +68,8 @@ def _convert_object(strategy: Any) -> Any:
             " from lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins"
             " with the options precision and plugins."
         )
-    # Pass a parallelize_fn that does nothing, because configure_model shards the module.
+    # Fabric's ModelParallelStrategy requires a parallelize_fn. Pass one that does nothing, because
+    # configure_model shards the module.
     arguments = [_return_model] if name == "ModelParallelStrategy" else []
     converted = getattr(strategies, name)(*arguments)
     vars(converted).update(
@@ -82,7 +83,7 @@ def _return_model(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def convert_plugin(plugin: Any) -> Any:
-    """Convert a precision plugin of Trainer to one of Fabric. Return other plugins unchanged."""
+    """Convert a Trainer precision plugin to a Fabric one, and return other plugins unchanged."""
     if not (isinstance(plugin, precision.Precision) and _is_trainers(plugin)):
         return plugin
     name = type(plugin).__name__
@@ -177,7 +178,8 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Register the step as a forward method, so that FSDP gathers the parameters before it.
+        # Register the step as a forward method, so that FSDP gathers the parameters before the
+        # step.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")

@@ -50,7 +50,7 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of a model's layers, in place of ModelSummary.summarize."""
+    """Print a table of a model's layers, as a replacement for ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
     # Omit the FLOPs column if it is empty. The FLOPs are unknown without an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
@@ -145,8 +145,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """After a resume within an epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
-    The hook sets the averaging scheduler. It also changes learning rates and BatchNorm statistics,
-    which have already been restored. Therefore, these changes are undone.
+    The hook creates the learning rate scheduler for weight averaging. Undo the hook's other
+    changes, because the learning rates and BatchNorm statistics have already been restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -165,14 +165,14 @@ def resume_averaging(run: Run) -> None:
 def finish_averaging(run: Run) -> None:
     """If a finished run is resumed, call on_train_end of the weight averaging callbacks again.
 
-    This hook copies the averaged weights into the model.
+    In this hook, the callbacks copy the averaged weights into the model.
     """
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a callback that runs an extra epoch to update BatchNorm statistics, because it sets
-        # the averaged weights before this epoch.
+        # With BatchNorm layers, skip the callback. It has already copied the averaged weights into
+        # the model, before an extra epoch that updates the BatchNorm statistics.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -1,4 +1,4 @@
-"""Check whether an object overrides a hook, is of a Lightning class, or has a state_dict."""
+"""Check whether an object overrides a hook, is an instance of a class, or has a state_dict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMPTY_HOOKS = tuple(
 def overridden(part: Any, name: str) -> Callable | None:
     """Return an object's method, or None if the object does not define it.
 
-    The empty hooks of Lightning's base classes do not count.
+    Also return None for an empty hook that the object inherits from Lightning.
     """
     method = getattr(part, name, None)
     if not callable(method):

@@ -59,7 +59,7 @@ def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Set ``LightningModule.device_mesh``, with which ``configure_model`` shards the module."""
+    """Set ``LightningModule.device_mesh``, which ``configure_model`` uses to shard the module."""
     module._device_mesh = mesh
 
 

@@ -37,7 +37,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if the model, a step, the optimizer or a loader is missing or invalid."""
     if plan.stage == "fit":
-        # Training needs every process of the process group. An evaluation may run in one of them.
+        # Training must use all launched processes. An evaluation may use only one of them.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -52,7 +52,7 @@ def check_call(plan: Plan) -> None:
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
-    """Raise an error if a run of ``loop`` is in progress, as when a hook calls ``loop.fit``."""
+    """Raise an error if ``loop`` is already running, for example if a hook calls ``loop.fit``."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
             f"{stage}: got a call while {run.stage} is running, expected a call after {run.stage}."
@@ -131,7 +131,7 @@ def check_signature(plan: Plan, name: str) -> None:
     if method is None:
         return
     function = getattr(plan.module, "functions", {}).get(name)
-    # The first argument is the model in a step function, and self in a method.
+    # The first argument of a step function is the model. The first argument of a method is self.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(
@@ -163,7 +163,7 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error if the optimizer is missing, or does not suit the strategy.
+    """Raise an error if the optimizer is missing, or does not work with the strategy.
 
     In manual optimization, also raise an error for gradient clipping and accumulation.
     """
@@ -223,7 +223,7 @@ def check_loaders(plan: Plan) -> None:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the start of an error message, with {} as the placeholder for the invalid loader."""
+    """Return the start of an error message, in which {} stands for the invalid loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
@@ -233,7 +233,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn about a missing max_epochs, conflicting options, or a validation without a step."""
+    """Warn about conflicting options, or a missing max_epochs, validation step or loader."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         plan.warn(

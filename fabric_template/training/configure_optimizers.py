@@ -81,7 +81,7 @@ def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
 def parse_optimizers(
     returned: Any, is_automatic: bool, has_own_scheduler_step: bool, where: str
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Extract the optimizers and schedulers from a value that ``configure_optimizers`` may return.
+    """Extract the optimizers and schedulers from the return value of ``configure_optimizers``.
 
     Args:
         has_own_scheduler_step: Whether the module overrides lr_scheduler_step, which may then step
@@ -132,7 +132,7 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if all(map(is_optimizer, given)):
         return list(given), []
     if len(given) == 2:
-        # The returned tuple is ([optimizers], [schedulers]) or (optimizer, scheduler).
+        # A pair is either ([optimizers], [schedulers]) or (optimizer, scheduler).
         optimizers, schedulers = (
             list(part) if isinstance(part, list | tuple) else [part] for part in given
         )

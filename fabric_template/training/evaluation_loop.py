@@ -117,10 +117,11 @@ def run_batches(
 
 
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
-    """Run an additional validation that does not affect the run, such as one with averaged weights.
+    """Run an additional validation, for example of averaged weights, without affecting the run.
 
-    Call the module's on_validation_epoch_start and on_validation_epoch_end, but no callbacks or
-    loggers. At the end, restore the logged values, the torchmetrics objects and the RNG states.
+    Call the module's hooks on_validation_epoch_start and on_validation_epoch_end. Do not call
+    callbacks or loggers. At the end, restore the logged values, the torchmetrics objects and the
+    RNG states.
 
     Args:
         source: A loader, or a list or dict of loaders. If None, use the run's validation loaders.
@@ -152,7 +153,7 @@ def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values that a step returned, keyed by their columns in metrics.csv.
+    """Return the values in a step's output, keyed by their column names in metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -201,7 +202,7 @@ def predict(run: Run) -> list[Any] | None:
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
     """Wrap a step in a function that takes (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
-    # predict may call forward instead of predict_step. forward takes only the batch.
+    # Without a predict_step, predict calls forward, which takes only the batch.
     is_step = overridden(run.module, f"{name}_step") is not None
     with_batch_idx = is_step and takes_batch_idx(method)
     with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
@@ -219,9 +220,9 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
-    """Return a context manager that disables gradients and sets eval mode.
+    """Disable gradients and switch all modules to eval mode in a `with` block.
 
-    At its end, each module returns to its previous mode.
+    At the end of the block, restore each module's previous mode.
     """
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())
@@ -234,9 +235,9 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook on the callbacks and the module.
+    """Call a hook that switches between train and eval mode on the callbacks and the module.
 
-    If the module does not override the hook, call ``default`` instead.
+    If the module does not override this hook, call ``default``, which switches the mode.
     """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()

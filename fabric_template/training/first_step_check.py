@@ -1,6 +1,6 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
-FirstStepCheck checks only the first batch of a run. A training_step may call backward() for a loss
+FirstStepCheck checks only the first batch of a run. A training_step may call backward() on a loss
 that it does not return, such as an adversarial loss. The loop clears the gradients of such a loss.
 """
 
@@ -60,8 +60,8 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if the step computed the same gradients as the loop's backward pass.
 
-        All processes must call this method. A step that called backward() in only some processes
-        is accepted, because the loop clears its gradients.
+        All processes must call this method. Accept a step that called backward() in only some
+        processes, because the loop clears its gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
@@ -71,11 +71,12 @@ class FirstStepCheck:
         # process.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients. Accumulation and the gradient scaler multiply the loop's
+        # Normalize the gradients, because accumulation and the gradient scaler multiply the loop's
         # gradients by a factor.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
-        # In half precision, allow for the rounding errors of scaled gradients.
+        # In half precision, allow a larger difference, because scaled gradients have rounding
+        # errors.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")

@@ -1,7 +1,10 @@
-"""Run the training loop over epochs and batches, and validate. Read this module first.
+"""Run the training loop over epochs and batches, and validate.
 
-A checkpoint that a hook saves in the middle of an epoch includes ``run.progress.phase``. A resumed
-run continues in the phase of its checkpoint. The phases of an epoch are:
+To understand the code of the package, read this module first.
+
+A checkpoint that a hook saves in the middle of an epoch contains the current phase
+(``run.progress.phase``). A resumed run continues in the phase of its checkpoint. The phases of an
+epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -61,8 +64,8 @@ def fit(run: Run) -> None:
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write a row for the last steps. A resumed run removes it, because it is newer than the
-    # checkpoint.
+    # Write a row for the steps since the last row. A resumed run removes rows that are newer than
+    # its checkpoint.
     run.row.write_after_training()
     if run.stop.signal is None:
         run.validation_schedule.warn_if_never_due()
@@ -96,7 +99,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """If the checkpoint was saved in a phase after a batch, continue in this phase."""
+    """If the checkpoint was saved after a batch's optimizer step, run the phases that remain."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -131,7 +134,7 @@ def train_batches(run: Run) -> None:
 
 
 def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Step the schedulers, call ``on_train_batch_end``, and run the phases after a batch."""
+    """Step the schedulers, call ``on_train_batch_end``, and log, validate and save if due."""
     run.progress.enter("log_batch")
     if run.optimization.lr_schedulers:
         step_schedulers_after_batch(run)
@@ -141,14 +144,14 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run the phases after a training batch. Each phase returns the next phase, or None to end."""
+    """After a training batch, run ``phase`` and the phases that follow it."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
 
 
 def log_batch(run: Run) -> str:
-    """Send the values of the batch to the loggers if logging is due. Update the progress bar."""
+    """Send the batch's values to the loggers if logging is due, and update the progress bar."""
     is_logging = run.progress.is_window_end or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
         run.loggers.log_step()
@@ -159,8 +162,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # A request to stop may cause an additional validation. A resumed run does not repeat it, so
-    # restore the RNG state afterwards.
+    # A stop request may cause a validation that the options do not require. Restore the RNG state
+    # after it, because a resumed run skips this validation.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")
@@ -207,7 +210,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """End an epoch whose loader yielded fewer batches than expected."""
+    """If the loader was shorter than expected, step the schedulers, and validate if due."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -16,8 +16,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, Hooks looks up the methods that override a hook only at its first call, and again
-    after the list of callbacks has changed.
+    For speed, Hooks caches the methods that override a hook. It clears the cache after the list of
+    callbacks has changed.
 
     Args:
         loop: The FabricLoop, which callbacks get as the argument ``trainer``.
@@ -42,11 +42,11 @@ class Hooks:
 
     @property
     def callbacks(self) -> list[Any]:
-        """The loop's callbacks in calling order. The list may change during a run."""
+        """The loop's current callbacks, in the order in which their hooks are called."""
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook on the callbacks and the module. Return what the module's hook returns."""
+        """Call a hook on the callbacks and the module, and return the result of the module."""
         callbacks = self.loop.callbacks
         if callbacks != self._known_callbacks:
             self._known_callbacks = list(callbacks)
@@ -64,14 +64,14 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether a hook is overridden, or True if the hook has not been called yet."""
+        """Return False only if an earlier call has found no object that overrides the hook."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
     def call_callbacks(
         self, name: str, *args: Any, callbacks: list[Any] | None = None, **kwargs: Any
     ) -> None:
-        """Call a hook on the callbacks only, including callbacks that the hook itself adds.
+        """Call a hook on the callbacks, including callbacks that are added during the call.
 
         Args:
             callbacks: The callbacks to call. If None, call all callbacks.
@@ -84,9 +84,10 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``, on EarlyStopping and checkpoint callbacks last.
+        """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last.
 
-        These callbacks may monitor a metric that the module logs in ``on_train_epoch_end``.
+        EarlyStopping and checkpoint callbacks may monitor a metric that the module logs in this
+        hook.
         """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
@@ -142,9 +143,10 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the argument ``pl_module`` for a callback.
+        """Return the object that a callback's hooks get as the argument ``pl_module``.
 
-        Lightning's own callbacks get ``self.module``. All other callbacks get ``self.model``.
+        Lightning's own callbacks get the LightningModule or ModuleAdapter. All other callbacks get
+        the model that was passed to the loop.
         """
         packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
@@ -152,7 +154,7 @@ class Hooks:
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Set ``current`` to None after an error in a hook."""
+        """After an error in a hook, record that no hook is running."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:
@@ -170,7 +172,7 @@ class Hooks:
         return nullcontext() if self.profiler is None else self.profiler.profile(action)
 
     def with_profiler(self, action: str, method: Callable) -> Callable:
-        """Wrap a method so that the profiler measures it. Without a profiler, return ``method``."""
+        """Wrap a method so that the profiler, if there is one, measures its time."""
         if self.profiler is None:
             return method
 

@@ -220,7 +220,7 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check on resume, except for a checkpoint that Trainer saved
+    # Like Trainer, skip the sanity check on resume. Run it only for a checkpoint that Trainer saved
     # between epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
@@ -249,7 +249,7 @@ def set_torch_flags(config: LoopConfig) -> None:
 
 
 def attach_run(run: Run, stack: ExitStack) -> None:
-    """Set ``trainer`` and ``log`` of the module, datamodule and callbacks. Set up the profiler."""
+    """Connect the module, the datamodule, the callbacks and the profiler to the run."""
     for part in {id(part): part for part in (run.module, run.model)}.values():
         if isinstance(getattr(type(part), "trainer", None), property):
             attach_trainer(part, run, stack)
@@ -273,7 +273,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the attribute ``trainer`` of a module or datamodule to the loop of the run.
 
-    If the attribute was another loop that is still running, restore it after the run.
+    If this run takes place inside another loop's run, restore the other loop afterwards.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
@@ -297,12 +297,13 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         return
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
-        # A module's submodules are attributes, too, and one of them may be named "log".
+        # Do not replace a submodule that is named "log".
         previous = getattr(part, name, None) if own is None else attributes.get(name)
         if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # self.log changes Python counters, so torch.compile would recompile the step every time.
+        # torch.compile would recompile the step at every call, because self.log changes Python
+        # counters.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         if previous is None:
             stack.callback(attributes.pop, name, None)
@@ -358,7 +359,7 @@ def print_if_finished(run: Run) -> None:
 def finish_signal(run: Run) -> None:
     """If a signal ended training, print the epoch and the step, and exit with the signal's code.
 
-    In a notebook, do not exit, so that fit returns.
+    In a notebook, return normally instead of exiting.
     """
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:

@@ -29,12 +29,12 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
 
     Args:
         interval: "step" or "epoch", as in Lightning's ``lr_scheduler`` dict.
-        reduce_on_plateau: Whether to step only ReduceLROnPlateau, or only the other schedulers.
+        reduce_on_plateau: Whether to step ReduceLROnPlateau schedulers instead of all others.
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # Like Trainer, count batches for frequency=N, not optimizer steps. The current batch or epoch
-    # counts, too.
+    # Like Trainer, count batches for frequency=N, not optimizer steps. Include the current batch or
+    # epoch in the count.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

@@ -1,8 +1,8 @@
 """Give functions and objects the interface of a LightningModule, and run their steps.
 
-On one device, plain Fabric calls ``model.training_step`` without autocast, so that training with
-``bf16-mixed`` silently uses float32. StepRunner applies the precision, the strategy and
-torch.compile to every step.
+On one device, plain Fabric calls ``model.training_step`` without autocast, so ``bf16-mixed``
+silently trains in float32. StepRunner runs every step with the precision, strategy and
+torch.compile of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 
 # A model that is not an nn.Module may keep its modules in containers of these types.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# The names of the LightningModule methods that a model may define.
+# The names of LightningModule methods that the loop also calls on models of other classes.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
 _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
@@ -37,8 +37,8 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Adapts a network with step functions, or a Python object, to LightningModule's interface.
 
-    The adapter has the network's parameters, buffers and submodules under the same names, so that
-    the weights in a checkpoint have the keys of ``network.state_dict()``.
+    The adapter shares the network's parameters, buffers and submodules, so the weights in a
+    checkpoint have the keys of ``network.state_dict()``.
 
     Args:
         model: The model that was passed to ``fit``.
@@ -55,7 +55,8 @@ class ModuleAdapter(LightningModule):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
-        # Set attributes in vars(), because nn.Module would register the model as a submodule.
+        # Write to vars(self), because nn.Module.__setattr__ would register the model as a
+        # submodule.
         attributes = vars(self)
         attributes |= {
             name: vars(network)[name] for name in ("_parameters", "_buffers", "_modules")
@@ -87,14 +88,14 @@ class ModuleAdapter(LightningModule):
 
 
 class ObjectNetwork(nn.Module):
-    """An nn.Module that contains the modules and parameters from the attributes of an object.
+    """An nn.Module that contains the modules and parameters in an object's attributes.
 
     The modules in a list, tuple or dict have the same names as in nn.ModuleList or nn.ModuleDict.
     For example, ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 
     def collect(self, model: Any) -> None:
-        """Replace this network's modules and parameters with those in the model's attributes."""
+        """Clear this network, and add the modules and parameters from the model's attributes."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -108,7 +109,8 @@ class ObjectNetwork(nn.Module):
             containers: The ids of the containers around the value. A container within itself is
                 skipped, because the search would not end.
         """
-        # Set _parameters and _modules directly. add_module() refuses names such as "forward".
+        # Set _parameters and _modules directly, because add_module() refuses names such as
+        # "forward".
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         elif isinstance(value, nn.Module):
@@ -143,7 +145,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module. Otherwise, collect its modules in an nn.Module."""
+    """Return the model if it is an nn.Module, or else an nn.Module that contains its modules."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -159,7 +161,7 @@ def creates_modules(model: Any) -> bool:
 
 
 def check_network(model: Any, network: nn.Module) -> None:
-    """Raise an error if a model that is not an nn.Module has no modules in its attributes."""
+    """Raise an error if a model neither is an nn.Module nor has one as an attribute."""
     if isinstance(network, ObjectNetwork) and network.is_empty():
         raise ConfigurationTypeError(
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
@@ -174,17 +176,18 @@ def is_in_eval_mode(network: nn.Module) -> bool:
 
 
 def unwrap(part: Any) -> Any:
-    """Remove Fabric's wrapper from a model or optimizer. Return any other object unchanged."""
+    """Remove Fabric's wrapper, if there is one, from a model or optimizer."""
     if not is_wrapped(part):
         return part
     return part.module if isinstance(part, nn.Module) else getattr(part, "optimizer", part)
 
 
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the module inside a ``torch.compile`` wrapper, and the compiler of the wrapper.
+    """Return the module inside a ``torch.compile`` wrapper, and the wrapper's compile function.
 
-    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. With step
-    functions, keep the wrapper of a plain network, because steps call its compiled ``forward``.
+    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. If step
+    functions are passed, keep the wrapper of a plain network, because the functions call its
+    compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -197,7 +200,7 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Return the LightningModule or ModuleAdapter to run, and the nn.Module with the parameters."""
+    """Return a model's LightningModule or ModuleAdapter, and the nn.Module with its parameters."""
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
@@ -232,7 +235,8 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function, an argument with a default value counts only if its name is ``batch_idx``.
+    In a step function, a second argument with a default value is the batch index only if its name
+    is ``batch_idx``.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -260,7 +264,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the run uses one device and float32, so that steps need no strategy."""
+    """Return whether steps can run without the strategy, because it uses one device and float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -297,10 +301,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's train mode.
-
-        During an evaluation, return the train modes that the modules had before the evaluation.
-        """
+        """Return each module's train mode or, in an evaluation, the mode before the evaluation."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -316,7 +317,7 @@ class StepRunner:
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Store the train modes and requires_grad flags, so that changes can be found later."""
+        """Store the train modes and requires_grad flags for a later call of ``changed_flags``."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
@@ -354,7 +355,7 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """With ModelParallelStrategy, shard the network. Otherwise, move the network to the device.
+        """Move the network to the device or, with ModelParallelStrategy, shard it.
 
         For training with a strategy such as DDP, also wrap the network.
         """
@@ -376,15 +377,16 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # Moving the network does not call an overridden to() of a submodule, so call it here.
-            # Call to(device) last, because it resets the dtype of torchmetrics objects.
+            # network.to() does not call to() of submodules, so call to() here if a submodule
+            # overrides it. Call to(device) last, because it resets the dtype of torchmetrics
+            # objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
                 module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Wrap a step with torch.compile, the strategy and the precision of the run."""
+        """Wrap a step so that it runs with torch.compile, the strategy and the precision."""
         if callable(self.compile):
             method = self.compile(method)
         elif self.compile is not False:
@@ -406,9 +408,10 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a function that runs ``method`` in the forward method of a wrapper such as DDP.
+        """Return a function that calls ``method`` inside ``forward`` of a wrapper such as DDP.
 
-        In manual optimization, backward() prepares DDP's reducer, so forward must not prepare it.
+        In manual optimization, DDP's forward must not prepare the reducer, because backward()
+        prepares it.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -429,7 +432,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that creates a step's precision context, or None for float32."""
+        """Return a function that creates the precision's context manager, or None for float32."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

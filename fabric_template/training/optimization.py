@@ -45,14 +45,14 @@ def is_logging_due(run: Run) -> bool:
 
 
 class Optimization:
-    """Holds a run's optimizers and schedulers, and runs backward, clipping and optimizer steps.
+    """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
-    AutomaticOptimization and ManualOptimization train the model. Before the end of on_fit_start,
-    and in evaluations, a run uses an instance of this base class.
+    The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
+    this base class, and so does fit until on_fit_start has returned.
 
     Attributes:
-        lightning_optimizers: The optimizers in wrappers, whose step() handles precision, hooks and
-            counters.
+        lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
+            handles precision, hooks and counters.
     """
 
     is_automatic = True
@@ -96,9 +96,10 @@ class Optimization:
         return optimization
 
     def outside_parameters(self) -> dict[str, Tensor]:
-        """Return parameters that an optimizer trains but that are not in the network.
+        """Return the optimizers' parameters that do not belong to the network.
 
-        The keys contain the index of the optimizer and of the parameter, as in "optimizer.0.3".
+        A key such as "optimizer.0.3" contains the index of the optimizer and the index of the
+        parameter.
         """
         found: dict[str, Tensor] = {}
         known = {id(parameter) for parameter in self.run.network.parameters()}
@@ -115,11 +116,11 @@ class Optimization:
         return {**dict(self.run.network.named_parameters()), **self.outside_parameters()}
 
     def release(self) -> None:
-        """Free the memory of the last loss, of its graph, and of the last step's outputs."""
+        """Free the memory of the last loss, its graph and the outputs of the last step."""
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Prepare the functions that train on a batch with the current optimizers."""
+        """Prepare the training step, the backward pass and clipping for the current optimizers."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -133,11 +134,11 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def skip_backward(self, is_skipped: bool) -> None:
-        """Set whether to skip backward passes. StochasticWeightAveraging uses this method."""
+        """Turn backward passes off or on, as StochasticWeightAveraging does to update BatchNorm."""
         self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass and its hooks for ``manual_backward`` and ``loop.backward``."""
+        """Run the backward pass, and the hooks before and after it."""
         self._profiled_backward(loss, *args, **kwargs)
 
     def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -170,8 +171,8 @@ class Optimization:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, unscale and clip the gradients, and step the optimizer.
 
-        In manual optimization, the step() of Lightning's optimizers calls this method. The gradient
-        scaler skips a step if the gradients are not finite.
+        In manual optimization, ``LightningOptimizer.step()`` calls this method. The gradient scaler
+        skips a step if the gradients are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -199,7 +200,7 @@ class Optimization:
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Return copies of the gradients, except for parameters whose ids are in ``cleared``."""
+        """Copy all gradients, except those of parameters whose ids are in ``cleared``."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once(
@@ -258,7 +259,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Train on one batch, and return the argument ``outputs`` of ``on_train_batch_end``."""
+        """Train on one batch, and return the outputs for ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
         # _forward_backward stores outputs in this dict, because a closure can return only the loss.
         self._outputs = {}
@@ -279,8 +280,8 @@ class AutomaticOptimization(Optimization):
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
         # Keep the loss until the next step. Otherwise, autograd has to recreate a node for each
-        # parameter, which is slow. If the module overrides backward, the loss's graph may still be
-        # in memory. Drop such a loss, so that the next step does not need memory for two graphs.
+        # parameter, which is slow. If the module overrides backward, drop the loss, because it may
+        # keep its graph in memory during the next step.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -309,10 +310,10 @@ class AutomaticOptimization(Optimization):
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Run ``training_step`` and the backward pass. Return the loss.
+        """Run ``training_step`` and the backward pass, and return the loss.
 
         If ``training_step`` returns None, skip the backward pass, and return None. Like Trainer,
-        step the optimizer even then, except with a gradient scaler.
+        the loop still steps the optimizer in this case, unless it uses a gradient scaler.
         """
         run, check = self.run, self._first_step_check
         if check is None:
@@ -359,25 +360,25 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the next batch still needs, keyed by parameter name."""
+        """Return the gradients that the first batch after a resume needs, keyed by name."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # A resumed run repeats the whole accumulation window, so save no gradients.
+            # Save no gradients, because a resumed run repeats the entire accumulation window.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # A user's own zero_grad() may not clear all gradients, or may set them to zero instead of
-        # None.
+        # The next batch clears the optimizer's gradients, so do not save them. If the user
+        # overrides zero_grad(), it may keep gradients, so save all of them.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
 
 
 class ManualOptimization(Optimization):
-    """Trains on a batch with manual optimization, in which the step calls ``optimizer.step()``."""
+    """Trains on a batch with manual optimization, in which the user's code steps the optimizers."""
 
     is_automatic = False
 
@@ -385,8 +386,8 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers whose step() was called since the last backward pass.
         self._stepped: set[int] = set()
-        # With DDP, _reduces_gradients stays False if a step calls loss.backward() instead of
-        # loop.backward(loss). Gradients are then not averaged, so _count_step raises an error.
+        # With DDP, loop.backward(loss) averages the gradients, and sets _reduces_gradients to True.
+        # If the step calls loss.backward() instead, _count_step raises an error.
         self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -401,16 +402,16 @@ class ManualOptimization(Optimization):
             stack.callback(handle.remove)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
-        """Run ``training_step``, and return the argument ``outputs`` of ``on_train_batch_end``."""
+        """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Let the optimizers count their steps. Set this up before each batch, because the
+            # Count the steps of all optimizers. Set the callbacks before each batch, because the
             # module may have replaced its optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward() clears _stepped. Clear it here, too, because a step may call
-            # loss.backward() instead.
+            # Clear _stepped here, because a step that calls loss.backward() instead of
+            # loop.backward(loss) does not clear it.
             self._stepped.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -442,7 +443,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count an optimizer step if ``training_step`` took it, and not if a hook took it."""
+        """Count the optimizer steps in ``training_step``, but not those in hooks."""
         if not self._reduces_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"
@@ -453,7 +454,7 @@ class ManualOptimization(Optimization):
             self.run.progress.count_steps()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients for ``manual_backward``, and reduce them across processes."""
+        """Run the backward pass, and average the gradients over the processes."""
         if (ddp := self.run.steps.ddp) is not None:
             prepare_for_backward(ddp, loss)
             self._reduces_gradients = True
@@ -461,13 +462,13 @@ class ManualOptimization(Optimization):
         self._stepped.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because the next backward pass may add to any gradient."""
+        """Return all gradients, because the next backward pass may add to each of them."""
         are_used = len(self._stepped) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
 
 def has_own_zero_grad(optimizer: Optimizer) -> bool:
-    """Return whether a subclass of Optimizer, or the user, has overridden ``zero_grad``."""
+    """Return whether the optimizer's class or the user overrides ``zero_grad``."""
     return getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
 

@@ -65,19 +65,19 @@ class Plan:
 
     @property
     def loop_name(self) -> str:
-        """The name of the loop in messages. For a LightningModule, the name is "Trainer"."""
+        """The loop's name in messages: "Trainer" for a LightningModule, otherwise "FabricLoop"."""
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warn about the arguments, in the main process only."""
+        """Show a warning, in the main process only."""
         if self.loop.fabric.is_global_zero:
             warnings.warn(message, category, stacklevel=3)
 
     def copied(self) -> Plan:
         """Return a Plan with copies of the model and optimizer.
 
-        Without copies, a spawned process would train tensors in memory that it shares with the
-        parent process.
+        Without copies, a spawned process would change tensors that it shares with the parent
+        process.
         """
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
@@ -130,7 +130,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the fields of Plan that describe the model.
+    """Return the values of Plan's fields ``model``, ``module``, ``network`` and ``compile``.
 
     If no model was passed, use the model of the previous run.
     """
@@ -149,14 +149,14 @@ def choose_model(
 def choose_data(
     stage: str, loaders: dict[str, Any], datamodule: Any, module: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the fields of Plan that describe the loaders.
+    """Return the values of Plan's fields ``loaders``, ``datamodule`` and ``source``.
 
-    The field ``source`` is the datamodule or module that creates missing loaders.
+    ``source`` is the datamodule or module that creates the loaders that were not passed.
     """
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule
     if datamodule is None and last is not None and last.datamodule is not None:
-        # Keep the previous call's datamodule, and use its loaders if the call has no loaders.
+        # Keep the previous call's datamodule, and use its loaders if this call has no loaders.
         datamodule = last.datamodule
         if not has_loader(loaders, module, LOADER_OF_STAGE[stage]):
             source = datamodule

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# If a checkpoint is saved in one of these phases, a resumed run repeats the phase. Save these
-# values in the checkpoint, so that the phase counts as not started.
+# A run resumed from a checkpoint that was saved in one of these phases repeats the phase.
+# Therefore, the checkpoint contains the values before the start of the phase.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -60,7 +60,7 @@ class Progress:
     total_eval_batches: int = 0
     """The number of batches in all validations of this epoch, or in one test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
-    """The number of evaluated batches, keyed by dataloader_idx. Loggers receive it as the step."""
+    """The number of evaluated batches of each loader. Loggers receive this number as the step."""
     has_started: bool = False
     """Whether on_train_start has run."""
     accumulate_grad_batches: int = 1
@@ -70,13 +70,13 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set the stage in a `with` block. Like Trainer, do not reset the stage after an error."""
+        """Set the stage during a `with` block. Like Trainer, keep the stage after an error."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
-        """Copy the counters of the previous run to the Progress of an evaluation."""
+        """For an evaluation, copy the counters of the previous run."""
         names = ("global_step", "epochs_done", "total_batches", "logging_step")
         vars(self).update({name: getattr(other, name) for name in names})
 
@@ -103,7 +103,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Set the phase of the epoch. A resumed run continues in the phase of its checkpoint."""
+        """Record the current phase of the epoch, so that a resumed run can continue in it."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:
@@ -116,7 +116,7 @@ class Progress:
         return batch_idx
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count optimizer steps. In manual optimization, one batch may take several steps."""
+        """Count optimizer steps. In manual optimization, there may be several steps per batch."""
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
@@ -144,7 +144,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """Let ``count_eval_step`` count from 0 again, because the evaluation loaders are new."""
+        """Reset the counts of ``count_eval_step``, because the evaluation loaders are new."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -152,13 +152,13 @@ class Progress:
         self.total_eval_batches += self.stage != "sanity_check"
 
     def count_eval_step(self, dataloader_idx: int) -> int:
-        """Count a batch of an evaluation loader. Return the loader's count before this batch."""
+        """Count a batch of an evaluation loader, and return the number of its earlier batches."""
         count = self.eval_batches_by_loader.get(dataloader_idx, 0)
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count
 
     def end_validation(self) -> None:
-        """Mark the validation as done, so that a run resumed from here does not repeat it."""
+        """Record that the validation is complete, so that a resumed run does not repeat it."""
         self.phase = "report_validation"
 
     # Conditions
@@ -183,16 +183,16 @@ class Progress:
     def crosses(self, every: int, since: int) -> bool:
         """Return whether one of the steps taken after step ``since`` is a multiple of ``every``.
 
-        In manual optimization, one batch may take several steps, so the current step alone need not
-        be a multiple.
+        In manual optimization, there may be several steps per batch, so it is not enough to check
+        the current step.
         """
         return self.global_step // every > since // every
 
     @property
     def trainer_epoch(self) -> int:
-        """The value of Trainer's current_epoch.
+        """The value that callbacks get as ``trainer.current_epoch``.
 
-        If a resumed run must first end an epoch, this epoch already counts as completed.
+        If a resumed run starts at the end of an epoch, this epoch already counts as completed.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -200,7 +200,7 @@ class Progress:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint, without batches that a resumed run repeats."""
+        """Return the counters for a checkpoint, excluding batches that a resumed run repeats."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -222,7 +222,7 @@ class StopCondition:
             omitted.
 
     Attributes:
-        divergence: Why on_nan="stop" ends training, even before min_epochs or min_steps.
+        divergence: The reason why on_nan="stop" ends training, or an empty string.
         failure: The class and the message of an error that ended the run. The error itself is not
             stored, because its traceback would keep the last batch and the last graph in memory.
     """
@@ -274,7 +274,7 @@ class StopCondition:
 
     @property
     def is_due_between_epochs(self) -> bool:
-        """Return whether training ends instead of starting the next epoch."""
+        """Return whether training ends before the next epoch."""
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     def request(self, is_requested: bool) -> None:
@@ -314,7 +314,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # Do not warn that a resumed run never validated, because the saved run may have validated.
+        # After a resume, do not warn about a missing validation, because the earlier run may have
+        # validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -323,7 +324,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the schedule. The number of training batches must be known."""
+        """Start the schedule, once the number of training batches is known."""
         self.restart()
         self.count_batches()
 
@@ -332,7 +333,7 @@ class ValidationSchedule:
         self.restart()
 
     def warn_if_never_due(self) -> None:
-        """Warn if a validation loader was given, but training ended before a validation."""
+        """Warn if training ended before the first validation, despite a validation loader."""
         if self._is_enabled and not self._has_validated:
             step = self.run.progress.global_step
             self.run.warn_once(
@@ -400,11 +401,11 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up`` to True when the validation interval has passed.
+        """Set ``_is_time_up`` to True if the time between two validations has passed.
 
         With several processes, the clock of the first process decides, because all processes must
-        validate after the same batch. The processes communicate about once a second, and after the
-        batch in which the interval is expected to end.
+        validate after the same batch. The processes communicate about once a second, and at the
+        expected end of the interval.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

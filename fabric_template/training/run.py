@@ -29,14 +29,14 @@ class Run:
     """Holds the objects of one call of fit, validate, test or predict, such as ``progress``.
 
     Args:
-        plan: The checked arguments of the call. The process group must exist, because the objects
+        plan: The checked arguments of the call. Connect the processes first, because the objects
             need the rank.
 
     Attributes:
         config: The current options.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
-        steps: Applies the precision, the strategy and torch.compile to steps.
+        steps: Runs the steps with the precision, the strategy and torch.compile.
         plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
 
@@ -75,14 +75,14 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        If the class attribute ``is_per_process`` of an object is True, each process saves its own
-        state_dict of the object.
+        Each process saves its own state_dict of an object whose class attribute ``is_per_process``
+        is True.
         """
         parts = vars(self).items()
         return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
 
     def set_options(self, config: LoopConfig) -> None:
-        """Use new options for the rest of the run."""
+        """Replace the options for the rest of the run."""
         self.config = config
         self.progress.set_options(config)
         self.stop.set_options(config)
@@ -96,11 +96,11 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Start automatic or manual optimization, depending on ``automatic_optimization``."""
+        """Replace ``optimization`` by an AutomaticOptimization or a ManualOptimization."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, add the modules that hooks created to the network."""
+        """If the model is not an nn.Module, collect the modules that its hooks have created."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -110,7 +110,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step, so that it runs with the precision, strategy and profiler of the run.
+        """Wrap a step so that it runs with the precision, strategy and profiler of the run.
 
         While the step runs, ``hooks.current`` is the name of the step.
         """
