@@ -63,7 +63,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_a_checkpoint_scored_by_an_epoch_mean_is_saved_after_each_epoch(tmp_path):
+def test_monitoring_an_epoch_mean_saves_a_checkpoint_after_each_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )
@@ -82,7 +82,7 @@ def test_a_nan_score_is_never_the_best(tmp_path, top_k, kept):
     assert FabricLoop(**quiet()).checkpoint_path("best") is None
 
 
-def test_a_stop_during_validation_keeps_the_best_checkpoints(tmp_path):
+def test_a_run_stopped_during_a_validation_keeps_its_best_checkpoints(tmp_path):
 
     class Stops(Callback):
         def on_validation_end(self, trainer, module):

@@ -66,7 +66,7 @@ def test_a_numpy_value_is_restored_bit_for_bit(tmp_path, value):
     assert found["deque"].maxlen == 2
 
 
-def test_saving_a_checkpoint_does_not_change_the_values_of_the_run():
+def test_saving_numpy_values_leaves_the_original_state_unchanged():
     state = {"a": [np.float32(1)], "b": {"c": torch.ones(1)}}
     plain = replace_numpy({"state": state})
     assert type(state["a"][0]) is np.float32

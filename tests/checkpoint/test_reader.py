@@ -357,7 +357,7 @@ def test_a_checkpoint_with_a_crafted_pickle_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("depth", [1, 5000])
-def test_an_error_names_an_object_under_a_nested_key(tmp_path, depth):
+def test_an_error_names_an_object_whose_key_is_a_nested_tuple(tmp_path, depth):
     key = b")" + b"\x85" * depth
     content = b"\x80\x02}X\x01\x00\x00\x00a}" + key + b"cunknown\nObject\nss."
     write_pickle(content, tmp_path / "a.ckpt")

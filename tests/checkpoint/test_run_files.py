@@ -89,7 +89,7 @@ def test_log_every_n_steps_selects_the_rows_of_steps_csv(tmp_path, every, steps)
         assert found.splitlines() == ["step,epoch,train_loss,lr,loss_of_batch", *rows]
 
 
-def test_each_fit_gets_a_new_version(tmp_path):
+def test_each_fit_uses_a_new_version_unless_a_version_is_given(tmp_path):
     loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     for version in (0, 1):
         loop.fit(Known(), four())
@@ -245,7 +245,7 @@ class Raises(Plain):
 @pytest.mark.parametrize(
     ("error", "state"), [(None, "finished"), (RuntimeError("mine"), "failed"), (KeyboardInterrupt(), "interrupted")]
 )
-def test_list_runs_shows_whether_a_run_finished_or_failed(tmp_path, error, state):
+def test_list_runs_shows_whether_a_run_finished_failed_or_was_interrupted(tmp_path, error, state):
     seen = []
 
     class Look(Callback):

@@ -165,7 +165,7 @@ def test_resume_restores_the_extra_state_of_a_module(tmp_path, make_state, wrap)
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", None])
-def test_load_accepts_each_common_checkpoint_format(tmp_path, key):
+def test_load_accepts_weights_under_each_common_checkpoint_key(tmp_path, key):
     weights = make_net().state_dict()
     torch.save({key: weights, "epoch": 3} if key else weights, tmp_path / "w.pt")
     net = nn.DataParallel(make_net())

@@ -289,7 +289,7 @@ def test_a_run_killed_before_it_saved_last_ckpt_resumes_exactly(tmp_path, loop_n
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_both_loops_end_with_the_same_weights_for_each_loader(name):
+def test_both_loops_end_with_the_same_weights_for_each_kind_of_loader(name):
     (net, rows), (other, found) = (train_without_break(loop, name) for loop in LOOPS)
     assert_same_weights(net, other)
     assert found == rows

@@ -61,7 +61,7 @@ def log_alone(fabric, loop):
     loop.log_dict({"epoch": 1, "own": rank, "all": 1 + rank}, sync_dist=True)
 
 
-def test_a_hand_written_loop_on_two_processes_logs_once(monkeypatch, capfd):
+def test_a_hand_written_loop_on_two_processes_logs_each_row_once(monkeypatch, capfd):
     """The processes write one row, which contains their means if sync_dist is set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))

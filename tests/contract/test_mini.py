@@ -379,7 +379,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_options_changed_by_hooks(writer, reader):
+def test_both_loops_restore_loop_options_changed_by_hooks(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -1172,7 +1172,7 @@ def test_values_logged_as_step_and_epoch_do_not_replace_these_csv_columns(kind):
     assert rows["epoch"].tolist() == [0, 0, 1, 1]
 
 
-def test_mini_loop_refuses_the_name_of_a_metric_with_a_line_break():
+def test_mini_loop_refuses_a_metric_name_that_contains_a_line_break():
     class Wraps(Classifier):
         def training_step(self, batch, batch_idx):
             self.log("train\nscore", 1.0, on_epoch=True)

@@ -163,7 +163,7 @@ def remove_metrics():
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("change", [remove_logs, remove_checkpoints, remove_metrics])
-def test_a_run_continues_if_its_files_are_deleted(kind, change):
+def test_training_continues_if_the_files_of_the_run_are_deleted(kind, change):
     class Changes(ChangesFiles):
         pass
 
@@ -175,7 +175,7 @@ def test_a_run_continues_if_its_files_are_deleted(kind, change):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_change_of_the_working_directory_does_not_split_a_run(kind, tmp_path):
+def test_a_run_writes_into_one_folder_after_the_working_directory_changed(kind, tmp_path):
     class Moves(ChangesFiles):
         @staticmethod
         def change():

@@ -73,7 +73,7 @@ def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_fit_steps_each_scheduler_in_a_list():
+def test_fit_calls_step_of_each_scheduler_in_a_list():
     net = make_net()
     optimizer = sgd(net)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(

@@ -48,7 +48,7 @@ class Waits(Classifier):
         return loss if loss.item() < 1e9 else None
 
 
-def test_the_sync_debug_mode_finds_a_synchronizing_operation():
+def test_the_cuda_sync_debug_mode_finds_a_synchronizing_operation():
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit(Waits())
 
@@ -63,7 +63,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_training_with_each_loader_does_not_wait_for_the_gpu(precision, name):
+def test_training_with_each_kind_of_loader_does_not_wait_for_the_gpu(precision, name):
     assert fit(train=LOADERS[name], precision=precision) in (12, 20)
 
 

@@ -102,7 +102,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_loaders_in_each_structure_give_the_same_batches_as_with_trainer(call, name):
+def test_lists_dicts_and_nested_loaders_give_the_same_batches_as_with_trainer(call, name):
     """The number of batches and the attributes such as loop.train_dataloader are also compared."""
 
     def act(loop, module):

@@ -34,7 +34,7 @@ def run(command, demo, options=""):
         ("gan", "--max_epochs 4", "val_places", 0.875),  # An untrained network gives 0.
     ],
 )
-def test_each_demo_learns(demo, options, column, least):
+def test_each_demo_reaches_its_minimum_validation_score(demo, options, column, least):
     run("fit", demo, options)
     assert read_logs("logs")[column].iloc[-1] >= least
     run("validate", demo, "--load best")

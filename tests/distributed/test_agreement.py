@@ -59,7 +59,7 @@ def read_epoch(epoch, ranks):
     return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_a_run_resumes_between_epochs_with_a_different_number_of_processes(recwarn):
+def test_a_run_resumes_after_an_epoch_with_a_different_number_of_processes(recwarn):
     """Each epoch starts from the saved state, and contains each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)

@@ -402,6 +402,6 @@ class HasUnusedLayer(Synced):
         self.unused = nn.Linear(2, 2)
 
 
-def test_unused_parameters_raise_the_same_error_as_with_trainer():
+def test_unused_parameters_raise_an_error_with_ddp():
     with pytest.raises(Exception, match="parameters that were not used in producing the loss"):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(HasUnusedLayer(), make_loader())

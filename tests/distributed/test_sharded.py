@@ -257,7 +257,7 @@ def log_gradient_norms(rank):
         trained(strategy, Seeing, root=name, **options)
 
 
-def test_log_grad_norm_covers_all_shards():
+def test_log_grad_norm_logs_the_norm_over_all_shards():
     """Each process has only a part of each gradient."""
     codes, errors = run_processes(log_gradient_norms)
     assert codes == [0, 0], errors

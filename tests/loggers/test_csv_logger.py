@@ -204,7 +204,7 @@ def test_read_table_reads_all_lines_of_a_file_with_one_damaged_line(tmp_path, na
     assert found.damaged == ([] if name == "zero bytes" else [5])
 
 
-def test_read_table_reads_a_column_name_with_a_quote(tmp_path):
+def test_read_table_ignores_a_stray_quote_in_the_header(tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text("\n".join(['"epoch,step,loss,note', *lines_of(3)[1:], ""]))
     found = read_table(path)
@@ -224,7 +224,7 @@ def test_a_csv_file_that_another_program_changed_is_copied_before_a_rewrite(logg
     assert metrics_csv.read_bytes() == b"epoch,step,loss,acc\n0,10,1.0,\n1,20,0.5,\n2,30,0.25,\n3,40,,0.5\n"
 
 
-def test_the_csv_logger_writes_its_rows_once_metrics_csv_becomes_writable(tmp_path, metrics_csv):
+def test_the_csv_logger_writes_missed_rows_when_metrics_csv_is_writable_again(tmp_path, metrics_csv):
     logger = CSVLogger(tmp_path / "logs", name="digits", version=0)
     metrics_csv.mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):

@@ -61,7 +61,7 @@ class Reads(Classifier):
         return loss
 
 
-def test_changing_a_value_read_from_callback_metrics_keeps_the_epoch_mean(tmp_path):
+def test_changing_a_tensor_of_callback_metrics_does_not_change_the_epoch_mean(tmp_path):
     """This also holds for a run that is resumed within the epoch."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)

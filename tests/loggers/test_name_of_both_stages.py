@@ -57,7 +57,7 @@ TRAIN = [{"prog_bar": True}, BOTH, EPOCH]
 @pytest.mark.parametrize(
     ("train", "val", "length", "interval"), sample(3, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
 )
-def test_a_name_logged_in_both_stages_has_the_same_values_as_with_trainer(tmp_path, train, val, length, interval):
+def test_a_name_logged_in_training_and_validation_has_the_values_of_trainer(tmp_path, train, val, length, interval):
     seen = []
     for make in (pl.Trainer, FabricLoop):
         stopping = EarlyStopping("x", patience=1, mode="max")

@@ -37,7 +37,7 @@ UNKNOWN = """
 @pytest.mark.parametrize(
     ("names", "direction"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "none"]
 )
-def test_find_direction_knows_common_metric_names(names, direction):
+def test_find_direction_returns_the_direction_of_common_metrics(names, direction):
     assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
 
 

@@ -121,7 +121,7 @@ def test_list_runs_reads_damaged_files_as_empty_and_executes_no_code(content):
     assert not Path("bad").exists()
 
 
-def test_list_runs_prefers_the_values_in_hparams_yaml_to_config_yaml():
+def test_list_runs_prefers_the_values_in_hparams_yaml_to_those_in_config_yaml():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}

@@ -176,7 +176,7 @@ def test_a_thinned_curve_keeps_its_first_last_smallest_and_largest_value(count, 
     assert {0, count - 1, int(values.argmin()), int(values.argmax())} <= {*places}
 
 
-def test_the_runs_page_thins_long_curves():
+def test_the_runs_page_draws_long_curves_with_fewer_points():
     steps = np.arange(2_000)
     values = np.sin(steps / 500)
     values[321], values[1765] = 17.5, -12.25

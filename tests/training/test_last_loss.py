@@ -35,7 +35,7 @@ class KeepsGraph(RecordsLosses):
         loss.backward(retain_graph=True)
 
 
-def test_fit_frees_step_outputs_after_each_batch():
+def test_fit_frees_a_retained_graph_before_the_next_batch():
     module = KeepsGraph()
     FabricLoop(**quiet(max_epochs=1)).fit(module, make_loader(16))
     assert module.alive == [[False] * count for count in range(4)]
