@@ -104,7 +104,7 @@ def by_hand(net, batches):
     return (sum(values) / 12).tolist()
 
 
-def test_validate_test_and_predict_use_the_step_functions_of_fit():
+def test_validate_test_and_predict_use_the_step_functions_passed_to_fit():
     loop, net, _ = fit("functions", monitor="val_loss", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)

@@ -160,7 +160,7 @@ def test_read_logs_reads_each_csv_dialect(text):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
-def test_read_logs_reads_each_encoding(encoding):
+def test_read_logs_reads_csv_files_in_utf_16_and_in_utf_8_with_a_bom(encoding):
     Path("log.csv").write_text("epoch\tval_loss\n0\t3,5\n1\t2,5\n", encoding)
     assert read_logs("log.csv")["val_loss"].tolist() == [3.5, 2.5]
 

@@ -96,7 +96,7 @@ def test_list_runs_reads_the_state_from_the_lock_file(lock, state):
         ({"val_rmse": [3.0, 1.0, float("inf")]}, {}, "val_rmse", ("val_rmse", 1.0, 1)),
     ],
 )
-def test_list_runs_finds_the_best_value_of_the_monitor_or_metric(columns, config, asked, expected):
+def test_list_runs_finds_the_best_value_of_the_monitored_or_given_metric(columns, config, asked, expected):
     make_run(config=config, **columns)
     assert list_runs(metric=asked)[["metric", "best", "best_epoch"]].values.tolist() == [list(expected)]
 
