@@ -2115,8 +2115,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
         warnings.warn(
-            f"resume: the sampler {type(own[0]).__name__} draws random numbers within the epoch,"
-            " so the rest of this epoch may have other samples. Draw all random numbers in"
+            f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
+            " so the rest of this epoch may have different samples. Draw all random numbers in"
             " __iter__ before the first yield.",
             stacklevel=2,
         )

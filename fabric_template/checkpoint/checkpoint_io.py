@@ -83,9 +83,8 @@ def read_checkpoint(
     """Read a checkpoint file, including NumPy values that were saved as tensors.
 
     Args:
-        weights_only: If True, no code from the file runs. If a value cannot be built without such
-            code, access to its key raises an error. If False, use ``torch.load``, which may run
-            code from the file.
+        weights_only: If True, no code from the file runs, and reading a value that requires such
+            code raises an error. If False, use ``torch.load``, which may run code from the file.
 
     Raises:
         MissingCheckpointError: There is no such file.

@@ -1,8 +1,8 @@
 """Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
 Each process writes its shards to a new folder beside the checkpoint file, such as
-``last.ckpt.step=400``. The checkpoint file contains the name of this folder, and all values that
-are not sharded. An old checkpoint at the same path is removed only after the new checkpoint is
+``last.ckpt.step=400``. The checkpoint file contains the name of the shard folder, and all values
+that are not sharded. An old checkpoint at the same path is removed only after the new checkpoint is
 written. Therefore, if a process is killed during a save, the old checkpoint stays intact.
 """
 

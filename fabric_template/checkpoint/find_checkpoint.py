@@ -90,9 +90,9 @@ def read_again(plan: Plan) -> None:
 
 
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
-    """Return which of resume, load and ckpt_path the user passed, and its value.
+    """Return the name and the value of the argument that selects the checkpoint.
 
-    If the user passed none of the three, return ("ckpt_path", None).
+    Without ``resume``, ``load`` and ``ckpt_path``, return ("ckpt_path", None).
     """
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -180,7 +180,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the checkpoints. The folder is read only at the first access."""
+        """The paths of the checkpoints. The result of the first access is cached."""
         return self.find_files()
 
 

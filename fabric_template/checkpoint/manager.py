@@ -73,7 +73,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode. Without ``monitor``, they come from the saved run."""
+        """The monitored metric and its mode, which default to those of the saved run."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -229,7 +229,7 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write a checkpoint of the run to ``path``. Return whether this succeeded."""
+        """Write a checkpoint of the run to ``path``, and return True on success."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):

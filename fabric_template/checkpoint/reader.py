@@ -2,7 +2,7 @@
 
 ``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
 pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
-as numbers, text, dates and containers. It replaces every other object by a placeholder. NumPy
+as numbers, text, dates and containers. Every other object is replaced by a placeholder. NumPy
 objects also become placeholders, because NumPy does not validate pickled data.
 """
 
@@ -63,7 +63,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return a placeholder's class. Its name is the full name of the class in the pickle."""
+    """Return a placeholder's class, which is named after the original class in the pickle."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder
@@ -79,7 +79,7 @@ class PartialCheckpoint(dict[Any, Any]):
 
     Args:
         values: The checkpoint.
-        unbuilt: Descriptions of placeholders, keyed by the keys whose values contain them.
+        unbuilt: Maps each key whose value contains a placeholder to the placeholder's description.
         path: The path of the file, for the error message.
     """
 
@@ -183,7 +183,7 @@ def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Describe the first placeholder in nested containers. Return None if there is none."""
+    """Describe the first placeholder in nested containers, or return None if there is none."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -297,7 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Read a tensor's storage. Raise an error if archive and pickle disagree about its size."""
+        """Check the size of a tensor's storage in the archive, and then read the storage."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()

@@ -252,10 +252,11 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
         kind = type(getattr(run.progress, name, None))
         is_wrong = kind in (int, bool) and type(value) is not kind
         if is_wrong or (type(value) is int and not 0 <= value < 2**62):
+            expected = "True or False" if kind is bool else "an int from 0 to 2**62 - 1"
             raise CheckpointError(
-                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)}, which"
-                f" no run can reach, expected a value of type {kind.__name__}. Use another"
-                " checkpoint, or use load= to start a new run from the weights."
+                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)},"
+                f" expected {expected}. Use another checkpoint, or use load= to start a new run"
+                " from the weights."
             )
 
 
@@ -326,8 +327,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     """Restore all states except attributes, before the loaders' iterators are created.
 
     Returns:
-        The saved attributes, such as those of the model, or None. The caller restores them after it
-        has created the iterators.
+        The saved attributes, such as those of the model, or None. The caller restores the
+        attributes after it has created the iterators.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -492,7 +493,7 @@ def check_options(
     for names, group in zip(known, groups, strict=False):
         if missing := sorted(names - set(group)):
             raise CheckpointError(
-                f"{run.plan.start.path}: got the state of another optimizer, without {missing},"
+                f"{run.plan.start.path}: got an optimizer state without the options {missing},"
                 f" expected the state of {type(optimizer).__name__}. Create the same optimizer as"
                 " in the saved run, or use load= to start a new run from the weights."
             )

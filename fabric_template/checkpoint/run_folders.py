@@ -95,7 +95,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make the checkpoints of a replaced run valid again, because it is being resumed."""
+        """Make a replaced run's checkpoints valid again, because that run is being resumed."""
         self._write("started 0.0", is_synced=True)
         # Remove the old CSV files only after the next save, because the resumed run first copies
         # rows from them.
@@ -147,8 +147,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A run replaces an older run of the same version, even if it saves no checkpoints in this
-        # folder.
+        # A new run replaces an older run of the same version, even if the new run saves no
+        # checkpoints here.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -192,8 +192,8 @@ def continues_in(run: Run, folder: Path) -> bool:
 def choose_version(run: Run) -> None:
     """Choose the version of a run if the user has not passed ``version=``.
 
-    A resumed run uses the version folder that contains the checkpoint. Otherwise, each later fit of
-    the same loop starts a new version.
+    A resumed run uses the version folder that contains the checkpoint. If a later fit of the same
+    loop does not resume, it starts a new version.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:

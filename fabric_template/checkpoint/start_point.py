@@ -21,7 +21,7 @@ class StartPoint:
         keyword: The argument of the call, such as "last" or a path.
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running its code.
-        error: The error if this process found no checkpoint.
+        error: The error that was raised if this process found no checkpoint.
         checkpoint: The content in Trainer's layout, or None after the run has restored it.
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
             empty unless the run resumes.
@@ -62,7 +62,7 @@ class StartPoint:
     def saved_at(self) -> float | None:
         """The time at which the checkpoint was saved.
 
-        None if the time is unknown, or if the run has already restored the checkpoint.
+        The value is None if the time is unknown, or if the run has already restored the checkpoint.
         """
         return self.own.get("saved_at")
 
@@ -72,7 +72,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. If Trainer wrote it, also set ``restarts_epoch``."""
+        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own

@@ -1,8 +1,8 @@
 """Build a checkpoint in Lightning's layout.
 
-``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read this
-checkpoint. The key OWN_KEY contains the state that Trainer does not save: random generators,
-loaders, running metrics and the number of CSV rows.
+``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the checkpoint.
+The key OWN_KEY contains the state that Trainer does not save: random generators, loaders, running
+metrics and the number of CSV rows.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def key_of(callback: Any) -> str:
 
 
 def state_of(part: Any) -> Any:
-    """Return the state_dict of a callback or a datamodule, or None if it has no such method."""
+    """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
     # The loop sets the methods log and log_dict on the object. A state_dict() that returns
@@ -330,7 +330,7 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    A resumed run would replace these parameters by copies, which are not trained.
+    A resumed run would replace the parameters by copies, which are not trained.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -363,7 +363,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
             run.warn_once(
                 f"checkpoint: got {problem}, expected tensors, numbers, strings, or containers of"
                 " these. A resume will raise an error unless you pass weights_only=False. Leave"
-                " such objects out of state_dict()."
+                " this object out of state_dict()."
             )
 
 

@@ -4,7 +4,7 @@ How a loader is restored depends on its type:
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
 - A map-style DataLoader draws the indices of finished batches again, but skips their samples. If
-  only some of its workers have returned a batch, it also reads the samples again.
+  only some workers have returned a batch, the DataLoader also reads the samples again.
 - Any other loader reads all finished batches again.
 
 A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
@@ -49,14 +49,14 @@ class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
     The order of the samples depends on the RNG states when the loader's iterator is created.
-    Therefore, a resumed run restores these RNG states before it creates the iterator.
+    Therefore, a resumed run restores the saved RNG states before it creates the iterator.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
             short loader several times.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
-        restart_problem: Explains why a run cannot resume after the first epoch, or "" if it can.
+        restart_problem: The reason why a run cannot resume after its first epoch, or "" if it can.
         workers: The RNG state of each worker after its last batch, or None before its first batch.
             Persistent workers keep their RNG states between epochs.
     """
@@ -275,8 +275,8 @@ class ResumableLoader:
         """Return the position in the loader, with the RNG states that a resume needs.
 
         Args:
-            is_in_pass: Whether a resumed run reads only the remaining batches, and not all batches.
-                Before the first batch is read, this makes no difference.
+            is_in_pass: Whether a resumed run continues with the remaining batches, instead of
+                reading all batches again. Before the first batch is read, this makes no difference.
             is_per_batch: Leave out attributes that a resumed run sets when it reads batches again.
         """
         if self._restored is not None:
@@ -387,7 +387,9 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 
 
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Return the next items of a sampler. Warn if it draws random numbers after the first item.
+    """Return the next items of a sampler.
+
+    Warn if the sampler draws random numbers after its first item.
 
     If a sampler draws random numbers during the epoch, its order also depends on the model's random
     numbers. A resumed run does not draw the model's random numbers for finished batches again.
@@ -401,9 +403,9 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
         if own is None or is_of_library(own):
             own = getattr(loader.sampler, "given_sampler", loader.sampler)
         warnings.warn(
-            f"resume: the sampler {type(own).__name__} draws random numbers within the epoch, so"
-            " the rest of this epoch may have other samples. Draw all random numbers in __iter__"
-            " before the first yield.",
+            f"resume: the sampler {type(own).__name__} draws random numbers during the epoch, so"
+            " the rest of this epoch may have different samples. Draw all random numbers in"
+            " __iter__ before the first yield.",
             stacklevel=2,
         )
     return drawn
@@ -433,9 +435,9 @@ class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
     Workers prefetch batches, so a worker's current RNG state belongs to a batch that the loop has
-    not received yet. The recorded state includes the global generators, and those of the dataset
-    and the collate_fn. Recording the state costs 80 microseconds per batch. A worker sends the
-    state (10 kB) only if it has changed while the batch was loaded.
+    not received yet. The recorded state includes the global generators, and the generators of the
+    dataset and the collate_fn. Recording the state costs 80 microseconds per batch. A worker sends
+    the state (10 kB) only if it has changed while the batch was loaded.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.

@@ -48,7 +48,7 @@ _USED_UP = (
 class DataConnector:
     """Creates the loaders of a run.
 
-    With reload_dataloaders_every_n_epochs=n, it creates them again every n epochs.
+    With reload_dataloaders_every_n_epochs=n, new loaders are created every n epochs.
 
     Attributes:
         given: The loaders that the user passed, keyed by stage: "train", "val", "test", "predict".
@@ -199,7 +199,7 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates the validation loaders early only if the saved run did, because this
+        A resumed run creates validation loaders early only if the saved run did, because creation
         may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
@@ -275,7 +275,7 @@ def check_loaders(source: Any, found: str) -> None:
 
 
 def find_problem(loader: Any) -> str:
-    """Return advice if an object does not yield batches. Return "" for a valid loader."""
+    """Return advice for the user if an object does not yield batches, or "" if it does."""
     parts = loader.values() if isinstance(loader, Mapping) else loader
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
@@ -378,7 +378,7 @@ class StageLoaders:
                     part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators. After a resume, they start at the restored positions."""
+        """Create the loaders' iterators. If the run resumes, start at the restored positions."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._prefetched = END

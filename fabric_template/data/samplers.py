@@ -210,5 +210,5 @@ class Predictions:
             self.outputs[dataloader_idx].append(move_data_to_device(output, "cpu"))
 
     def as_returned(self) -> list[Any]:
-        """Return a list of predictions or, for several loaders, one such list per loader."""
+        """Return a list of predictions, or a list per loader if there are several loaders."""
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs

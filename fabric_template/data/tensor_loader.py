@@ -23,7 +23,7 @@ class TensorLoader:
         shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
         drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
-        device: Move the tensors to this device once.
+        device: The device to which the tensors are moved when the loader is created.
 
     FabricLoop treats a TensorLoader like a DataLoader. With several processes, each process gets
     its share of the samples. Like Trainer, FabricLoop then shuffles the training samples.
