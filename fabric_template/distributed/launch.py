@@ -82,7 +82,7 @@ def _finish_gloo_threads() -> None:
 
 
 def gather_objects(run: Run, item: Any) -> list[Any]:
-    """Gather one object from each process, and return the list in rank order in all processes."""
+    """Return a list with one object from each process, in rank order."""
     if run.fabric.world_size == 1:
         return [item]
     gathered: list[Any] = [None] * run.fabric.world_size

@@ -194,7 +194,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Within this context, FSDP does not average gradients over the processes."""
+    """In the `with` block, FSDP does not average gradients over the processes."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

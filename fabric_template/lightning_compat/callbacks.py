@@ -171,8 +171,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # With BatchNorm layers, skip the callback. It has already copied the averaged weights into
-        # the model, before an extra epoch that updates the BatchNorm statistics.
+        # If the model has BatchNorm layers, skip the callback. It has already copied the averaged
+        # weights into the model, before an extra epoch that updates the BatchNorm statistics.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

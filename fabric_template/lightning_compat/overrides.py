@@ -29,7 +29,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object's class, or one of its base classes, has one of the names.
 
-    Unlike isinstance(), this also recognizes Lightning's classes from the package
+    Unlike isinstance(), this function also recognizes Lightning's classes from the package
     ``pytorch_lightning``.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)

@@ -55,7 +55,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine an optimizer and a scheduler as ``configure_optimizers`` would return them."""
+    """Combine an optimizer and a scheduler into a return value of ``configure_optimizers``."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):
@@ -70,8 +70,8 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return the argument ``optimizer`` of fit or, if it is a function, the function's result.
 
-    A function is called with the model. A ``partial`` of an optimizer class, such as
-    partial(Adam, lr=0.1), is called with the model's parameters.
+    Call a function with the model. Call a ``partial`` of an optimizer class, such as partial(Adam,
+    lr=0.1), with the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -132,7 +132,8 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if all(map(is_optimizer, given)):
         return list(given), []
     if len(given) == 2:
-        # A pair is either ([optimizers], [schedulers]) or (optimizer, scheduler).
+        # configure_optimizers may return the pair ([optimizers], [schedulers]) or (optimizer,
+        # scheduler).
         optimizers, schedulers = (
             list(part) if isinstance(part, list | tuple) else [part] for part in given
         )
@@ -270,7 +271,7 @@ def check_parameters(
     text = "optimizer: got parameters that are not in the model"
     found = f"Shapes: {', '.join(shapes[:3])}{more}."
     if is_instance_of(model, "LightningModule") and not is_distributed:
-        # Like Trainer, accept parameters from outside the model, but warn.
+        # Like Trainer, accept an optimizer with parameters from outside the model, but warn.
         warnings.warn(
             f"{text}. {found} FabricLoop saves and restores such parameters, but the model's"
             " state_dict() lacks them. Assign them to an attribute of the LightningModule, as an"

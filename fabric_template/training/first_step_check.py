@@ -61,7 +61,7 @@ class FirstStepCheck:
         """Raise an error if the step computed the same gradients as the loop's backward pass.
 
         All processes must call this method. Accept a step that called backward() in only some
-        processes, because the loop clears its gradients.
+        processes, because the loop clears these gradients.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

@@ -81,8 +81,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # Like Trainer, count an epoch that max_steps ends early as finished. Do not count an epoch that
-    # a signal interrupts, so that a resumed run continues it.
+    # Like Trainer, count an epoch as finished if max_steps ends it early. Do not count an epoch
+    # that a signal interrupts, so that a resumed run continues it.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -163,7 +163,7 @@ def log_batch(run: Run) -> str:
 def validate(run: Run) -> str:
     free_gradients(run)
     # A stop request may cause a validation that the options do not require. Restore the RNG state
-    # after it, because a resumed run skips this validation.
+    # after this validation, because a resumed run skips it.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")

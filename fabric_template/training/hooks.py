@@ -16,8 +16,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, Hooks caches the methods that override a hook. It clears the cache after the list of
-    callbacks has changed.
+    For speed, Hooks caches the methods that override a hook. Hooks clears the cache when the list
+    of callbacks changes.
 
     Args:
         loop: The FabricLoop, which callbacks get as the argument ``trainer``.
@@ -46,7 +46,7 @@ class Hooks:
         return self.loop.callbacks
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook on the callbacks and the module, and return the result of the module."""
+        """Call a hook on the callbacks and the module, and return the module's result."""
         callbacks = self.loop.callbacks
         if callbacks != self._known_callbacks:
             self._known_callbacks = list(callbacks)
@@ -64,7 +64,7 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return False only if an earlier call has found no object that overrides the hook."""
+        """Return whether any object overrides a hook, or True if this is not known yet."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

@@ -125,7 +125,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        False if the weights cannot be loaded before on_fit_start, which creates more modules.
+        False if the checkpoint's weights do not match the model. In this case, fit loads them after
+        on_fit_start, which may add modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -220,8 +221,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check on resume. Run it only for a checkpoint that Trainer saved
-    # between epochs.
+    # Like Trainer, skip the sanity check on resume, unless Trainer saved the checkpoint between two
+    # epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

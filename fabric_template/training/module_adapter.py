@@ -106,8 +106,8 @@ class ObjectNetwork(nn.Module):
 
         Args:
             path: The name of the value in error messages, such as "nets[0]".
-            containers: The ids of the containers around the value. A container within itself is
-                skipped, because the search would not end.
+            containers: The ids of the containers around the value. A container that contains
+                itself is skipped, because the search would never end.
         """
         # Set _parameters and _modules directly, because add_module() refuses names such as
         # "forward".
@@ -297,7 +297,7 @@ class StepRunner:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DDP wrapper, which reduces gradients across processes, or None without DDP."""
+        """The DDP wrapper, which averages gradients over the processes, or None without DDP."""
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
@@ -321,7 +321,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the train modes and requires_grad flags that changed after ``record_flags``."""
+        """Return each train mode and requires_grad flag that differs from the recorded value."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -332,8 +332,8 @@ class StepRunner:
         """Remember each module's train mode while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. If the `with` block raises an error, they are
-            restored automatically.
+            A function that restores the train modes. If the `with` block raises an error, the modes
+            are restored automatically.
         """
         outer, self._modes = self._modes, self.training_modes()
         modes = [(module, module.training) for module in self.network.modules()]
@@ -408,7 +408,7 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a function that calls ``method`` inside ``forward`` of a wrapper such as DDP.
+        """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
         In manual optimization, DDP's forward must not prepare the reducer, because backward()
         prepares it.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A run resumed from a checkpoint that was saved in one of these phases repeats the phase.
-# Therefore, the checkpoint contains the values before the start of the phase.
+# A resumed run repeats these phases from their start. Therefore, a checkpoint that is saved in one
+# of them contains these values, as if the phase had not started.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -44,7 +44,7 @@ class Progress:
     """The number of training batches in all epochs so far."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The number of batches that ended with an optimizer step. Loggers receive it as the step."""
+    """The step for loggers: the number of batches that ended with an optimizer step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
@@ -181,10 +181,10 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether one of the steps taken after step ``since`` is a multiple of ``every``.
+        """Return whether any step after step ``since`` is a multiple of ``every``.
 
         In manual optimization, there may be several steps per batch, so it is not enough to check
-        the current step.
+        only the current step.
         """
         return self.global_step // every > since // every
 
@@ -217,7 +217,7 @@ class StopCondition:
     """Decides whether a limit, ``should_stop`` or a signal ends training.
 
     Args:
-        config: The options, in which None stands for a limit that was not set.
+        config: The options, such as max_epochs and max_steps.
         has_timer: Whether a Timer callback limits the training time. If so, max_epochs may be
             omitted.
 
@@ -305,7 +305,7 @@ class ValidationSchedule:
 
     Attributes:
         every_n_batches: The interval in training batches, or infinity if the interval has another
-            unit, such as a time.
+            unit, such as seconds.
     """
 
     is_per_process = True
