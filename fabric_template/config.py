@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# If one of these options is None, the loop uses this value.
+# Default values of options that are None unless the user sets them.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# With barebones=True, None turns these options off, to save time.
+# With barebones=True, these options are off by default, to save time.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -90,7 +90,7 @@ class LoopConfig:
     """Every N optimizer steps, log the loss, the learning rate and the values logged with
     on_step=True. 0 means never, None means 50."""
     log_grad_norm: bool = False
-    """Also write the gradient norm before clipping to steps.csv."""
+    """Also write the gradient norm to steps.csv, measured before clipping."""
 
     # The optimizer step
     accumulate_grad_batches: int = 1
@@ -249,7 +249,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy in which defaults replace None, and fast_dev_run sets its limits.
+        """Return a copy with all default values filled in, and with the limits of fast_dev_run.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -328,7 +328,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_plain(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # The order of a set differs between processes.
+        # Sort a set, because its order differs between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_plain(item, is_strict) for item in value]
@@ -341,7 +341,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports, or return the name of its class."""
+    """Convert a setting to types that YAML supports or, after an error, to its class name."""
     try:
         return to_plain(value)
     except Exception:
@@ -460,7 +460,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# overfit_batches is not listed here, because Trainer uses all batches with overfit_batches=3.0.
+# overfit_batches=3.0 is not converted to an int, because Trainer then uses all batches.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -490,7 +490,7 @@ class LoopArguments(LoopConfig):
     """Another name for the option logger. Pass either logger or loggers."""
 
 
-# Options of Trainer that FabricLoop does not have. Their default values are ignored.
+# Trainer options that FabricLoop lacks, but ignores if they have their default values.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

@@ -54,7 +54,7 @@ class FabricLoop(TrainerAPI):
     """A training loop on Lightning Fabric with the same options and results as Trainer.
 
     Args:
-        fabric: A lightning.Fabric object to use instead of the arguments in the next line.
+        fabric: A lightning.Fabric object, to use instead of the next six arguments.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
         loggers: Fabric's name for the option logger.
@@ -85,7 +85,7 @@ class FabricLoop(TrainerAPI):
         set_torch_flags(self.config)
         self.fabric = make_fabric(of_fabric)
         self.callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
-        # An absolute path, so that a step that changes the working directory splits no run.
+        # Make the path absolute, because a step may change the working directory.
         self.default_root_dir = os.path.abspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
@@ -101,7 +101,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The content of config.yaml. The command line adds the model and the data.
+        # The content of config.yaml. The command ``fit`` adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -360,7 +360,7 @@ class FabricLoop(TrainerAPI):
             sync_dist: Log the means over all processes. Then every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
-        # A MetricCollection of torchmetrics is not a Mapping.
+        # Accept a MetricCollection of torchmetrics, although it is not a Mapping.
         is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)
@@ -414,7 +414,7 @@ class FabricLoop(TrainerAPI):
         check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # A strategy that shards models raises NotImplementedError for checkpoint_io.
+        # Strategies that shard the model raise NotImplementedError for checkpoint_io.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io
@@ -539,8 +539,8 @@ def is_in_log_hook(run: Run) -> bool:
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during a run.
 
-    If the values contain the current epoch of fit as "epoch", add them to that epoch's row in
-    metrics.csv. Otherwise, write them to steps.csv as a new row.
+    If "epoch" is the current epoch of fit, add the values to that epoch's row in metrics.csv.
+    Otherwise, write them to steps.csv as a new row.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:

@@ -535,7 +535,7 @@ class MiniLoop:
             )
             raise ValueError(f"{text} Use FabricLoop.")
         text = (
-            "optimizers: a hook changed this list, which MiniLoop does not support. Use FabricLoop."
+            "optimizers: a hook changed the list, which MiniLoop does not support. Use FabricLoop."
         )
         check(self.optimizers == [self.optimizer], text)
         try:
@@ -585,7 +585,8 @@ class MiniLoop:
                     self._load_parts({place: start}, is_in_place=False)
             self._load_parts(self._epoch_start["parts"], is_in_place=False)
             set_rng_state(self._epoch_start)
-        # `_state` warns about each iterator that iter(self.train_loader) does not replace.
+        # `_state` warns about iterators that iter(self.train_loader) does not replace, because
+        # checkpoints do not contain their position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -643,7 +644,7 @@ class MiniLoop:
         self._batches = None
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). Without a loader length, prefetch to detect the last batch."""
+        """Yield (is_last, batch). If the loader has no length, prefetch to detect the last."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -714,7 +715,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # For a loader, save no state_dicts. Objects that the model shares are saved with the model.
+        # In a loader, skip objects with a state_dict, because the model may also contain them.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -723,7 +724,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Store the initial large attributes of loaders, before a resume replaces them."""
+        """Before a resume replaces large attributes of loaders, store their initial values."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -755,7 +756,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all attributes that contain ``current`` get equal values."""
+            """Return whether all attributes that refer to ``current`` will get equal values."""
             if not is_in_place or address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1244,7 +1245,7 @@ class MiniLoop:
         """Remove the CSV rows that were written after the checkpoint."""
         for name, table in tables.items():
             path = self.log_dir / name
-            # Another program may have changed the file. All rows of the loop have a step.
+            # Another program may have added rows. Only rows with a step are from the loop.
             rows = [row for row in read_rows(path) if "step" in row][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
@@ -1487,8 +1488,8 @@ class MiniLoop:
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path), resumed.get("global_step")])
         text = f"fit: got {found} as the loader lengths, checkpoint and step of the processes,"
-        text += " expected the same in each process. Create the same loaders in each process, and"
-        text += " use a folder that all processes share."
+        text += " expected equal values. Create the same loaders in each process, and use a folder"
+        text += " that all processes share."
         check(found.count(found[0]) == len(found), text)
 
     def _share(self, loader: Any, is_train: bool) -> Any:
@@ -2320,7 +2321,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with tensors moved to the devices of the tensors in ``loaded``."""
+    """Move the tensors in a saved value to the devices of the tensors in ``loaded``."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2334,7 +2335,7 @@ def exact_value(loaded: Any, saved: Any) -> Any:
     return saved
 
 
-# State that state_dict() does not contain
+# Attributes and random generators, which state_dict() does not contain
 
 
 def plain_state(
@@ -2379,14 +2380,14 @@ def plain_state(
 
 
 def holds_objects(value: Any) -> bool:
-    """Return whether a value is a container with objects of the user's classes."""
+    """Return whether a list, dict or other container contains objects of the user's classes."""
     if CONTAINERS.get(type(value).__name__) is not type(value):
         return False
     return any(map(is_own_object, islice(value.values() if isinstance(value, dict) else value, 64)))
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator from Python or torch, such as a DataLoader's."""
+    """Return whether a value is an iterator of Python or torch, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -2454,7 +2455,7 @@ def mark_array(array: Any) -> tuple[Any, ...]:
 
 
 def mark_value(value: Any, depth: int = 0) -> Any:
-    """Return a checksum of a value. A large container is represented by a sample of its items."""
+    """Return a checksum of a value. For a large container, use only a sample of its items."""
     kind = type(value)
     if kind in ATOMS or isinstance(value, Enum) or kind is range:
         return value

@@ -450,7 +450,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value, with tensors moved to the devices of the tensors in ``loaded``."""
+    """Move the tensors in a saved value to the devices of the tensors in ``loaded``."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
@@ -572,7 +572,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator from Python or torch, such as a DataLoader's."""
+    """Return whether a value is an iterator of Python or torch, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -724,7 +724,7 @@ class PlainState:
         for name, state in states.items():
             with self._guarded(f"the generator {name}"):
                 if name not in generators:
-                    raise ValueError("the saved run created it during training, this run did not")
+                    raise ValueError("the saved run, but not this run, created it during training")
                 set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
@@ -761,7 +761,10 @@ class PlainState:
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators that the loader has not replaced since ``find_iterators``."""
+        """Warn about iterators that iter(loader) has not replaced.
+
+        A resumed run cannot restore the position of such an iterator.
+        """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
                 with self._guarded(f"the attribute {'.'.join(place)}"):
@@ -808,7 +811,7 @@ class PlainState:
         missing = [name for name, _ in saved if name not in self._parts]
         with self._guarded(f"the object {missing[0]}" if missing else ""):
             if missing:
-                raise ValueError("the saved run created it during training, and this run did not")
+                raise ValueError("the saved run, but not this run, created it during training")
         decoder, targets = Decoder(self._device, self._network), self._targets(saved)
         covered = self.addresses_of_network()
         placed: dict[int, Any] = {}

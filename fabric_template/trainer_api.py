@@ -265,7 +265,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The StopCondition of the run or, before a run, the options. Both contain max_epochs."""
+        """The object with limits such as max_epochs, the run's StopCondition or the options."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -364,7 +364,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object that receives the values if a module overrides ``log`` and calls super()."""
+        """The object that receives the values if a module's own ``log`` calls super().log()."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -426,7 +426,7 @@ def created_loaders(run: Run | None, kind: str) -> Any:
 
 
 class Loaders(NamedTuple):
-    """Loaders with the two attributes of Lightning's CombinedLoader that modules read."""
+    """Provide the two attributes of Lightning's CombinedLoader that LightningModules read."""
 
     iterables: Any
     flattened: tuple[Any, ...]
@@ -589,7 +589,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Return a Lightning profiler for a name such as "simple", a profiler or None."""
+    """Convert the option ``profiler``, such as "simple" or None, to a Lightning profiler."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):

@@ -594,7 +594,7 @@ class OptimizerReplacement(Model):
 
 def test_a_hook_that_replaces_the_optimizer_is_refused_at_once_or_on_resume(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
-    with pytest.raises(ValueError, match="a hook changed this list"):
+    with pytest.raises(ValueError, match="a hook changed the list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), kill_at=7)
