@@ -905,7 +905,7 @@ class MiniLoop:
         self._logged_batch_size = batch_size or self._logged_batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
-            # torchmetrics has no public attribute for the current batch's value.
+            # Use a private attribute, because torchmetrics has no public one for a batch's value.
             value, on_epoch = getattr(value, "_forward_cache", None), False
         if value is None or not (on_epoch or on_step):
             return

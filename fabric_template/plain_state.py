@@ -651,14 +651,14 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects that the caller passes. _parts also contains the objects that
-        # are found in their attributes.
+        # _given contains the objects that the caller passes. _parts also contains objects found in
+        # their attributes.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects to skip, because other checkpoint keys contain their state. This is None before
-        # the first add(), so that no state_dict is saved.
+        # Objects to skip, because other checkpoint keys contain their state. Until add() sets this
+        # dict, no state_dict is saved.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()

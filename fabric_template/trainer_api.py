@@ -376,7 +376,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """The object in which ModelSummary finds the hooks that move ``example_input_array``."""
+        """Trainer's data connector, which ModelSummary needs to move ``example_input_array``."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
