@@ -34,7 +34,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Each redraw sends all lines to the notebook, so limit the table to its newest rows.
 MAX_NOTEBOOK_LINES = 20
-# The last columns of the table. "waiting" is shown only if training often waits for batches.
+# These columns come last in the table. "waiting" is shown only if batches are often late.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -44,7 +44,7 @@ class Console:
 
     In a terminal, the bar is on the last line. In a notebook, the bar is below the table. A log
     file gets one line per table row and, in long epochs, one progress line per minute. If drawing
-    fails, training continues without a bar, after a warning.
+    fails, a warning is shown, and training continues without a bar.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:
@@ -55,7 +55,7 @@ class Console:
         self._columns: list[str] = []
         # The columns of the table that fit into the terminal.
         self._shown: list[str] = []
-        # "terminal", "notebook" or "log file". Empty until a progress bar starts.
+        # Where progress is shown: "terminal", "notebook" or "log file". Empty until a bar starts.
         self._output = ""
         self._bar = ""
         self._lines: list[str] = []
@@ -400,7 +400,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the metric's name. The column header already contains it.
+        # Remove the loader's index from the metric's name, because the column header contains it.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = pandas.DataFrame(loaders).sort_index()

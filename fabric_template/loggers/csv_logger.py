@@ -35,7 +35,7 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, and of the folder in root_dir that contains its versions.
         version: The number or name of the version. If None, use the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. If given, the next free number must be
+        checkpoint_dir: The folder of the run's checkpoints. If given, the next free number is
             unused in this folder, too.
 
     Example:
@@ -318,7 +318,7 @@ def rows_before(
 ) -> tuple[list[dict[str, str]], bool]:
     """Return the rows that a CSV file contained when a checkpoint was saved.
 
-    Also return whether another program has changed the file since then.
+    Also return whether another program changed the file after the checkpoint.
 
     Args:
         position: The number of rows in the checkpoint and, if known, the last of these rows.

@@ -79,9 +79,9 @@ class LoggerConnector:
         """Send values to every logger.
 
         Args:
-            step: The step to log the values at. If None, use the value logged as "step" or, without
-                such a value, the run's own count of steps plus ``step_offset``. The column "step"
-                of steps.csv always contains the number of optimizer steps.
+            step: The step to log the values at. If None, use the value logged as "step". If "step"
+                was not logged, use the run's own count of steps plus ``step_offset``. The column
+                "step" of steps.csv always contains the number of optimizer steps.
             row: The row that the CSV logger writes to steps.csv. If None, write no row.
         """
         self.run.results.logged_metrics.update(metrics)

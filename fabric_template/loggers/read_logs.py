@@ -49,8 +49,11 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     import pandas as pd
 
     if not isinstance(path, str | os.PathLike):
-        kind = type(path).__name__
-        raise TypeError(f"read_logs(path): got a {kind}, expected a path. Write read_logs('logs').")
+        # fabric_template.errors imports Lightning, which would slow the plot command.
+        from ..errors import describe
+
+        text = f"got {describe(path)}, expected a path"
+        raise TypeError(f"read_logs(path): {text}. Write read_logs('logs').")
     root = Path(os.path.abspath(path))
     runs = find_runs(root)
     if not runs:
@@ -77,8 +80,8 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
-    For speed, pandas is used only to merge rows. The command `fabric-template runs` may read
-    thousands of files.
+    Use pandas only to merge rows, because it is slow for the thousands of files that the command
+    `fabric-template runs` may read.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -135,7 +138,7 @@ def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
 
 
 def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
-    """Return a run's name (the path of its parent folder relative to ``root``) and its version."""
+    """Return a run's name and version, such as ("digits", 0) for the folder digits/version_0."""
     parent, number = folder.parent, number_of(folder.name)
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
     return name, folder.name if number is None else number
@@ -247,7 +250,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows after the last one are merged into its row.
+        # Number the validations of each epoch. Merge rows after the last validation into its row.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

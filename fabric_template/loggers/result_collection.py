@@ -219,7 +219,7 @@ class LoopResults:
     def start_hook(self, hook: str | None) -> None:
         """Reset the values that ``hook`` logged in the previous epoch.
 
-        After the first batch, keep the values, because they are from the current epoch.
+        After the first batch, reset nothing, because all values are from the current epoch.
         """
         self.last_hook = hook
         if self.is_first_batch is not False:

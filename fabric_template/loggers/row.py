@@ -55,7 +55,7 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples in this process since the newest row of metrics.csv.
         self._num_samples = 0
-        # In a resumed run, the saved elapsed(), waited() and _excluded_seconds until the next row.
+        # The values of elapsed(), waited() and _excluded_seconds when the checkpoint was saved.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The seconds spent on validations and saves since the newest row of metrics.csv.
@@ -81,7 +81,7 @@ class RowWriter:
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
 
-        After a resume, the clock starts at the time in the checkpoint instead of 0.
+        After a resume, the clock starts at the seconds saved in the checkpoint instead of 0.
         """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
@@ -329,7 +329,7 @@ class RowWriter:
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         # The folder "logs" may be in any of the four folders above the checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
-        # ModelCheckpoint saves to a subfolder of the log folder, so the log folder may be above it.
+        # ModelCheckpoint saves to a subfolder of the log folder, so search the parent folders.
         return [*folders, *checkpoint.parents[:2]]
 
 

@@ -40,8 +40,8 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. Never overwrite the file in a resumed run, or if
-    another program wrote it.
+    If writing fails, warn and continue training. In a resumed run, or if another program wrote the
+    file, do not overwrite it.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
