@@ -130,7 +130,7 @@ def sort_callbacks(callbacks: list[Any]) -> list[Any]:
 def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     """Combine the loop's callbacks with those that the module's configure_callbacks returns.
 
-    If both contain a callback of the same class, keep only the module's callback.
+    If the loop and the module have callbacks of the same class, keep only the module's callback.
     """
     replaced = {base for callback in own for base in type(callback).__mro__} - {Callback, object}
     kept = [callback for callback in callbacks if type(callback) not in replaced]

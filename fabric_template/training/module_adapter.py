@@ -200,7 +200,7 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Return a model's LightningModule or ModuleAdapter, and the nn.Module with its parameters."""
+    """Return the model or a ModuleAdapter for it, and the nn.Module with its parameters."""
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
@@ -357,7 +357,7 @@ class StepRunner:
     def setup(self, is_training: bool) -> None:
         """Move the network to the device or, with ModelParallelStrategy, shard it.
 
-        For training with a strategy such as DDP, also wrap the network.
+        For training with DDP or a similar strategy, also wrap the network.
         """
         self.convert_network()
         if self.is_model_parallel:
