@@ -198,7 +198,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the new items in ``replaced``, and without NumPy keys."""
+    """Return a container with the items from ``replaced``, and with NumPy keys as Python values."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container

@@ -317,14 +317,14 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch()
         run.data.train.start()
-    # Restore attributes last, because creating the iterators may need their values from the start
-    # of the epoch.
+    # Restore attributes last. Creating the iterators may require the attributes' values from the
+    # start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore all states except attributes, before the loaders' iterators are created.
+    """Restore all saved states except attributes, before the loaders' iterators are created.
 
     Returns:
         The saved attributes, such as those of the model, or None. The caller restores the
@@ -500,7 +500,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore the parameters that are optimized, but are not in the model's state_dict."""
+    """Restore optimized parameters that are not in the model's state_dict."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:

@@ -368,7 +368,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return the path of the first item that cannot be pickled, such as "a/b", or None."""
+    """Return a path such as "a/b" to the first item that cannot be pickled, or None."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()

@@ -163,7 +163,7 @@ def holds_iterator(loader: Any) -> bool:
 
 
 def starts_over(iterator: Iterator[Any]) -> bool:
-    """Return whether an iterator's ``__iter__`` seems to restart it, and not just return it."""
+    """Return whether calling iter() on an iterator seems to restart it."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 

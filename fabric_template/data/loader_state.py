@@ -86,7 +86,7 @@ class ResumableLoader:
         # After a resumed epoch, the number of its batches, and how many of them the resumed run
         # read.
         self._resumed: tuple[int, int] | None = None
-        # True if the epoch after a resumed epoch skipped the same batches again.
+        # True if the epoch after a resumed epoch skipped the same batches as the resumed epoch.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -392,7 +392,8 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     Warn if the sampler draws random numbers after its first item.
 
     If a sampler draws random numbers during the epoch, its order also depends on the model's random
-    numbers. A resumed run does not draw the model's random numbers for finished batches again.
+    numbers. When a resumed run skips finished batches, the model does not draw its random numbers
+    again.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()

@@ -25,8 +25,8 @@ class TensorLoader:
         generator: A torch.Generator on the CPU.
         device: The device to which the tensors are moved when the loader is created.
 
-    FabricLoop treats a TensorLoader like a DataLoader. With several processes, each process gets
-    its share of the samples. Like Trainer, FabricLoop then shuffles the training samples.
+    FabricLoop treats a TensorLoader like a DataLoader. With several processes, FabricLoop shuffles
+    the training samples, as Trainer does, and gives each process its share.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
