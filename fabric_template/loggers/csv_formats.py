@@ -18,7 +18,7 @@ KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
 
 
-# Text
+# Conversion of the text
 
 
 def decode(content: bytes) -> str:
@@ -54,7 +54,7 @@ def has_number(cells: Iterable[Any]) -> bool:
     return False
 
 
-# Columns
+# Conversion of the columns
 
 
 def to_wide(columns: Columns) -> Columns:

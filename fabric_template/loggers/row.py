@@ -76,7 +76,7 @@ class RowWriter:
         """Use ``rows`` as the rows of the run so far, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
-    # The clock
+    # Time since the newest row
 
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
@@ -105,7 +105,7 @@ class RowWriter:
             # A save within a validation is part of the validation's time. Do not count it twice.
             self._excluded_seconds = before + time.monotonic() - started
 
-    # Values
+    # Values of the next rows
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
         """Collect the values that training_step returned.
@@ -164,7 +164,7 @@ class RowWriter:
         epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
         return {"epoch": epoch, "step": progress.global_step}
 
-    # Due rows
+    # Writing rows
 
     def write_after_validation(self) -> None:
         """Write a row after a validation within an epoch.
@@ -264,7 +264,7 @@ class RowWriter:
 
         return pandas.DataFrame(self.rows)
 
-    # State
+    # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values collected for the next row, and the number of rows in each CSV file."""

@@ -117,7 +117,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-# Environment and parts
+# Descriptions of the process, the model and the optimizers
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:
