@@ -269,7 +269,7 @@ def check_parameters(
     shapes = ["unknown" if is_lazy(p) else str(tuple(p.shape)) for p in outside.values()]
     more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
     text = "optimizer: got parameters that are not in the model"
-    found = f"Shapes: {', '.join(shapes[:3])}{more}."
+    found = f"Shapes of the unexpected parameters: {', '.join(shapes[:3])}{more}."
     if is_instance_of(model, "LightningModule") and not is_distributed:
         # Like Trainer, accept an optimizer with parameters from outside the model, but warn.
         warnings.warn(
