@@ -163,8 +163,7 @@ class FabricLoop(TrainerAPI):
             load: The checkpoint with the initial weights: a path, "last" or "best".
             optimizer: An optimizer, or a function of the model. None: call configure_optimizers().
             scheduler: A scheduler for the optimizer, or a list of schedulers.
-            training_step, validation_step: Functions of (model, batch[, batch_idx]). None means the
-                model's methods.
+            training_step, validation_step: fn(model, batch[, batch_idx]). By default, methods.
             weights_only: If this is False, torch.load may run code that the checkpoint contains.
         """
         functions = {"training_step": training_step, "validation_step": validation_step}

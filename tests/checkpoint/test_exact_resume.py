@@ -1,13 +1,11 @@
 """Test that a killed and resumed run ends exactly like an uninterrupted run."""
 
-import csv
 import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -324,16 +322,3 @@ def test_a_random_validation_split_is_the_same_after_a_resume(tmp_path, batch):
         loop, module = FabricLoop(**options | {"default_root_dir": str(root), "callbacks": callbacks}), Net()
         ends.append((loop, module, loop.fit(module, RandomSplit(), resume=resume)))
     assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))
-
-
-def test_the_time_of_a_resumed_epoch_excludes_the_setup_time(tmp_path, monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr("fabric_template.loggers.row.time.monotonic", lambda: 10.0 * next(clock))
-    with pytest.raises(RuntimeError):
-        fit(tmp_path, callbacks=[Raises("on_train_batch_start", 9)], save_every_n_steps=1)
-    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["fabric_template"]["row"]
-    loop, *_ = fit(tmp_path, resume="last")
-    with Path(loop.log_dir, "metrics.csv").open() as file:
-        times = [float(row["time"]) for row in csv.DictReader(file)]
-    assert times[0] == saved["last_row"]["time"]
-    assert times[1] > saved["seconds"] > 0
