@@ -576,14 +576,14 @@ class MiniLoop:
             self._epoch_start = {**state, "parts": parts}
         else:
             # Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
+            places = [place for place in self._start_states if place.startswith(("train ", "val "))]
+            starts = {p: self._find_start_of(p, state["parts"].get(p, {})) for p in places}
             kept = []
-            for place in self._start_states:
-                start = self._find_start_of(place, state["parts"].get(place, {}))
-                if place.startswith(("train ", "val ")) and start:
-                    attributes = namespace_of(self._parts[place])
-                    kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
-                    self._load_parts({place: start}, is_in_place=False)
-            self._load_parts(self._epoch_start["parts"], is_in_place=False)
+            for place, start in starts.items():
+                attributes = namespace_of(self._parts[place])
+                kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
+            self._load_parts(starts)
+            self._load_parts(self._epoch_start["parts"])
             set_rng_state(self._epoch_start)
         # `_state` warns about iterators that iter(self.train_loader) does not replace, because
         # checkpoints do not contain their position.
@@ -737,7 +737,7 @@ class MiniLoop:
         set_rng_state(state)
         self._load_parts(state.get("parts", {}))
 
-    def _load_parts(self, states: dict[str, dict[str, Any]], is_in_place: bool = True) -> None:
+    def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the attributes in ``states``.
 
         If two objects share a list or a tensor and get equal values, they continue to share it.
@@ -757,7 +757,7 @@ class MiniLoop:
 
         def may_change_in_place(current: Any, value: Any) -> bool:
             """Return whether all attributes that refer to ``current`` will get equal values."""
-            if not is_in_place or address_of(current) in self._weights:
+            if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
             return all(is_same(first, other) for other in others)
@@ -1473,6 +1473,8 @@ class MiniLoop:
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
+        # A list can be restored in place, but a tuple cannot.
+        train = list(train) if type(train) is tuple else train
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
         # If a dataset contains a module of the model, save the module only with the model.
@@ -2476,13 +2478,15 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    The checksum detects changes through ``.data``, which do not change the version counter. If
-    ``tensor`` is not a dense tensor with data, return None.
+    The checksum detects changes through ``.data``, which do not change the version counter. On a
+    GPU or above 256 MB, the checksum covers a sample. If ``tensor`` is not a dense tensor with
+    data, return None.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    items = tensor.detach().reshape(-1)[:: 1 + tensor.numel() // 10_000]
-    content = items.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    is_complete = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= 2**28
+    items = tensor.detach().reshape(-1)[:: 1 if is_complete else 1 + tensor.numel() // 10_000]
+    content = items.cpu().contiguous().view(torch.uint8).numpy().data
     return None if tensor.is_inference() else tensor._version, zlib.crc32(content)
 
 

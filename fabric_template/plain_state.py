@@ -49,7 +49,7 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 # Limits that keep checkpoints small and fast.
 _MOST_BYTES = 256 * 2**20  # The largest size of a saved attribute.
 _MOST_ITEMS = 1_000_000  # The largest number of items in a saved attribute.
-_COMPARED_BYTES = 2**20  # If a tensor is larger, only some of its elements are compared.
+_COMPARED_BYTES = 2**20  # If a tensor on a GPU is larger, its elements are sampled.
 _COMPARED_ITEMS = 50_000  # The largest number of items or elements in a digest.
 _DEEPEST = 12  # The deepest nesting of a saved container.
 _MOST_OBJECTS = 64  # The largest number of saved objects in attributes.
@@ -77,9 +77,9 @@ class TooLargeError(Exception):
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """Return a digest of a value, to detect later changes of the value.
 
-    The digest of a large tensor contains the tensor's id and version, and a checksum of some
-    elements. If an array or a container is too large to be saved, the digest contains only some of
-    its elements.
+    If a tensor, an array or a container is too large to be saved, the digest contains only some of
+    its elements. The same holds for a tensor of more than 1 MB on a GPU. The digest of such a
+    tensor also contains the tensor's id and version.
 
     Args:
         most: The largest number of a container's items that the digest contains.
@@ -144,7 +144,9 @@ def _digest_tensor(tensor: Tensor) -> Any:
         raise NotPlainError
     place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
     values = tensor.detach().reshape(-1)
-    if values.numel() * values.element_size() <= _COMPARED_BYTES:
+    # On the CPU, a change through NumPy or .data does not increase the version.
+    most = _MOST_BYTES if tensor.device.type == "cpu" else _COMPARED_BYTES
+    if values.numel() * values.element_size() <= most:
         return place, _checksum(values)
     version = None if tensor.is_inference() else tensor._version
     return place, id(tensor), version, _checksum(values[:: values.numel() // _COMPARED_ITEMS])

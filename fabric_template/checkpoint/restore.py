@@ -315,7 +315,7 @@ def restore_position(run: Run) -> None:
     if run.progress.is_in_epoch:
         # Samplers may draw random numbers in set_epoch(), so restore the RNG state afterwards.
         with unchanged_rng_state():
-            run.data.train.set_epoch()
+            run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
     # Restore attributes last. Creating the iterators may require the attributes' values from the
     # start of the epoch.

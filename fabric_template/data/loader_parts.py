@@ -49,7 +49,8 @@ _DRAWING_SAMPLERS: Any = (
 )
 # DataLoader sets these attributes itself, so checkpoints do not contain them.
 _OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets the epoch of a sampler with set_epoch(), so a checkpoint does not need it.
+# The loop sets the epoch of a library's sampler with set_epoch(), so a checkpoint does not need it.
+# A sampler of the user's own class may also count in this attribute.
 _OF_SAMPLER = ("epoch",)
 # DataLoader stores its current iterator in this attribute. A resumed run creates a new iterator.
 _DATALOADER_ITERATOR = ("_iterator",)
@@ -78,7 +79,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
     parts = {"loader": Part(with_items(loader), _OF_LOADER, has_attributes)}
     for index, sampler in enumerate(samplers):
-        ignored = _OF_SAMPLER if callable(getattr(sampler, "set_epoch", None)) else ()
+        ignored = _OF_SAMPLER if is_of_library(sampler) else ()
         part = Part(with_items(sampler), ignored, has_attributes=not has_state(sampler))
         parts[f"sampler {index}"] = part
     known = {id(part.instance) for part in parts_of_samples(loader).values()}

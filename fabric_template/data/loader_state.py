@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from itertools import chain, islice
 from typing import Any
@@ -148,6 +148,21 @@ class ResumableLoader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    @contextmanager
+    def checked_order(self) -> Iterator[None]:
+        """Warn if set_epoch() changes a sampler from which workers have already drawn indices."""
+        is_drawn = self.workers and self._reader is not None and not self.is_used
+        order = self._plain_states["order"]
+        before = order.digests() if is_drawn else {}
+        yield
+        if is_drawn and order.digests() != before:
+            warnings.warn(
+                "train_dataloaders: set_epoch() changes the sampler after the workers have started"
+                " the first epoch, so a resume within this epoch may have other samples. Shuffle in"
+                " __iter__ instead.",
+                stacklevel=2,
+            )
 
     def _start_pass(self) -> Generator[Any]:
         self.passes += 1

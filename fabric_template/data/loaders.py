@@ -26,7 +26,7 @@ from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError
 from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .loader_parts import samplers_of
+from .loader_parts import is_of_library, samplers_of
 from .loader_state import END, STICKY_POSITION, ResumableLoader
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
@@ -370,12 +370,18 @@ class StageLoaders:
             return sum(limits)
         return min(limits) if self._mode == "min_size" else max(limits)
 
-    def set_epoch(self) -> None:
+    def set_epoch(self, is_resumed: bool = False) -> None:
         """Set the epoch of every sampler, so that shuffled epochs differ."""
-        for loader in self.loaders:
-            for part in (loader, *samplers_of(loader)):
-                if callable(getattr(part, "set_epoch", None)):
-                    part.set_epoch(self.run.progress.epochs_done)
+        epoch = self.run.progress.epochs_done
+        for loader, resumable in zip(self.loaders, self.resumable, strict=True):
+            with resumable.checked_order():
+                for part in (loader, *samplers_of(loader)):
+                    # The saved run called set_epoch() of the first epoch after iter(). A resume
+                    # restores the changes of this call as attributes.
+                    is_restored = is_resumed and epoch == 0 and not has_state(part)
+                    is_restored = is_restored and not is_of_library(part)
+                    if callable(getattr(part, "set_epoch", None)) and not is_restored:
+                        part.set_epoch(epoch)
 
     def start(self, max_batches: int | float = math.inf) -> None:
         """Create the loaders' iterators. If the run resumes, start at the restored positions."""
@@ -547,7 +553,9 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     parts = combined.flattened
     is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
-        return with_loaders(CombinedLoader(None, mode), [source])
+        # A checkpoint restores a list in place, which is not possible with a tuple.
+        loader = list(source) if isinstance(source, tuple) else source
+        return with_loaders(CombinedLoader(None, mode), [loader])
     return combined
 
 

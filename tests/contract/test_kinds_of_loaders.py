@@ -367,6 +367,38 @@ class CountsEpochs(CountsInClass):
         return iter(torch.randperm(24, generator=seeded(self.epoch)).tolist())
 
 
+class CountsBeside(CountsEpochs):
+    """A sampler that counts in ``epoch`` although it has set_epoch()."""
+
+    def set_epoch(self, epoch):
+        pass
+
+
+class ShufflesInSetEpoch(LongOrder):
+    """A sampler that shuffles its list with global random numbers in set_epoch()."""
+
+    def __init__(self):
+        self.order = list(range(24))
+
+    def set_epoch(self, epoch):
+        self.order[:] = [self.order[index] for index in torch.randperm(24)]
+
+    def __iter__(self):
+        return iter(list(self.order))
+
+
+class LargeTensor(Noisy):
+    """A dataset with a tensor of 2 MB, of which single values change without a new version."""
+
+    def __init__(self):
+        self.factors = torch.ones(500_000)
+
+    def __getitem__(self, index):
+        self.factors.numpy()[7 * index + 3] *= 1.1
+        self.factors.data[7 * index + 4] *= 1.1
+        return X[index] * self.factors[7 * index + 3] * self.factors[7 * index + 4], Y[index]
+
+
 class LongMemory(Noisy):
     """A dataset with a long list, a long dict and a nested array, which change in place."""
 
@@ -404,13 +436,16 @@ WITH_STATE = {
     "long array": lambda: DataLoader(DATA, 4, sampler=LongArray()),
     "counter in the class": lambda: DataLoader(DATA, 4, sampler=CountsInClass()),
     "counter of epochs": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
+    "counter beside set_epoch": lambda: DataLoader(DATA, 4, sampler=CountsBeside()),
+    "set_epoch, workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), num_workers=2),
+    "large tensor": lambda: DataLoader(LargeTensor(), 4),
     "long memory": lambda: DataLoader(LongMemory(), 4),
     "is its iterator": IsItsIterator,
 }
 LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 
 
-@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
@@ -442,12 +477,45 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
+def test_fabric_loop_warns_of_a_sampler_that_changes_after_workers_have_started(tmp_path):
+    def run(**options):
+        loader = DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
+        train("FabricLoop", tmp_path, lambda: loader, max_epochs=2)
+
+    with pytest.warns(UserWarning, match=r"set_epoch\(\) changes the sampler"):
+        run(num_workers=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*set_epoch")
+        run()
+
+
+class ReadsList:
+    """A loader of its own class around a list of batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def make_batches():
+    return [(x.clone(), y) for x, y in DataLoader(DATA, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, limit):
     kinds = [
-        lambda: [(x.clone(), y) for x, y in DataLoader(DATA, 4)],
+        make_batches,
         lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
+        lambda: tuple(make_batches()),
+        lambda: ReadsList(make_batches()),
+        lambda: DataLoader(make_batches(), batch_size=None, shuffle=True),
     ]
     for number, make_loader in enumerate(kinds):
 
@@ -458,12 +526,14 @@ def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_pat
                 super().__init__()
                 self.net = make_net()
 
-            def training_step(self, batch, batch_idx, is_list=number == 0):
+            def training_step(self, batch, batch_idx, is_list=number != 1):
+                x, y = batch
                 if is_list:
-                    batch[0].mul_(1.1)
+                    batch = (x.clone(), y)
+                    x.mul_(1.1)
                 return step(self.net, batch)
 
-            def on_train_batch_end(self, outputs, batch, batch_idx, is_list=number == 0):
+            def on_train_batch_end(self, outputs, batch, batch_idx, is_list=number != 1):
                 loader = getattr(self.trainer, "train_loader", None) or self.trainer.train_dataloader
                 if batch_idx == 5 and not is_list:
                     loader.batch_sampler.append(loader.batch_sampler.pop(0))
