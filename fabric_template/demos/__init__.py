@@ -1,4 +1,4 @@
-"""Provide small, complete models with their data, one file for each kind of task.
+"""Provide small, complete example models and their data. Each file shows one kind of task.
 
 DEMOS maps a demo's name to the options that `fabric-template fit --model demos.NAME` uses.
 """

@@ -29,8 +29,8 @@ class CIFAR10Data(SplitData):
     A batch is ``(images, labels)``: ``uint8 (batch, 3, 32, 32)`` and ``int64 (batch,)``.
 
     Args:
-        path: Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin. If it does not
-            exist, the files are downloaded (170 MB).
+        path: Folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin. If the folder
+            does not exist, the files are downloaded (170 MB).
     """
 
     def __init__(self, path: str = "data/cifar-10-batches-bin", batch_size: int = 128) -> None:
@@ -48,17 +48,17 @@ class CIFAR10Data(SplitData):
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # In the files, each image is one byte for the label and 32 * 32 bytes per color channel.
+        # Each record in the files has one label byte and 32 * 32 bytes per color channel.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
 
 class CIFAR10Net(LightningModule):
-    """Classify 32x32 images with a ResNet-18 whose first layer keeps the images' size.
+    """Classify 32x32 images with a ResNet-18 whose first layer keeps the image size.
 
     Args:
-        width: Number of channels in the first layer. ResNet-18 has 64.
+        width: Number of channels in the first layer, which is 64 in ResNet-18.
         lr: Highest learning rate of the one-cycle schedule.
     """
 
@@ -89,7 +89,7 @@ class CIFAR10Net(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def log_loss_and_acc(self, stage: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Log the mean loss and accuracy of the epoch. Return the batch's loss."""
+        """Log the loss and accuracy, averaged over the epoch. Return the loss of this batch."""
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         acc = (logits.argmax(dim=1) == labels).float().mean()
@@ -97,7 +97,7 @@ class CIFAR10Net(LightningModule):
         return loss
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """Return SGD with a one-cycle schedule over all steps."""
+        """Return SGD with a one-cycle schedule over all training steps."""
         lr = self.hparams["lr"]
         optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9, weight_decay=5e-4)
         steps = int(self.trainer.estimated_stepping_batches)
@@ -106,7 +106,7 @@ class CIFAR10Net(LightningModule):
 
 
 class ResidualBlock(nn.Module):
-    """Add a shortcut to the output of two convolutions."""
+    """Apply two convolutions, and add a shortcut from the input to their output."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()

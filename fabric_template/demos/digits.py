@@ -27,7 +27,7 @@ class DigitsData(SplitData):
         self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
-        """In the first call, read the images and divide them into splits."""
+        """On the first call, read the images and divide them into splits."""
         if self.splits:
             return
         from sklearn.datasets import load_digits
@@ -80,12 +80,12 @@ class DigitsClassifier(nn.Module):
         return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return a dict, which the loop logs as ``train_loss`` and ``train_acc``."""
+        """Return the loss and accuracy, which the loop logs as ``train_loss`` and ``train_acc``."""
         loss, acc = self.compute_loss_and_acc(batch)
         return {"loss": loss, "acc": acc}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return a pair, which the loop logs as ``val_loss`` and ``val_acc``."""
+        """Return the loss and accuracy, which the loop logs as ``val_loss`` and ``val_acc``."""
         return self.compute_loss_and_acc(batch)
 
     test_step = validation_step

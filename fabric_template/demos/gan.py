@@ -29,7 +29,7 @@ def make_points(count: int, seed: int = 0) -> Tensor:
 
 
 class RingData(SplitData):
-    """Sample points around eight centers. A batch is ``float32 (batch, 2)``."""
+    """Sample points around eight centers. A batch is a float32 tensor of shape ``(batch, 2)``."""
 
     def __init__(self, count: int = 25_600, batch_size: int = 256, seed: int = 0) -> None:
         super().__init__(batch_size)
@@ -54,7 +54,7 @@ class GAN(LightningModule):
     """Train a generator of points, and a critic that distinguishes generated from real points.
 
     Args:
-        noise: Size of the generator's random input.
+        noise: Length of the generator's random input vector.
     """
 
     def __init__(self, noise: int = 8, hidden: int = 128, lr: float = 1e-3) -> None:
@@ -86,17 +86,17 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Generate as many points as the batch has, and log their two scores from ``judge()``."""
+        """Generate as many points as the batch contains, and log both results of ``judge()``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate as many points as the batch has, from noise that depends only on batch_idx."""
+        """Generate as many points as the batch contains. The noise depends only on batch_idx."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return two Adam optimizers, whose low momentum makes the training of GANs stable."""
+        """Return two Adam optimizers with low momentum, which stabilizes the training of a GAN."""
         options: dict[str, Any] = {"lr": self.hparams["lr"], "betas": (0.5, 0.99)}
         return [
             torch.optim.Adam(self.generator.parameters(), **options),

@@ -23,11 +23,11 @@ VOCABULARY = 256  # Each byte is a token, so that text in any language can be us
 
 
 class TextData(SplitData):
-    """Split a text into blocks of bytes. A batch is ``int64 (batch, block + 1)``.
+    """Split a text into blocks of bytes. A batch is an int64 tensor ``(batch, block + 1)``.
 
     Args:
         path: A text file. The default text comes from Python's help topics.
-        block: Context length. A block has one more byte, which is the last position's target.
+        block: Context length in bytes. A block has one more byte, which is only a target.
     """
 
     def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:
@@ -72,10 +72,10 @@ class GPT(LightningModule):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the next tokens' logits ``(batch, time, 256)`` for tokens ``(batch, time)``."""
+        """Map tokens ``(batch, time)`` to the logits ``(batch, time, 256)`` of the next tokens."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
-        # Mask later positions, because a token must not be predicted from the tokens after it.
+        # Mask later positions, because the model must not see the tokens that it predicts.
         mask = nn.Transformer.generate_square_subsequent_mask(len(positions), x.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
@@ -95,7 +95,7 @@ class GPT(LightningModule):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Log the number of training tokens per second since the previous batch."""
+        """Log the training speed since the previous batch, in tokens per second."""
         now = perf_counter()
         speed = batch[:, 1:].numel() / (now - self.since)
         self.log("tokens_per_second", speed, on_step=True, on_epoch=True, prog_bar=True)
@@ -110,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens, each of which is sampled from the 20 most likely ones."""
+        """Append ``length`` tokens, and sample each from the 20 most likely tokens."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)

@@ -1,4 +1,4 @@
-"""Classify MNIST's 70,000 handwritten digits with a network of 784-100-10 units.
+"""Classify MNIST's 70,000 handwritten digits with a small fully connected network.
 
 The model has no base class, only step methods and configure_optimizers. The first run downloads
 MNIST's files. Without internet access, copy MNIST's files to ``data/mnist``.
@@ -30,7 +30,7 @@ class MNISTData(SplitData):
     labels are ``int64 (batch,)``.
 
     Args:
-        path: Folder with the four IDX files. Missing files are downloaded to it (12 MB).
+        path: Folder with the four IDX files. Missing files are downloaded (12 MB).
     """
 
     def __init__(self, path: str = "data/mnist", batch_size: int = 64) -> None:
@@ -50,7 +50,7 @@ class MNISTData(SplitData):
         return images.float() / 255, labels.long()
 
     def make_loader(self, split: str, shuffle: bool = False) -> TensorLoader:
-        """Return a TensorLoader, which is faster than a DataLoader if the data is in memory."""
+        """Return a TensorLoader, which reads data in memory faster than a DataLoader."""
         tensors = self.splits[split].tensors
         return TensorLoader(*tensors, batch_size=self.batch_size, shuffle=shuffle)
 
@@ -58,8 +58,8 @@ class MNISTData(SplitData):
 def read_idx(path: Path) -> Tensor:
     """Read a compressed IDX file that contains bytes.
 
-    An IDX file starts with three bytes for the type, and one byte for the number of dimensions.
-    Then come the sizes as big-endian integers, and the values.
+    An IDX file starts with three bytes for the type and one byte for the number of dimensions. The
+    dimensions' sizes follow as big-endian integers, and then the values.
     """
     content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]
@@ -81,7 +81,7 @@ class MNISTNet:
         return functional.cross_entropy(self.net(images), labels)
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return a dict, which the loop logs as ``val_loss`` and ``val_acc``."""
+        """Return the loss and accuracy, which the loop logs as ``val_loss`` and ``val_acc``."""
         images, labels = batch
         logits = self.net(images)
         acc = (logits.argmax(dim=1) == labels).float().mean()

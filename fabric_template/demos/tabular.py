@@ -42,8 +42,8 @@ class TabularData(SplitData, LightningDataModule):
     """Turn a table into batches of features ``(batch, n)`` and targets ``(batch,)``.
 
     Args:
-        path: A CSV file with a header. By default, a table is generated.
-        target: The column to predict. Rows without a target are left out.
+        path: A CSV file with a header. By default, make_flats() generates the table.
+        target: The column to predict. Rows without a target are dropped.
     """
 
     def __init__(self, path: str | None = None, target: str = "rent", batch_size: int = 64) -> None:
@@ -88,7 +88,7 @@ class TabularNet(LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         )
-        # Save the target's mean and scale with the weights, to predict in the target's unit.
+        # Buffers are saved with the weights, so a loaded model predicts in the target's unit.
         self.mean = nn.Buffer(torch.tensor(0.0))
         self.std = nn.Buffer(torch.tensor(1.0))
         self.val_r2 = R2Score()

@@ -54,7 +54,7 @@ LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
 LOAD = {"--load": {"help": 'Read the weights from "last", "best" or a path.'}}
 COPY = {"path": {"help": "The folder of a copy, or a copied file."}}
 FLAG = {"action": "store_true"}
-# Maps each command to the arguments that argparse needs for its options.
+# Maps each command to its options, and each option to the arguments of `add_argument`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "fit": {
         "--resume": {"help": 'Continue exactly from "last", "best", "auto" or a path.'},
@@ -70,7 +70,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
         "--metrics": {
             "nargs": "*",
-            "help": "Columns, or names like f1. Default: losses, accuracies.",
+            "help": "Columns, or names like f1. Default: loss and accuracy.",
         },
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {"type": float, "help": "The weight of earlier points: at least 0, below 1."},
@@ -116,13 +116,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# Options that take Python objects are not on the command line, except those in CLASS_OPTIONS.
+# Options for Python objects are not on the command line, except those in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class ShortName(ABCMeta):
-    """Make jsonargparse show the type ``Class`` as "class" in its help and its errors."""
+    """Show the type ``Class`` as "class" in the help and errors of jsonargparse."""
 
     def __repr__(cls) -> str:
         return "class"
@@ -144,7 +144,7 @@ class Class(metaclass=ShortName):
 # Maps each option that takes a class to its type and its help text.
 CLASS_OPTIONS = {
     "model": (Class, "package.module:Class or demos.NAME. --model.help=CLASS shows its arguments."),
-    "data": (Class, "package.module:Class of an object with methods such as train_dataloader."),
+    "data": (Class, "package.module:Class, a class with methods such as train_dataloader."),
     "callbacks": (
         list[Class] | None,
         "--callbacks+=EarlyStopping --callbacks.monitor=val_loss, or your own class.",
@@ -157,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Returns:
-        0 for success; 1 for differences or damaged files; 2 for a usage error; 130 for Ctrl-C.
+        0 for success, 1 for differences or damaged files, 2 for a usage error, 130 for Ctrl-C, or
+        141 if the reader of the output has closed the pipe.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -187,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether an error comes from a check of this package, not from the user's code."""
+    """Return whether a check in this package raised the error, rather than the user's code."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -197,7 +198,7 @@ def is_users_mistake(error: Exception) -> bool:
 
 
 def program() -> str:
-    """Return the command with which the user started this program, such as "fabric-template"."""
+    """Return the command that started this program, such as "fabric-template"."""
     name = Path(sys.argv[0]).stem
     return name if name == "fabric-template" else f"python -m {PACKAGE}"
 
@@ -205,7 +206,7 @@ def program() -> str:
 def run_command(name: str, argv: list[str]) -> int:
     """Parse a command's arguments, run the command, and return its exit code.
 
-    For a command that trains or evaluates, first create the loop, the model and the data.
+    If the command trains or evaluates a model, first create the loop, the model and the data.
     """
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
@@ -245,7 +246,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Replace --run, or a demo's name such as demos.digits, with the options of the run or demo.
+    """Expand --run, or a demo's name such as demos.digits, to the options of that run or demo.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -273,15 +274,15 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Replace class names such as a.b:Class in a config file with a.b.Class.
+    """Rewrite class names such as a.b:Class in a config file as a.b.Class.
 
     Returns:
-        The changed text, or ``path`` if nothing changes or the file cannot be read.
+        The config file's new text, or ``path`` if no name changes or the file cannot be read.
     """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
-        # Leave missing files to jsonargparse, whose option --config also accepts YAML text.
+        # ``path`` may be YAML text, which jsonargparse's option --config also accepts.
         return path
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
@@ -303,7 +304,8 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add the options that make the command use this run's folders.
+    If ``is_new_run`` is False, add the run's name, version and root folder, so that the command
+    uses this run's folders.
     """
     import yaml
 
@@ -364,7 +366,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore upper and lower case, which differ between versions of jsonargparse.
+    # Ignore case, because the capitalization differs between versions of jsonargparse.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -411,14 +413,14 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes and arguments of model, data and callbacks in types that YAML supports."""
+    """Return the classes and arguments of model, data and callbacks as values for a YAML file."""
     import yaml
 
     given, texts = settings.as_dict(), {}
     with contextlib.suppress(Exception):
         dumped = parser.dump(settings, skip_none=False)
         texts = yaml.safe_load(dumped)
-        # parse_object modifies its argument, so parse the text a second time.
+        # Load the YAML text again, because parse_object modifies its argument.
         repeated = parser.parse_object(yaml.safe_load(dumped)).as_dict()
         if all(repeated[name] == given[name] for name in CLASS_OPTIONS):
             return {name: texts.get(name) for name in CLASS_OPTIONS}
@@ -434,9 +436,9 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Convert constructor arguments that YAML cannot store to text.
+    """Return a class and its constructor arguments as values that YAML can store.
 
-    Omit such an argument if it has its default value.
+    An argument of another type is converted to text, or omitted if it has its default value.
     """
     if not isinstance(part, dict):
         return part
@@ -452,7 +454,7 @@ def record_class(part: Any, text: Any) -> Any:
 
 
 def find_defaults(path: str) -> dict[str, Any]:
-    """Return the default constructor arguments of a class and its base classes."""
+    """Return the default values of the constructor arguments of a class and its base classes."""
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     defaults: dict[str, Any] = {}
@@ -474,7 +476,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train a model, and print the results and commands that resume or validate the run."""
+    """Train a model. Print the results, and commands that resume or validate the run."""
     from ..loggers.console import format_summary
 
     try:
@@ -485,7 +487,7 @@ def fit_command(
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
-    # Read the folder in every process, because loop.log_dir synchronizes the processes.
+    # Call run_folder in every process, because reading loop.log_dir synchronizes all processes.
     folder = run_folder(loop)
     if loop.fabric.is_global_zero:
         print(f"\n{format_summary(summarize(loop, folder))}")
@@ -493,11 +495,11 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
-    """Return a run's results and files, and commands that resume and validate the run."""
+    """Return the results and files of a run, and commands that resume or validate it."""
     from .plots import save_picture
 
     summary = loop.ending()
-    # On the command line, show a command instead of the Python code that resumes the run.
+    # Drop the Python code that resumes the run, because the summary shows a command instead.
     summary.pop("resume", None)
     if folder is None:
         return summary
@@ -553,7 +555,7 @@ def predict_command(
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame, with one column per element of a predicted vector."""
+    """Convert predictions to a DataFrame. A predicted vector gets one column per element."""
     import pandas as pd
     import torch
 

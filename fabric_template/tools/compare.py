@@ -1,4 +1,4 @@
-"""Record two training runs, and explain the first optimizer step in which the runs differ."""
+"""Record two training runs, and explain the first optimizer step at which they differ."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Comparison:
 
 
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
-    """Find the first optimizer step in which two training runs differ.
+    """Find the first optimizer step at which two training runs differ.
 
     Each run is a script with its arguments (``"train.py --lr 0.1"``), a function without
     arguments, or a file written by `record_training`. A script runs in its own process.
@@ -106,7 +106,7 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     Args:
         first: The correct run.
         second: The run to compare with the first.
-        steps: The number of optimizer steps to compare. A script or function ends after them.
+        steps: The number of optimizer steps to compare. Scripts and functions then stop.
 
     Raises:
         ValueError: If a file is missing, a script fails or a run takes no optimizer step.
@@ -120,7 +120,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # Show a tensor's norm, but not its hash, which is also recorded.
+                # Show a tensor's norm without the hash that is recorded with it.
                 values = [value[0] if "norm" in quantity else value for value in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -140,13 +140,12 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # One run may record additional tensors, for example if its model also gets the targets as
-        # an input.
+        # Accept additional tensors in one run, such as targets that only one model takes as input.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # The batch size is recorded as 0 if no module with parameters received the batch.
         return []
-    # Compare the values as strings, because NaN differs from itself.
+    # Compare the values as strings, because NaN is not equal to itself.
     return [(x, y) for x, y in zip_longest(a, b) if str(x) != str(y)]
 
 
@@ -170,7 +169,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no record of the modules in eval mode.
+    # The modules in eval mode are recorded only if the step has a backward pass.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -180,7 +179,7 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
-        reason = f"{passes} times smaller: both fit and the step divide by accumulate_grad_batches"
+        reason = f"{passes} times smaller, because accumulate_grad_batches divides the loss twice"
         return reason, "return the loss of the batch undivided"
     reason = "different targets, outputs, loss functions, precision or random numbers (dropout)"
     return reason, "the same model, loss function, outputs, seed= and precision= in both"
@@ -204,7 +203,7 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last step to record, to end training."""
+    """Raised after the last recorded step to end training."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
@@ -228,7 +227,7 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
 def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
     """Run a script in its own process, and record its optimizer steps in a JSON file.
 
-    If ``is_shown`` is True, show the elapsed time.
+    If ``is_shown`` is True, print the elapsed time while the script runs.
     """
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
@@ -256,12 +255,12 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training steps in a `with` block, and write them to a JSON file for `compare`.
+    """Record the training steps of a `with` block in a JSON file for `compare`.
 
     Args:
         path: The file to write.
         steps: The number of optimizer steps to record.
-        stop: Leave the context after the last recorded step. By default, training continues.
+        stop: Leave the `with` block after the last recorded step. By default, training continues.
     """
     recorder = Recorder(steps, stop)
     try:
@@ -274,7 +273,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Records each optimizer step as a dict that JSON supports, through PyTorch's global hooks."""
+    """Uses PyTorch's global hooks to record each optimizer step as a JSON-serializable dict."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -336,7 +335,7 @@ class Recorder:
         self.weights = [fingerprint(p) for p in self.parameters]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step, and remove all hooks after the last step to record."""
+        """Record an optimizer step. After the last recorded step, remove all hooks."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
@@ -348,12 +347,12 @@ class Recorder:
 
     def describe_step(self, optimizer: Any) -> Record:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # A parameter has another name in each module that contains it. Use the name in the first
-        # called module, which is usually the whole model.
+        # A parameter has a different name in each module that contains it. Use the name in the
+        # module that was called first, which is usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))
-        # Sort the parameters, because the two optimizers may list them in different orders.
+        # Sort the parameters, because the runs' optimizers may list them in different orders.
         entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
         parameters = [parameter for parameter, *_ in entries]
         number = self.optimizers.index(optimizer) + 1

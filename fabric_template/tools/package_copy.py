@@ -1,4 +1,4 @@
-"""Copy this package or mini.py into a project, show the changes to a copy, and update a copy."""
+"""Copy this package or mini.py into a project, and compare or update the copy later."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def find_problem(target: Path) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # In the same folder, a package my_loop/ would hide a module my_loop.py.
+    # Python imports a package my_loop/ instead of a module my_loop.py in the same folder.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
     return f"next to {other.name}, expected another name" if is_hidden else ""
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Print what the user and what the installed version changed since the copy was made.
+    """Print the changes by the user and by the installed version since the copy was made.
 
     Returns:
         1 if there are changes, otherwise 0.
@@ -129,7 +129,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the user must check a file whose outcome is "conflict" or "kept", otherwise 0.
+        1 if the user must check a file with the outcome "conflict" or "kept", otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -155,9 +155,10 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return what an update does to a file, such as "merged", and the file's new content.
+    """Return the outcome of an update for a file, such as "merged", and the file's new content.
 
-    The first value is "" if nothing changes. The content is None if the file must not exist.
+    The outcome is "" if the file does not change. The content is None if the copy must not
+    contain the file.
     """
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
@@ -206,7 +207,7 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("git is not on the PATH. Install git.") from error
-    # git diff and git merge-file report differences and conflicts in exit codes up to 127.
+    # git diff and git merge-file use exit codes up to 127 for differences and conflicts.
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The Okabe-Ito palette is color-blind safe. Dashes keep overlapping runs visible.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
-# With more runs than combinations of color and dash, draw only the best runs in color.
+# If there are more runs than combinations of color and dash, color only the best runs.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
 # Draw at most 18 panels, which take about a second, unless the user chooses metrics.
@@ -62,16 +62,16 @@ def plot_logs(
 
     Args:
         logs: A path that `read_logs` accepts, a DataFrame that `fit` returned, a list of these,
-            or a dict that maps labels to these.
-        x: "epoch", "step" (with steps.csv), "time" (of training) or a column. None: "step" for
+            or a dict that maps labels to them.
+        x: "epoch", "step" (with steps.csv), "time" (of training) or a column. Default: "step" for
             step-based runs, otherwise "epoch".
-        metrics: Columns, or quantities such as "f1" (train_f1 and val_f1) and "lr". None: losses
-            and accuracies, or all metrics if there are none of them.
+        metrics: Columns, or quantities such as "lr" or "f1" (train_f1 and val_f1). Default: losses
+            and accuracies, or all metrics if the logs contain neither.
         ax: Draw into these Axes instead of a new figure.
-        smooth: The weight of earlier points in a moving average: at least 0, below 1. None:
-            average training values of more than 50 steps. A pale line shows the original points.
+        smooth: The weight of earlier points in a moving average: at least 0, below 1. By default,
+            average training metrics with more than 50 steps. A pale line shows the original values.
         log: Use a logarithmic scale in panels without negative values.
-        seeds: Draw the mean and the range of runs with the same name that differ only in the seed.
+        seeds: Draw the mean and range of runs that have the same name and differ only in the seed.
 
     Returns:
         The Axes, or an array of Axes if there are several panels.
@@ -89,7 +89,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Drop runs without rows, choose the x axis, and prepare the tables of the other runs."""
+    """Drop runs without rows, choose the x axis, and prepare the remaining tables."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -126,7 +126,7 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with one panel for each quantity, and at most `most` panels."""
+    """Draw a new figure with one panel for each of the first ``most`` quantities."""
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}
@@ -170,7 +170,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
-        # fabric_template.errors imports Lightning, which would slow the plot command.
+        # Import fabric_template.errors only here, because it imports Lightning, which is slow.
         from ..errors import describe
 
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
@@ -197,7 +197,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         if counts[label] > 1:
-            # Add the file's name if two exported files contain runs of the same name.
+            # Add the file's name if two exported files contain runs with the same name.
             label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -253,12 +253,12 @@ def is_step_based_table(table: pd.DataFrame) -> bool:
         return True
     if not has_row_per_epoch(table):
         return True
-    # If there is only one epoch, draw its steps, because the epoch would be a single point.
+    # A single epoch would be a single point, so draw the epoch's steps.
     return len(table) == 1 and "file" in table.attrs and len(read_steps(table)) > 1
 
 
 def has_row_per_epoch(table: pd.DataFrame) -> bool:
-    """Return whether a table has at most one row per epoch, and whole numbers as epochs."""
+    """Return whether a table's epochs are whole numbers without duplicates."""
     column = find_axis(table, "epoch")
     if column is None or column not in table.select_dtypes("number"):
         return False
@@ -275,7 +275,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # A table without an epoch column already has one row per step, so use this table.
+        # A table without an epoch column already has one row per step.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
@@ -382,7 +382,7 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. With more than 18 runs, color the best 8."""
+    """Give each run a color and a dash pattern. With more than 18 runs, color only the best 8."""
     colored = runs
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
@@ -436,7 +436,7 @@ def make_axes(quantities: list[str], x_label: str) -> list[Axes]:
 
 
 def format_axes(ax: Axes, x: str, log: bool) -> None:
-    """Choose the scale and the ticks of a panel so that they suit the drawn values."""
+    """Choose the scale and ticks of a panel to suit the drawn values."""
     import numpy as np
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -507,7 +507,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a metric's values belong to single training steps and are not averages."""
+    """Return whether a metric was logged at single training steps, and not as an average."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -518,12 +518,12 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    An average covers at most 4 % of all values. The n-th average covers at most the last n / 4
-    values. Otherwise, the high losses of the first steps would raise many averages.
+    An average covers at most 4 % of all values. Early averages cover only the last quarter of the
+    values so far, to exclude the high losses of the first steps.
     """
     import numpy as np
 
-    # Use the highest precision, because very large first losses cause rounding errors in the sums.
+    # Sum in the highest precision, because very large first losses would cause rounding errors.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -531,7 +531,7 @@ def average_steps(values: pd.Series) -> Any:
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
-    """Add one legend for all panels below the panels. Each label occurs once."""
+    """Add one legend below all panels, in which each label occurs only once."""
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -581,7 +581,7 @@ def save_picture(paths: Sequence[str | Path], out: Path, **options: Any) -> Path
 
 
 class LivePlot:
-    """Show the curves of a run during training, if the code runs in a notebook.
+    """Show the curves of a run in a notebook during training.
 
     Args:
         **options: Options of `plot_logs`, such as x="step" or metrics=["loss", "lr"].
@@ -597,17 +597,17 @@ class LivePlot:
         # The folder of the CSV files in the main process, and None in the other processes.
         self.folder: Path | None = None
         self.next_time = 0.0
-        # The sizes of the CSV files at the time of the latest drawing.
+        # The sizes of the CSV files when the curves were last drawn.
         self.sizes: list[int] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
-        # Reading log_dir synchronizes all processes, so a single process must never read it.
+        # Reading log_dir synchronizes all processes, so a process must never read it alone.
         folder = trainer.log_dir
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Redraw the curves at most once per second, and for at most 5 % of the training time."""
+        """Redraw the curves at most once per second, and use at most 5 % of the training time."""
         start = time.monotonic()
         if self.folder is None or start < self.next_time:
             return
@@ -619,7 +619,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Ignore how long the first drawing takes, because it imports matplotlib.
+                # Count at most 0.1 s for the first drawing, which also imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

@@ -19,16 +19,16 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # The smallest speed-up for which a setting is suggested.
+MIN_GAIN = 1.1  # Settings with a smaller speed-up are not suggested.
 
-# Methods that return a tensor's value, so that the CPU must wait for the GPU.
+# Methods that read a tensor's value, and make the CPU wait for the GPU.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The median duration of each part of a step in ms, and settings that made steps faster."""
+    """The median duration in ms of each part of a step, and settings that made steps faster."""
 
     parts: dict[str, float]
     device: str
@@ -78,7 +78,7 @@ def profile(
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
     Profiling leaves the model, optimizers, random generators and loaders unchanged, and keeps no
-    files. The measurement uses no validation, no callbacks, and no loggers except the CSV logger.
+    files. Validation, callbacks and all loggers except the CSV logger are disabled.
 
     Args:
         loop: The loop with the training options.
@@ -133,7 +133,7 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return a line of text for each setting that makes steps faster, the fastest setting first.
+    """Return one line of text per setting that makes steps faster, sorted by speed-up.
 
     Settings that change the results are not tried.
     """
@@ -145,7 +145,7 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
     settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
     gains: dict[str, float] = {}
     for name, value in settings.items():
-        # Do not suggest a setting with which training fails.
+        # Skip a setting if training fails with it.
         with suppress(Exception):
             gain = compare(trial, {}, {name: value})
             if gain >= MIN_GAIN:

@@ -28,25 +28,25 @@ COLUMNS += ["changed", "folder"]
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
-Columns = dict[str, list[Any]]  # The values in each numeric column of a CSV file.
-Run = dict[str, Any]  # A row of list_runs as a dict, with more keys such as "rows".
+Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
+Run = dict[str, Any]  # The columns of list_runs for one run, and more keys such as "rows".
 
 
 def list_runs(
     folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
 ) -> pd.DataFrame:
-    """List all runs in a folder and its subfolders, or in a CSV file of any tool.
+    """List all runs in a folder and its subfolders, or in a CSV file from any tool.
 
-    The column `state` contains "running", "finished", "interrupted" (also if killed), "failed", or
-    "unknown" for a run of Trainer. `changed` contains options whose values differ between runs with
-    the same name. If all runs have a setting from hparams= and the values differ, `changed` also
-    contains this setting.
+    The column `state` contains "running", "finished", "interrupted", "failed" or "unknown". A
+    killed run is "interrupted", and a run of Trainer is "unknown". `changed` contains options whose
+    values differ between runs with the same name. It also contains settings from hparams= that
+    occur in all runs with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
-        mode: "min" if the metric's smallest value is the best, "max" if the largest is. Default:
-            the run's own mode or the metric's name decides. If neither does, `best` is empty.
+        mode: "min" if the metric's smallest value is the best, "max" if the largest is. By
+            default, each run's mode or the metric's name decides. If neither does, `best` is empty.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -102,7 +102,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
         if option in recorded:
             # Compare an argument of a model or optimizer only between the runs that have it.
             values = [value for value in values if value is not None]
-        # Also compare the values as strings, because NaN differs from itself.
+        # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
             differing.append(option)
     return differing
@@ -117,7 +117,7 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # With max_epochs=None, MiniLoop writes -1 or 1000 to config.yaml.
+        # MiniLoop writes -1 or 1000 to config.yaml if the user did not set max_epochs.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
@@ -161,7 +161,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
         run: Run = {"name": name, "version": version, "state": "unknown", "file": path}
         run |= {"options": {}, "about": {}, "recorded": {}}
         label = version if path == root else f"{name}/{version}"
-        # Ignore the "time" column, which has another meaning in the files of other tools.
+        # Ignore the "time" column, which has a different meaning in other tools' files.
         runs.append(describe_run(run, table, label) | {"seconds": 0.0})
     return runs
 
@@ -172,7 +172,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Epochs count from 0, so add 1 to the last one. Some logs count from 1 or in fractions.
+        # Most logs count epochs from 0, so add 1 to the last. Others count from 1 or in fractions.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -204,10 +204,10 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return whether the "min" or the "max" of a metric is best, or None if that is unknown.
+    """Return "min" if a metric's smallest value is best, "max" if the largest is, or None.
 
-    If the metric is the option ``monitor``, the option ``mode`` decides. Otherwise, the metric's
-    name decides.
+    If the metric is the run's ``monitor``, the option ``mode`` decides. Otherwise, or if ``mode``
+    is not set, the metric's name decides.
     """
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
@@ -216,8 +216,7 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Return a dict with the best value of a metric, and the epoch and step of this value.
 
-    All three are None if the run has no finite value of the metric, or if it is unknown whether
-    the smallest or the largest value is best.
+    All three are None if the metric has no finite value or no known mode ("min" or "max").
     """
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
@@ -244,7 +243,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and the column with the names of runs.
+    """Return the numeric columns of a CSV file, and its column of run names.
 
     If the file is missing or damaged, return no columns. This function is much faster than pandas.
     """
@@ -263,7 +262,7 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed". The lock file of a killed run is unlocked and has no
+    "finished", "interrupted" or "failed". A killed run leaves an unlocked lock file without a
     final state.
     """
     if not path.is_file():
@@ -346,7 +345,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     options: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
     about: dict[str, Any] = {}
-    # Read hparams.yaml last, because a resumed run updates only this file.
+    # Let hparams.yaml override config.yaml, because a resumed run updates only hparams.yaml.
     for name in ("config.yaml", "hparams.yaml"):
         try:
             text = (folder / name).read_text("utf-8")
@@ -364,6 +363,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If an option has its default value, show the setting of the same name from hparams= instead.
+    # A setting from hparams= replaces an option of the same name that has its default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -91,7 +91,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a string. Wrap the last column to fit into the terminal."""
+    """Return a table as a string. Wrap the last column to fit the terminal."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
@@ -139,7 +139,7 @@ def describe_record(run: Run) -> dict[str, str]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the best run, its best epoch, and the run's checkpoints of this epoch."""
+    """Print the best run, its best epoch, and its checkpoints from this epoch."""
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:

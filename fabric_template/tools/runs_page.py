@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The largest number of points on a page. These points take up about a megabyte.
+# The largest number of points on a page. Their data takes up about a megabyte.
 MOST_POINTS = 60_000
 # The largest number of panels above the table.
 MOST_MAIN = 3
-# At most eight options get their own column. The last column lists the others, and options with
-# a value of more than 24 characters.
+# At most eight options get their own column. The other options, and those with values of more than
+# 24 characters, share the last column.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -58,7 +58,7 @@ def count_runs(runs: Sequence[Run]) -> str:
 
 
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
-    """Return a line that states the number of runs, the best run and the points per curve."""
+    """Return a sentence with the number of runs, the best run and the points per curve."""
     texts = [count_runs(runs)]
     ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
@@ -77,8 +77,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 def rank_runs(runs: Sequence[Run]) -> list[int]:
     """Return the indices of the runs, from the best run to the worst.
 
-    Compare the runs by the metric that ranks most of them. Runs that are ranked by another metric
-    come last.
+    Sort by the metric that most runs use for their ranking. Runs that use another metric come last.
     """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
@@ -131,7 +130,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return an HTML table cell. If the value is a number, the page sorts the cell as a number."""
+    """Return an HTML table cell. A number gets an attribute by which the page sorts the rows."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -148,14 +147,14 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
-    """Return the panels and curves of the page as a dict that JSON supports."""
+    """Return the panels and curves of the page as a JSON-serializable dict."""
     drawn: dict[int, plots.Run] = {}
     for number, table in enumerate(plots.make_tables(runs)):
         if len(table):
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Give the first styles to the best runs, because all later styles are gray.
+        # Only the first styles have colors, so assign them to the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -181,9 +180,9 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Return the names of up to three quantities to draw above the table.
+    """Return up to three quantities, such as "loss", to draw above the table.
 
-    The metrics that rank runs come first, and then losses and accuracies.
+    Prefer the metrics by which runs are ranked, and then losses and accuracies.
     """
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
@@ -193,7 +192,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
     """Return a list with a run's curve of a metric, or an empty list if the run has no values.
 
-    For more than 50 values of single steps, the list also contains a curve of moving averages.
+    If there are more than 50 values of single steps, add a second curve of moving averages.
     """
     import numpy as np
     import pandas as pd
@@ -224,8 +223,8 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert the arrays of points to lists.
 
     Returns:
-        The number of points of the longest curve before and after this call, or None if no
-        points were removed.
+        The length of the longest curve before and after this call, or None if no points were
+        removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -237,9 +236,10 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return the indices of at most `most` values of a curve.
+    """Select at most ``most`` values of a curve, and return their indices.
 
-    Keep both ends, and the minimum and maximum of each of several equal sections.
+    Divide the curve into equal sections. Keep each section's minimum and maximum, and both ends of
+    the curve.
     """
     import numpy as np
 

@@ -25,7 +25,7 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# Options that influence the duration of a step, and are copied to the loop that is timed.
+# The timed loop copies these options, because they influence the duration of a step.
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Divide the steps into ten groups, and return the median of the groups' mean seconds."""
+        """Divide the steps into ten groups, and return the median of the mean times in seconds."""
         # Times of single steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
@@ -64,7 +64,7 @@ class StepTimer:
         self.part, self.since = part, now
 
     def iterate(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches endlessly. Start the loader again after its last batch."""
+        """Yield batches endlessly, and restart the loader after its last batch."""
         iterator: Any = None
         is_empty = False
         try:
@@ -78,7 +78,7 @@ class StepTimer:
                     yield batch
                     self.switch("data")
         finally:
-            # Shut down the loader's workers, which would run until the iterator is deleted.
+            # Shut down the workers, which would otherwise run until the iterator is deleted.
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
 
@@ -110,7 +110,7 @@ class StepTimer:
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # In manual optimization, count the rest of training_step as "forward".
+        # With manual optimization, training_step continues now. Count its rest as "forward".
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -167,7 +167,7 @@ def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Return a loop's options, changed so that a new loop trains on one device without output."""
+    """Copy a loop's options, but train on one device without checkpoints or printed output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -177,7 +177,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 def copy_loader(loader: Any) -> Any:
     """Copy a loader, including its random generators, but not its dataset."""
-    # Leave out the iterator over persistent workers, which cannot be copied.
+    # Do not copy the loader's iterator, because an iterator with workers cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
     memo[id(getattr(loader, "_iterator", None))] = None

@@ -19,12 +19,12 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# A setting is kept only if its slowest trial is faster than the fastest trial without the setting,
-# by a factor of MIN_GAIN.
+# Keep a setting only if its slowest trial is more than MIN_GAIN times as fast as the fastest trial
+# without the setting.
 MIN_GAIN, ROUNDS = 1.03, 3
-TIME_LIMIT = 120.0  # The seconds after which a trial is killed.
+TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
-# For each setting, the values to try, and the code that the user writes for a value.
+# Maps each setting to the values to try, and to the code with which the user sets a value.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Tuned(NamedTuple):
-    """The settings that make training faster, and the speed-up with all of them."""
+    """The settings that make training faster, and their combined speed-up."""
 
     choice: Choice
     gain: float
@@ -67,7 +67,7 @@ def tune(
     seconds: float = 2.0,
     **fit_arguments: Any,
 ) -> Tuned:
-    """Find settings that make training faster, in trials that run in separate processes.
+    """Try settings in separate processes, and return those that make training faster.
 
     Args:
         loop: The loop with the training options. tune does not change this loop.
@@ -105,7 +105,7 @@ def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) ->
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:
-    """Return the settings that make training faster, and the speed-up with all of them."""
+    """Return the settings that make training faster, and their combined speed-up."""
     choice: Choice = {}
     for name in names:
         for value in SETTINGS[name][0]:
@@ -119,9 +119,9 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Return the factor by which ``after`` makes training faster than ``before``.
+    """Return the speed-up that the settings ``after`` give over the settings ``before``.
 
-    If the difference may be only noise, return 0.0.
+    If the difference may be noise, return 0.0.
     """
     slow: list[float] = []
     fast: list[float] = []
@@ -157,10 +157,10 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, hide its output, and send its result or error to the parent process."""
     if hasattr(signal, "SIGCHLD"):
-        # Remove torch's SIGCHLD handler for DataLoader workers, which would end this process.
+        # torch's SIGCHLD handler for DataLoader workers would end this process, so remove it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-        # Use a new thread, because OpenMP may hang in the main thread of a forked process.
+        # Run in a new thread, because OpenMP may hang in the main thread of a forked process.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         future = executor.submit(function)
         error = future.exception()
