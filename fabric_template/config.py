@@ -45,8 +45,8 @@ class LoopConfig:
 
     # Training length
     max_epochs: int | None = None
-    """Stop after this many epochs. -1 means no limit. Without max_epochs, max_steps and max_time,
-    training stops after 1000 epochs."""
+    """Stop after this many epochs. -1 means no limit. If neither max_epochs nor max_steps nor
+    max_time is set, training stops after 1000 epochs."""
     min_epochs: int | None = None
     """Train at least this many epochs, even if a callback sets should_stop earlier."""
     max_steps: int = -1
@@ -105,10 +105,10 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms only. "warn" allows other algorithms, with a warning."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark to this value. None keeps the current value. With
-    deterministic=True, None sets False."""
+    """Set torch.backends.cudnn.benchmark to this value. None keeps the current value, but
+    turns benchmarking off if deterministic=True."""
     inference_mode: bool = True
-    """Evaluate in torch.inference_mode. If this is False, evaluate in torch.no_grad."""
+    """Evaluate in torch.inference_mode. If False, use torch.no_grad instead."""
     reload_dataloaders_every_n_epochs: int = 0
     """Get new loaders from the datamodule or the module every N epochs. 0 means never."""
     profiler: Any = None
@@ -154,8 +154,8 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit."""
     compile: bool | str | dict[str, Any] = False
-    """Compile each step method with torch.compile: True, a mode such as "reduce-overhead", or a
-    dict of arguments."""
+    """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
+    a dict of arguments for torch.compile."""
     hparams: Mapping[str, Any] | None = None
     """Your own settings, such as {"lr": 0.1}. The loop writes these settings to hparams.yaml and
     sends them to the loggers. list_runs compares the settings of several runs."""
@@ -470,12 +470,12 @@ class LoopArguments(LoopConfig):
     """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object, to use instead of the options accelerator, strategy, devices,
+    """A lightning.Fabric object, which replaces the options accelerator, strategy, devices,
     num_nodes, precision and plugins."""
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
-    """Distribute training with "ddp", "auto" or a strategy object from lightning.fabric."""
+    """The strategy for several devices: "ddp", "auto" or a strategy object of lightning.fabric."""
     devices: Any = "auto"
     """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1
