@@ -1,4 +1,4 @@
-"""Compress images of digits to eight numbers each, without using labels.
+"""Compress each image of a digit to eight numbers, without using labels.
 
 The model is an nn.Module with step methods. The images come from the class DigitsData in digits.py.
 """
@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode 8x8 images as a few numbers each, and decode the numbers back to images.
+    """Encode each 8x8 image as a few numbers, and decode these numbers to an image.
 
     Args:
         code: The number of values that encode an image.

@@ -127,7 +127,7 @@ class ResidualBlock(nn.Module):
 
 
 def augment(images: Tensor) -> Tensor:
-    """Flip each image at random, and shift all images together by up to four pixels."""
+    """Flip each image at random, and shift the whole batch by up to four pixels."""
     is_flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
     images = torch.where(is_flipped, images.flip(3), images)
     top, left = torch.randint(0, 9, (2,)).tolist()

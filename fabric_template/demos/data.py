@@ -1,4 +1,4 @@
-"""Provide splits, loaders and downloads for the demos."""
+"""Download, split and load the data of the demos."""
 
 from __future__ import annotations
 

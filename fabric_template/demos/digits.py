@@ -76,7 +76,7 @@ class DigitsClassifier(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return one score per digit, ``(batch, 10)``."""
+        """Return one score per digit for each image, ``(batch, 10)``."""
         return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

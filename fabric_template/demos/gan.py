@@ -51,7 +51,7 @@ def judge(points: Tensor) -> dict[str, float]:
 
 
 class GAN(LightningModule):
-    """Train a generator of points, and a critic that distinguishes generated from real points.
+    """Train a generator of points, and a critic that distinguishes them from real points.
 
     Args:
         noise: Length of the generator's random input vector.

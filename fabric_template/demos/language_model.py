@@ -1,4 +1,4 @@
-"""Train a small GPT on the bytes of a text file, and generate text with it.
+"""Train a small GPT on the bytes of a text file, and generate new text.
 
 The default text comes from Python's help topics. Also try the options ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
@@ -120,7 +120,7 @@ class GPT(LightningModule):
         return tokens
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """Return AdamW and a schedule that warms up during the first tenth of the steps."""
+        """Return AdamW, and a schedule with warm-up during the first tenth of the steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         steps = int(self.trainer.estimated_stepping_batches)
         warm_up = steps // 10

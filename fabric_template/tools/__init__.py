@@ -1,1 +1,1 @@
-"""Provide the command line and tools that analyze runs. Training uses no module in tools/."""
+"""Provide the command line and tools that analyze runs. Training does not need these modules."""

@@ -73,7 +73,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "Columns, or names like f1. Default: loss and accuracy.",
         },
         "--x": {"help": "The horizontal axis: epoch, step or time."},
-        "--smooth": {"type": float, "help": "The weight of earlier points: at least 0, below 1."},
+        "--smooth": {
+            "type": float,
+            "help": "The weight of earlier points in an average, from 0 to below 1.",
+        },
         "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
         "--out": {"help": "The image file. Default: history.png next to the logs."},
     },
@@ -94,11 +97,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tune": {
         "--lr": {**FLAG, "help": "Find a learning rate by raising it until the loss diverges."},
-        "--only": {"nargs": "*", "help": "Try only these settings, such as threads batch_size."},
+        "--only": {
+            "nargs": "*",
+            "help": "Try only these settings, for example: threads batch_size.",
+        },
         "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
         "--out": {
             "default": "tuned.yaml",
-            "help": "The config file, or the image if --lr is given.",
+            "help": "The config file to write, or the image if --lr is given.",
         },
     },
     "copy": {

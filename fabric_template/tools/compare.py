@@ -40,7 +40,7 @@ Record = dict[str, Any]  # The recorded values of one optimizer step.
 # Maps each quantity to the likely reason why it differs between two runs, and to a fix.
 EXPLANATIONS = {
     "optimizer": (
-        "the optimizers have different classes, or step in a different order",
+        "the optimizers have different classes, or run in a different order",
         "the same optimizers in both, called in the same order",
     ),
     "shape of a parameter": (

@@ -17,7 +17,7 @@ from .. import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 MINI = "mini.py"
 README = """\
-fabric_template {version} in its original state, from which you made a copy.
+fabric_template {version} without your changes to the copy.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # Maps a path in the package to the file's content.
@@ -31,8 +31,7 @@ class Copy:
         self.target = Path(os.path.abspath(path))
         if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
             raise ValueError(
-                f"got {path}, which is in the package itself, expected a path outside of the"
-                " package."
+                f"got {path}, which is inside the package, expected a path outside of the package."
             )
         self.is_file = self.target.suffix == ".py"
         if self.is_file:
@@ -133,7 +132,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
-        print(f"the same    {path} already has all changes of {__version__}")
+        print(f"up to date  {path} already contains version {__version__}")
         return 0
     changes: Changes = {}
     outcomes: dict[str, list[str]] = {}
@@ -150,7 +149,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     for outcome, names in outcomes.items():
         print(f"{outcome:12}{', '.join(names)}")
     if "conflict" in outcomes and not dry_run:
-        print("next        choose between the lines at <<<<<<<, run your tests, commit")
+        print("next        resolve the conflicts at <<<<<<<, run your tests, and commit")
     return 1 if "conflict" in outcomes or "kept" in outcomes else 0
 
 

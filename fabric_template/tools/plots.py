@@ -32,7 +32,7 @@ MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
 # Draw at most 18 panels, which take about a second, unless the user chooses metrics.
 MOST_PANELS = 18
-# The largest number of characters in a panel's label. Longer labels lose their first characters.
+# The largest number of characters in a panel's label. A longer label is cut at its start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
@@ -466,7 +466,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw a run's curve of a metric, and mark the best value.
+    """Draw one metric of a run as a curve, and mark the best value.
 
     If the run combines several seeds, draw the mean and the range over the seeds.
     """
@@ -594,7 +594,7 @@ class LivePlot:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.display: Any = None
-        # The folder of the CSV files in the main process, and None in the other processes.
+        # The folder of the CSV files. It is None in all processes except the main process.
         self.folder: Path | None = None
         self.next_time = 0.0
         # The sizes of the CSV files when the curves were last drawn.

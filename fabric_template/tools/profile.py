@@ -38,7 +38,7 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Return the duration of a training step in ms, which is the sum over all parts."""
+        """Return the duration of a training step in ms, summed over all parts."""
         return round(sum(self.parts.values()), 3)
 
     def __str__(self) -> str:

@@ -68,8 +68,8 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
     if data["thinned"]:
         most, points = data["thinned"]
         texts.append(
-            f"curves of up to {most:,} values are drawn with {points:,} points, which include the"
-            " smallest and the largest value of each section"
+            f"curves of up to {most:,} values are drawn with {points:,} points, which keep all"
+            " peaks of the curves visible"
         )
     return "; ".join(texts) + "."
 
@@ -190,7 +190,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a list with a run's curve of a metric, or an empty list if the run has no values.
+    """Return a list with the curve of a run's metric. Without values, the list is empty.
 
     If there are more than 50 values of single steps, add a second curve of moving averages.
     """

@@ -176,7 +176,7 @@ def copy_options(loop: Any) -> dict[str, Any]:
 
 
 def copy_loader(loader: Any) -> Any:
-    """Copy a loader, including its random generators, but not its dataset."""
+    """Copy a loader and its random generators, but not its dataset."""
     # Do not copy the loader's iterator, because an iterator with workers cannot be copied.
     shared = [getattr(loader, "dataset", None), *getattr(loader, "tensors", ())]
     memo: dict[int, Any] = {id(part): part for part in shared}
@@ -193,7 +193,7 @@ def change_loader(loader: Any, choice: Choice) -> Any:
         raise ValueError("the loader is not a DataLoader with a batch size")
     size = changes.get("batch_size")
     if size and not loader.batch_size < size <= len(loader) * loader.batch_size // 2:
-        raise ValueError(f"the size is not between {loader.batch_size} and half of the samples")
+        raise ValueError(f"batch_size is not between {loader.batch_size} and half of the samples")
     names = ["batch_size", "drop_last", "generator"]
     if "tensor_loader" not in choice:
         names += ["num_workers", "sampler", "collate_fn", "pin_memory", "worker_init_fn"]

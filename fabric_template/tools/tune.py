@@ -196,8 +196,8 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Ignore learning rates above the one with the lowest loss, because a diverging loss may
-    # decrease by chance.
+    # A diverging loss may decrease by chance, so ignore learning rates above the one with the
+    # lowest loss.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)

@@ -145,7 +145,7 @@ def test_the_update_command_merges_edited_added_and_deleted_files(release, capsy
     assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
     # The hidden folder of the copy contains the new version now.
     assert update_command("mine") == 0
-    assert capsys.readouterr().out == "the same    mine already has all changes of 0.2.0\n"
+    assert capsys.readouterr().out == "up to date  mine already contains version 0.2.0\n"
     assert tree("mine") == after
 
 
