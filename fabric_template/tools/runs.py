@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-Run = dict[str, Any]  # The columns of list_runs for one run, and more keys such as "rows".
+Run = dict[str, Any]  # Maps the columns of list_runs, and keys such as "rows", to one run's values.
 
 
 def list_runs(

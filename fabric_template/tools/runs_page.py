@@ -190,7 +190,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a list with the curve of a run's metric. Without values, the list is empty.
+    """Return a list with the curve of a run's metric, or an empty list without values.
 
     If there are more than 50 values of single steps, add a second curve of moving averages.
     """
