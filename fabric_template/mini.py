@@ -628,9 +628,9 @@ class MiniLoop:
         if (place, name) not in self._unsaved:
             self._unsaved.add((place, name))
             warnings.warn(
-                f"checkpoint: the attribute {name!r} of the {place} is neither saved nor restored"
-                f" ({reason}). A resumed run may differ. Keep numbers, tensors or lists in the"
-                " attribute instead, such as the position in the data.",
+                f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved nor"
+                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists in"
+                " the attribute instead, such as the position in the data.",
                 stacklevel=2,
             )
 
@@ -671,7 +671,8 @@ class MiniLoop:
             if self._iterators.get((place, name)) is value:
                 reason = f"the position of a {type(value).__name__} cannot be saved"
                 self._warn_unsaved(place, name, reason)
-        changed = {}
+        network, changed = self._unwrapped, {}
+        ids = {*map(id, [*network.modules(), *network.parameters()])}
         for place, part in self._parts.items():
             start, state = self._start_states.get(place, {}), {}
             for name, value in self._plain_state(place).items():
@@ -679,7 +680,11 @@ class MiniLoop:
                 is_random = isinstance(current, GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
                     state[name] = value
-                    if isinstance(value, ChangeMark):
+                    if refers_to(current, ids):
+                        reason = "it contains ids of modules or parameters, which change"
+                        del state[name]
+                        self._warn_unsaved(place, name, reason)
+                    elif isinstance(value, ChangeMark):
                         try:
                             state[name] = encode_large(current, self.fabric.device)
                         except TypeError as error:
@@ -1130,8 +1135,9 @@ class MiniLoop:
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
-        checkpoint = apply_to_collection(checkpoint, NUMPY, to_python)
+        checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
+            check_optimizer_state(self.optimizer, self._weights)
             # Check the first checkpoint only, as optimizers create their state in the first step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
@@ -2224,6 +2230,28 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     return config
 
 
+def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
+    """Refuse a state that refers to parameters, because a resume would not restore this."""
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    state = [*optimizer.state.values(), *groups]
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    addresses = weights.keys() - {0}
+    text = "optimizer: got a state that contains parameters or their ids, which a resume cannot"
+    text += " restore. Write self.state[p] with tensors of its own, such as p.detach().clone()."
+    check(not refers_to(state, ids, addresses), text)
+
+
+def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
+    """Return whether a value contains a key from ``ids``, or a tensor at one of the addresses."""
+    keys = value if isinstance(value, dict | set) else ()
+    if any(type(key) is int and key in ids for key in keys):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        return any(refers_to(item, ids, addresses) for item in islice(items, 500))
+    return isinstance(value, Tensor) and address_of(value) in addresses
+
+
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
     """Refuse schedulers whose state contains parameters, because a resume would load copies."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2253,6 +2281,19 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
         with suppress(Exception):
             plain[str(name)] = json.loads(json.dumps(value, default=convert, skipkeys=True))
     return plain
+
+
+def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
+    """Convert the NumPy numbers in a value. A list that the value contains twice stays one list."""
+    if isinstance(value, NUMPY):
+        return to_python(value)
+    if type(value) is tuple:
+        return tuple(replace_numpy(item, known) for item in value)
+    if isinstance(value, list | dict | deque) and id(value) not in known:
+        made = known[id(value)] = copy.copy(value)
+        for key in value if isinstance(value, dict) else range(len(value)):
+            made[key] = replace_numpy(value[key], known)
+    return known.get(id(value), value)
 
 
 def to_python(value: Any) -> Any:

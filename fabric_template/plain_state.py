@@ -169,6 +169,17 @@ def shares_memory(value: Any, addresses: Collection[int]) -> bool:
     return is_plain and address_of(value) in addresses
 
 
+def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
+    """Return whether a value contains a key from ``ids``, or a tensor at one of the addresses."""
+    keys = value if isinstance(value, dict | set) else ()
+    if any(type(key) is int and key in ids for key in keys):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        return any(refers_to(item, ids, addresses) for item in islice(items, _MOST_SEARCHED))
+    return shares_memory(value, addresses)
+
+
 def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
 
@@ -334,13 +345,16 @@ class Decoder:
     ) -> None:
         self._device = device
         self._weights = {} if network is None else network.state_dict(keep_vars=True)
+        # The objects that receive a decoded value in place, keyed by the id of the encoded value.
+        self.targets: dict[int, Any] = {}
         self._known: dict[int, Any] = {}
 
     def decode(self, encoded: Any) -> Any:
         if not isinstance(encoded, tuple | list):
             return encoded
         if id(encoded) not in self._known:
-            self._known[id(encoded)] = self._decode(*encoded)
+            value, target = self._decode(*encoded), self.targets.get(id(encoded))
+            self._known[id(encoded)] = target if replace_content(target, value) else value
         return self._known[id(encoded)]
 
     def _decode(self, kind: str, content: Any, *options: Any) -> Any:
@@ -738,7 +752,9 @@ class PlainState:
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
         encoder = Encoder(self._device, self.addresses_of_network())
-        attributes = dict(self.attributes())
+        attributes, network = dict(self.attributes()), self._network
+        parts = [] if network is None else [*network.modules(), *network.parameters()]
+        ids = set(map(id, parts))
         places = [place for place in self._at_start if place[0] in self._parts]
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
@@ -751,6 +767,8 @@ class PlainState:
                 is_object = is_state and not isinstance(value, nn.Module)
                 if not is_object and self._digest(value) == self._at_start.get(place, self):
                     continue
+                if ids and refers_to(value, ids):
+                    raise TypeError("it contains ids of modules or parameters, which change")
                 plain = value.state_dict() if is_state else value
                 encoded = encoder.encode_attribute(plain)
                 changed[place] = ("state", encoded) if is_state else encoded
@@ -816,7 +834,12 @@ class PlainState:
                 raise ValueError("the saved run, but not this run, created it during training")
         decoder, targets = Decoder(self._device, self._network), self._targets(saved)
         covered = self.addresses_of_network()
-        placed: dict[int, Any] = {}
+        for (name, attribute), encoded in saved.items() if is_in_place else ():
+            part = self._parts.get(name)
+            current = None if part is None else part.namespace().get(attribute)
+            is_alone = len(targets.get(id(current), ())) <= 1
+            if is_alone and not shares_memory(current, covered):
+                decoder.targets.setdefault(id(encoded), current)
         for (name, attribute), encoded in saved.items():
             if name not in self._parts:
                 continue
@@ -830,13 +853,7 @@ class PlainState:
                     load_object(namespace.get(attribute), decoder.decode(encoded[1]))
                 if is_object:
                     continue
-                if id(encoded) not in placed:
-                    current, value = namespace.get(attribute), decoder.decode(encoded)
-                    is_alone = len(targets.get(id(current), ())) <= 1
-                    is_kept = is_in_place and is_alone and not shares_memory(current, covered)
-                    is_replaced = is_kept and replace_content(current, value)
-                    placed[id(encoded)] = current if is_replaced else value
-                namespace[attribute] = placed[id(encoded)]
+                namespace[attribute] = decoder.decode(encoded)
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:

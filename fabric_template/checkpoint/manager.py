@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigurationError
 from .distributed import remove_checkpoint, save_checkpoint
 from .run_folders import RunFolders
-from .state import build_checkpoint, find_unpicklable, warn_of_unreadable
+from .state import (
+    build_checkpoint,
+    check_optimizer_states,
+    find_unpicklable,
+    warn_of_unreadable,
+)
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -234,6 +239,8 @@ class CheckpointManager:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):
                 logger.sync()
+        if not self._has_saved:
+            check_optimizer_states(run)
         checkpoint = build_checkpoint(run, epoch=self._epoch(run))
         reason = part = None
         try:

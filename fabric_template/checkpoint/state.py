@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..lightning_compat.overrides import is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState
+from ..plain_state import Part, PlainState, address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
@@ -343,6 +343,22 @@ def check_scheduler_states(run: Run) -> None:
             " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
             " of keeping the groups in another attribute."
         )
+
+
+def check_optimizer_states(run: Run) -> None:
+    """Refuse states that refer to parameters, because a resume would not restore this."""
+    parameters = run.optimization.named_parameters().values()
+    plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
+    addresses = {address_of(parameter) for parameter in plain} - {0}
+    for optimizer in run.optimization.optimizers:
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        state = [*getattr(optimizer, "state", {}).values(), *groups]
+        if not has_own_state(optimizer) and refers_to(state, {*map(id, parameters)}, addresses):
+            raise CheckpointError(
+                "optimizer: got a state that contains parameters or their ids, which a resume"
+                " cannot restore. Write self.state[p] with tensors of its own, such as"
+                " p.detach().clone()."
+            )
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:

@@ -1009,3 +1009,93 @@ def test_runs_with_objects_that_use_slots_resume_exactly(tmp_path, name, kind):
         with pytest.raises(KilledError):
             train(kind, root, METERED[name], kill_at=batches)
         assert train(kind, root, METERED[name], resume="last") == whole
+
+
+class SharesState(LambdaLR):
+    """A scheduler in whose state two names refer to one list."""
+
+    def __init__(self, optimizer):
+        self.factors, self.count = [1.0], np.float64(0)
+        self.named = {"factors": self.factors}
+        super().__init__(optimizer, self.next_factor)
+
+    def next_factor(self, step):
+        self.factors[0] *= 0.9
+        return self.named["factors"][0]
+
+
+class HasSharedTensor(Model):
+    """A model that holds a tensor in an attribute and in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.named = {"scale": torch.ones(1)}
+        self.scale = self.named["scale"]
+
+    def training_step(self, batch, batch_idx):
+        self.scale.mul_(0.9)
+        return super().training_step(batch, batch_idx) * self.named["scale"]
+
+
+class HasSharedState(Model):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": SharesState(optimizer), "interval": "step"}]
+
+
+SHARED = [(FabricLoop, HasSharedTensor), (FabricLoop, HasSharedState), (MiniLoop, HasSharedState)]
+
+
+@pytest.mark.parametrize(("kind", "model"), SHARED)
+def test_a_resumed_run_restores_shared_lists_and_tensors(tmp_path, kind, model):
+    whole = train(kind, tmp_path / "whole", shuffled(model))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "cut", shuffled(model), kill_at=5)
+    assert train(kind, tmp_path / "cut", shuffled(model), resume="last") == whole
+
+
+class KeepsWeights(torch.optim.SGD):
+    """An optimizer whose state refers to parameters, by their memory or by their ids."""
+
+    names = "weight"
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if self.names == "weight":
+                self.state[parameter]["weight"] = [parameter.data.view(-1)]
+            else:
+                self.param_groups[0].setdefault("steps", {})[id(parameter)] = 1
+        return loss
+
+
+class KeepsIds(KeepsWeights):
+    names = "ids"
+
+
+class CountsById(KeepsWeights):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.steps = {}
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.steps[id(parameter)] = self.steps.get(id(parameter), 0) + 1
+        return torch.optim.SGD.step(self, closure)
+
+
+def with_optimizer(kind):
+    class HasOptimizer(Model):
+        def configure_optimizers(self):
+            return kind(self.parameters(), 0.1)
+
+    return shuffled(HasOptimizer)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_resumable_state_of_an_optimizer_refers_to_no_parameter(tmp_path, kind):
+    for optimizer in (KeepsWeights, KeepsIds):
+        with pytest.raises(ValueError, match="got a state that contains parameters or their ids"):
+            train(kind, tmp_path / optimizer.__name__, with_optimizer(optimizer))
+    with pytest.warns(UserWarning, match="steps.* neither saved nor restored .*ids of modules"):
+        train(kind, tmp_path, with_optimizer(CountsById))
