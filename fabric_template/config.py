@@ -81,7 +81,7 @@ class LoopConfig:
     """Validate every N batches (int), after each fraction of an epoch such as 0.25 (float), or at
     time intervals such as "00:00:30:00" (days, hours, minutes, seconds)."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. If this is None, val_check_interval counts batches across epochs."""
+    """Validate every N epochs. With None, val_check_interval counts batches across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
