@@ -907,7 +907,12 @@ class MiniLoop:
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
-        self._logged_batch_size = batch_size or self._logged_batch_size
+        text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in {self._hook},"
+        text += " which logs nothing in MiniLoop. Write on_epoch=True, or use FabricLoop."
+        check(on_epoch or (on_step and is_in_batch), text)
+        # A batch_size of 0 leaves the batch out of the mean.
+        if batch_size is not None:
+            self._logged_batch_size = batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
             # Use a private attribute, because torchmetrics has no public one for a batch's value.
@@ -916,7 +921,7 @@ class MiniLoop:
             return
         value = to_metric(name, value)
         if on_epoch:
-            weight = batch_size or self._batch_size
+            weight = self._batch_size if batch_size is None else batch_size
             self._add_to_mean((self._hook, name), value, weight, sync_dist)
         if on_step and is_in_batch:
             # Clone the logged tensor, because the step may later change it in place.
@@ -961,12 +966,13 @@ class MiniLoop:
             # values itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
             if is_number and is_read and (self._hook, name) not in self._sums[0]:
-                weight = self._logged_batch_size or self._batch_size or 1
+                sizes = (self._logged_batch_size, self._batch_size, 1)
+                weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to a metric's running sums, without waiting for the GPU."""
-        if not weight:
+        if weight is None:
             text = f"log: got {key[1]!r} without batch_size, for a batch that contains no tensor."
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:

@@ -338,13 +338,13 @@ class ResultCollection:
             metric = self._register(results, key, arguments)
         if results.last_hook != hook:
             results.start_hook(hook)
+        if batch_size is not None:
+            results.logged_batch_size = batch_size
         if not isinstance(value, Tensor) and is_torchmetric(value):
             self._log_torchmetric(metric, value, metric_attribute)
             return
         value = to_scalar(name, value)
-        if batch_size is not None:
-            results.logged_batch_size = batch_size
-        elif metric.needs_batch_size:
+        if batch_size is None and metric.needs_batch_size:
             batch_size = results.current_batch_size()
         metric.update(value, batch_size)
 

@@ -367,7 +367,7 @@ class ValidationSchedule:
             self.every_n_batches = interval
         elif num_batches != math.inf:
             self.every_n_batches = max(1, int(num_batches * interval))
-        elif interval != 1.0 and self._is_enabled:
+        elif interval != 1.0 and self._is_enabled and config.limit_train_batches != 0:
             raise ConfigurationError(
                 "When using an IterableDataset for `train_dataloader`,"
                 f" `{self.run.plan.loop_name}(val_check_interval)` must be time based, `1.0` or an"

@@ -4,8 +4,14 @@ import random
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from modules import Classifier, make_loader, run_loop, run_trainer
-from runs import fit, same
+from runs import fit, same, with_files
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from fabric_template import FabricLoop, MiniLoop
 
 NAMES = ("one", "two", "three")
 
@@ -69,3 +75,47 @@ def test_changing_a_tensor_of_callback_metrics_does_not_change_the_epoch_mean(tm
     _, _, resumed = fit(tmp_path / "cut", Reads, make_train, resume="auto", max_epochs=2)
     assert whole["loss"].tolist() == whole["train_loss"].tolist()
     assert resumed["loss"].tolist() == whole["loss"].tolist()
+
+
+def fit_means(kind, log):
+    """Train for an epoch of three batches whose loss is their index. Return the row of metrics.csv."""
+    batches = DataLoader(TensorDataset(torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0])), batch_size=2)
+    net = nn.Linear(1, 1)
+    options = with_files(max_epochs=1)
+    if kind is MiniLoop:
+        del options["enable_progress_bar"], options["enable_model_summary"]
+    loop = kind(**options)
+
+    def step(net, batch):
+        log(loop, batch[0][0])
+        return net(batch[0][:, None]).mean() * 0 + batch[0][0]
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    return loop.fit(net, batches, optimizer=optimizer, training_step=step).iloc[0]
+
+
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_a_batch_size_of_zero_leaves_the_batch_out_of_the_means(kind):
+    def log(loop, index):
+        loop.log("tokens", index, on_epoch=True, batch_size=0 if index == 1 else 1)
+
+    row = fit_means(kind, log)
+    assert (row["tokens"], row["train_loss"]) == (1.0, 1.0)
+    assert fit_means(kind, lambda *_: None)["train_loss"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_the_batch_size_of_a_logged_torchmetric_weights_the_returned_loss(kind):
+    metric = MeanMetric()
+
+    def log(loop, index):
+        metric(index)
+        loop.log("metric", metric, on_epoch=True, batch_size=3 if index == 2 else 1)
+
+    assert fit_means(kind, log)["train_loss"] == pytest.approx((1 + 3 * 2) / 5)
+
+
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_a_call_of_log_that_logs_nothing_is_an_error(kind):
+    with pytest.raises((ValueError, MisconfigurationException), match=r"on_step=False.*on_epoch=False"):
+        fit_means(kind, lambda loop, index: loop.log("x", index, on_step=False))

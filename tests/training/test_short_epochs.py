@@ -44,6 +44,11 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, op
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
 
 
+def test_a_fraction_as_val_check_interval_is_accepted_without_training_batches(tmp_path):
+    loop, _, rows = fit(tmp_path, Classifier, train, val_loader, limit_train_batches=0, val_check_interval=0.5)
+    assert (loop.global_step, len(rows)) == (0, 0)
+
+
 class Copy(Callback):
     """Copies a run's folder at the end of an epoch, as a kill would leave it there."""
 
