@@ -155,6 +155,11 @@ def find_checkpoint(
         checkpoint = {} if path is None else read(path)
     if path is None and keyword != "auto":
         report_missing(plan, argument, keyword, versions)
+    if path is None and (other := find_file_of_callback(plan)) is not None:
+        plan.warn(
+            f"{argument}: a new run starts, although a ModelCheckpoint saved {other}. To continue"
+            " that run, pass the same ModelCheckpoint in callbacks=, or the path of the file."
+        )
     return path, checkpoint
 
 
@@ -248,11 +253,13 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     savers = callbacks_of(plan, "Checkpoint")
     if not savers:
         return list_versions(plan, run_folder(plan), "*.ckpt")
-    has_own_folder = all(getattr(saver, "dirpath", None) for saver in savers)
-    if not has_own_folder and loop.loggers and loop.loggers[0].save_dir is not None:
+    save_dir = loop.loggers[0].save_dir if loop.loggers else None
+    folder = Path(save_dir or "", str(loop.loggers[0].name if loop.loggers else ""))
+    paths = [getattr(saver, "dirpath", None) for saver in savers]
+    has_own_folder = all(path and not is_in_log_folder(path, folder) for path in paths)
+    if not has_own_folder and save_dir is not None:
         # If ModelCheckpoint has no dirpath, it saves to the log folder. resume="auto" accepts any
         # checkpoint there, because a killed run may have left no last.ckpt.
-        folder = Path(loop.loggers[0].save_dir, str(loop.loggers[0].name))
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
         if any(version.files for version in found):
@@ -266,6 +273,15 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
             paths += Path(folder).glob("*.ckpt")
     files = {Path(path) for path in paths if path}
     return [Version("", lambda: [path for path in files if path.is_file()])]
+
+
+def is_in_log_folder(path: str | Path, folder: Path) -> bool:
+    """Return whether a path such as logs/run/version_0/checkpoints is in the folder logs/run.
+
+    ModelCheckpoint sets such a dirpath itself, if it was created without one.
+    """
+    path = Path(path).resolve()
+    return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 
 
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
@@ -346,6 +362,13 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
+def find_file_of_callback(plan: Plan) -> Path | None:
+    """Return a checkpoint that a ModelCheckpoint saved, if this loop has no such callback."""
+    if callbacks_of(plan, "Checkpoint"):
+        return None
+    return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)
+
+
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
     """Raise an error that explains why no checkpoint was found.
 
@@ -370,6 +393,8 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
             kind, advice = "last.ckpt", "Train with ModelCheckpoint(save_last=True)"
         if keyword == "best":
             kind, advice = "best checkpoint", "Train with monitor='val_loss'"
+        if (other := find_file_of_callback(plan)) is not None:
+            advice = f"Pass the ModelCheckpoint that saved {other} in callbacks="
         raise MissingCheckpointError(
             f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
             f" {advice}, or pass the path of a checkpoint."

@@ -29,7 +29,7 @@ from ..files import (
 from ..loggers.csv_logger import FILES
 from ..loggers.row import REPLACED_LOGS
 from .distributed import remove_checkpoint
-from .find_checkpoint import run_folder, version_of_checkpoint
+from .find_checkpoint import callbacks_of, is_in_log_folder, run_folder, version_of_checkpoint
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -145,6 +145,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
+    warn_of_reused_callbacks(run, folders)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # A new run replaces an older run of the same version, even if the new run saves no
@@ -163,6 +164,19 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     locked.start_new_run(folder, log_folder)
     if own is not None and log_folder is not None:
         own.rewind({})
+
+
+def warn_of_reused_callbacks(run: Run, log_folders: list[Path]) -> None:
+    """Warn about a ModelCheckpoint that still saves to the log folder of another run."""
+    for saver in callbacks_of(run.plan, "ModelCheckpoint"):
+        path = Path(saver.dirpath or "").resolve()
+        is_current = path.parent in [folder.resolve() for folder in log_folders]
+        if not is_current and any(is_in_log_folder(path, f.parent) for f in log_folders):
+            run.warn_once(
+                "callbacks: got a ModelCheckpoint that an earlier call used. It still saves to"
+                f" {path}, and may delete the checkpoints of that run. Create a new ModelCheckpoint"
+                " for each run."
+            )
 
 
 def set_aside(folder: Path, target: Path) -> None:

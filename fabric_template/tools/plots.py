@@ -600,6 +600,10 @@ class LivePlot:
         # The sizes of the CSV files when the curves were last drawn.
         self.sizes: list[int] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}, because the plot does not affect the training that a resume continues."""
+        return {}
+
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.display, self.next_time, self.sizes = None, 0.0, []
         # Reading log_dir synchronizes all processes, so a process must never read it alone.

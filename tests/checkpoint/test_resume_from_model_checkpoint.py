@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from runs import assert_same_end, fit, logs_of, tree, val_loader
+from modules import Classifier
+from runs import assert_same_end, fit, logs_of, tree, val_loader, with_files
 
+from fabric_template import FabricLoop
 from fabric_template.errors import MissingCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
@@ -79,3 +81,36 @@ def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
         MissingCheckpointError, match=r"got 'last'.*Train with ModelCheckpoint\(save_last=True\), or pass the path"
     ):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
+
+
+def test_resume_without_the_model_checkpoint_callback_names_the_old_run(tmp_path):
+    """A run without the callback saves to another folder, so it does not find the old files."""
+    fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
+    pattern = "ModelCheckpoint.*version_0"
+    with pytest.raises(MissingCheckpointError, match=pattern):
+        fit(tmp_path, max_epochs=2, resume="last")
+    with pytest.raises(MissingCheckpointError, match=pattern):
+        fit(tmp_path, max_epochs=2, load="best")
+    with pytest.warns(UserWarning, match=f"a new run starts.*{pattern}"):
+        loop, _, history = fit(tmp_path, max_epochs=2, resume="auto")
+    assert Path(loop.log_dir).name == "version_1"
+    assert len(history) == 2
+
+
+def test_resume_auto_finds_the_run_after_a_validation_with_the_same_callback(tmp_path):
+    """The validation sets the callback's dirpath to the folder of its own version."""
+    fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
+    callback = ModelCheckpoint(save_last=True)
+    loop = FabricLoop(**with_files(tmp_path, callbacks=[callback]))
+    loop.validate(Classifier(), val_loader(), load="last", verbose=False)
+    with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_1"):
+        loop, _, history = fit(tmp_path, max_epochs=2, val=val_loader, resume="auto", callbacks=[callback])
+    assert Path(loop.ckpt_path).parents[1].name == Path(loop.log_dir).name == "version_0"
+    assert len(history) == 2
+
+
+def test_a_second_run_with_the_same_model_checkpoint_warns(tmp_path):
+    callback = ModelCheckpoint(monitor="train_loss")
+    fit(tmp_path, max_epochs=1, callbacks=[callback])
+    with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_0"):
+        fit(tmp_path, max_epochs=1, callbacks=[callback])

@@ -102,6 +102,14 @@ def test_an_error_in_live_plot_does_not_stop_the_run(notebook, monkeypatch):
     assert notebook.shown == []
 
 
+def test_a_run_with_live_plot_resumes_without_it(notebook, recwarn):
+    fit(LivePlot(), epochs=1)
+    loop = FabricLoop(max_epochs=2, accelerator="cpu", enable_progress_bar=False)
+    history = loop.fit(Classifier(), make_loader(8), make_loader(8, shuffle=False), resume="last")
+    assert len(history) == 2
+    assert [str(warning.message) for warning in recwarn if "LivePlot" in str(warning.message)] == []
+
+
 def train_with_plot(rank):
     plot = LivePlot()
     if rank == 1:
