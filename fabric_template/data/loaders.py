@@ -554,7 +554,8 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
         # A checkpoint restores a list in place, which is not possible with a tuple.
-        loader = list(source) if isinstance(source, tuple) else source
+        is_tuple = isinstance(source, tuple) and not all(map(_is_array, source))
+        loader = list(source) if is_tuple else source
         return with_loaders(CombinedLoader(None, mode), [loader])
     return combined
 
