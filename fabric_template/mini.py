@@ -2519,7 +2519,10 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    return kind, len(items), hash(tuple(map(id, items))), marks
+    # A version counter detects in-place changes of tensors that the sample does not contain.
+    counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
+    versions = hash(tuple(item._version for item in counted))
+    return kind, len(items), hash(tuple(map(id, items))), versions, marks
 
 
 def mark_tensor(tensor: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from fabric_template import FabricLoop
-from fabric_template.plain_state import Part, PlainState
+from fabric_template.mini import mark_value
+from fabric_template.plain_state import Part, PlainState, digest
 from fabric_template.rng_state import find_generators, get_generator_state, set_generator_state
 
 
@@ -140,6 +141,14 @@ def test_plain_state_detects_a_single_changed_number_in_a_large_attribute():
     holder.array[17, 3], holder.items[4321], holder.texts[5] = 1, 1, b"a"
     changed = [attribute for _, attribute in state.changed_attributes()]
     assert sorted(changed) == ["array", "items", "large", "small", "texts"]
+
+
+def test_both_loops_detect_a_change_of_one_tensor_in_a_long_list():
+    tensors = [torch.ones(1) for _ in range(60_000)]
+    for mark in (digest, mark_value):
+        before = mark(tensors)
+        tensors[8].add_(1)
+        assert mark(tensors) != before
 
 
 class Refuses(dict):
