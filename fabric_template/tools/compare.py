@@ -208,6 +208,8 @@ class EnoughSteps(BaseException):
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:
     """Run a function or script and record its optimizer steps, or read a file of recorded steps."""
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"compare(steps): got {steps!r}, expected an int >= 1. Write steps=50.")
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder, "recording.json")
         if callable(training):

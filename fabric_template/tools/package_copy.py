@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -70,11 +71,12 @@ def copy_command(path: str, *, mini: bool = False) -> int:
         raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
     if copy.target.exists() and (mini or any(copy.target.iterdir())):
         text = f"copy: got {path}, which already exists, expected a new path. To update a copy, run"
-        raise ValueError(f"{text} `fabric-template update {path}`.")
+        raise ValueError(f"{text} `fabric-template update {shlex.quote(path)}`.")
     copy.write(dict(copy.upstream))
     print(f"copied      {'MiniLoop' if mini else f'{len(copy.upstream)} files'} to {path}")
     print(f"use         from {copy.target.stem} import {'MiniLoop' if mini else 'FabricLoop'}")
-    print(f"compare     fabric-template diff {path}\nupdate      fabric-template update {path}")
+    place = shlex.quote(path)
+    print(f"compare     fabric-template diff {place}\nupdate      fabric-template update {place}")
     return 0
 
 

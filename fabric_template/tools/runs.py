@@ -59,7 +59,19 @@ def list_runs(
     """
     import pandas as pd
 
-    return pd.DataFrame(find_runs(folder, metric, mode), columns=COLUMNS)
+    if mode not in (None, "min", "max"):
+        raise ValueError(f'list_runs(mode): got {mode!r}, expected "min" or "max".')
+    runs = find_runs(folder, metric, mode)
+    check_metric("list_runs(metric)", metric, runs)
+    return pd.DataFrame(runs, columns=COLUMNS)
+
+
+def check_metric(argument: str, metric: str | None, runs: Sequence[Run]) -> None:
+    """Raise an error if no run has logged the metric by which the user ranks the runs."""
+    names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
+    if metric is not None and metric not in names:
+        expected = ", ".join(names) or "the logged metrics, but the runs logged none"
+        raise ValueError(f"{argument}: got {metric}, expected one of {expected}.")
 
 
 def find_runs(

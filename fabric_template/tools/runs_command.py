@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..metric_names import is_metric, parse_metric
-from .runs import Run, differing_options, find_best, find_runs, read_run
+from .runs import Run, check_metric, differing_options, find_best, find_runs, read_run
 from .runs_page import write_page
 
 HEADER = ("run", "state", "epochs", "metric", "best", "epoch", "trained", "changed")
@@ -44,10 +44,7 @@ def runs_command(
     runs = find_runs(folder, metric, mode)
     if not runs and action == "best":
         raise ValueError(f"runs: got {folder}, expected a folder with runs, such as logs.")
-    names = dict.fromkeys(name for run in runs for name in run["rows"] if is_metric(name))
-    if metric is not None and metric not in names:
-        expected = ", ".join(names) or "the logged metrics, but the runs logged none"
-        raise ValueError(f"--metric: got {metric}, expected one of {expected}.")
+    check_metric("--metric", metric, runs)
     if action == "best":
         print_best(runs)
     elif html is not None:

@@ -84,6 +84,10 @@ def tune(
     names = tuple(SETTINGS) if only is None else tuple(only)
     if not set(names) <= set(SETTINGS):
         raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
+    longest = TIME_LIMIT / 2
+    if not isinstance(seconds, int | float) or not 0 < seconds <= longest:
+        expected = f"a number above 0, and at most {longest:g}. Write seconds=2.0"
+        raise ValueError(f"tune(seconds): got {seconds!r}, expected {expected}.")
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
 

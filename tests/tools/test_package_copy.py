@@ -69,6 +69,13 @@ def release(tmp_path, monkeypatch):
 # copy
 
 
+def test_the_copy_command_quotes_the_path_in_the_commands_that_it_prints(release, capsys):
+    assert copy_command("my code/mini.py", mini=True) == 0
+    assert "fabric-template diff 'my code/mini.py'\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"run `fabric-template update 'my code/mini\.py'`"):
+        copy_command("my code/mini.py", mini=True)
+
+
 def test_the_copy_command_writes_mini_py_with_its_licence(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out

@@ -61,6 +61,19 @@ def test_list_runs_returns_a_row_per_run():
     assert rows == [{**common, **row, **folder} for row, folder in zip(expected, folders, strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"mode": "larger"}, r"^list_runs\(mode\): got 'larger', expected \"min\" or \"max\"\.$"),
+        ({"metric": "val_los"}, r"^list_runs\(metric\): got val_los, expected one of val_loss, train_f1\.$"),
+    ],
+)
+def test_list_runs_refuses_an_unknown_metric_or_mode(options, error):
+    make_run(train_f1=[0.1, 0.2, 0.3])
+    with pytest.raises(ValueError, match=error):
+        list_runs(**options)
+
+
 def test_list_runs_returns_no_rows_for_an_empty_folder():
     Path("logs").mkdir()
     assert list(list_runs()["state"]) == []
