@@ -113,6 +113,12 @@ class DataConnector:
     def _create(self, kind: str, stage: str) -> StageLoaders:
         with self._state_of_load(stage):
             combined = combine_loaders(self.request(stage), is_training=kind == "train")
+            if stage == "predict" and combined_mode(combined) != "sequential":
+                raise ConfigurationError(
+                    '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")`'
+                    ' mode. Write CombinedLoader(loaders, "sequential"), or call predict for each'
+                    " loader."
+                )
             for loader in combined.flattened:
                 # Like Trainer, call iter() once, because this may draw random numbers.
                 if not isinstance(loader, DataLoader | TensorLoader):

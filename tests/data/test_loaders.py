@@ -338,6 +338,21 @@ def test_overfit_batches_turns_off_shuffling_only_in_fit():
 # Objects that fit and predict do not change
 
 
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+def test_predict_refuses_to_combine_loaders(mode):
+    """As in Trainer. The predictions of several loaders are a list for each loader."""
+
+    class Doubles(pl.LightningModule):
+        def predict_step(self, batch, batch_idx):
+            return 2 * batch[0]
+
+    loaders = CombinedLoader([DataLoader(torch.zeros(4, 1)), DataLoader(torch.ones(3, 1))], mode)
+    for kind in (pl.Trainer, FabricLoop):
+        loop = kind(**quiet(logger=False))
+        with pytest.raises(ValueError, match=r'only supports the `CombinedLoader\(mode="sequential"\)` mode'):
+            loop.predict(Doubles(), loaders)
+
+
 def test_predict_does_not_change_the_given_loader():
     loader = ones(5, drop_last=True)
     given = dict(vars(loader))
