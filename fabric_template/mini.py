@@ -1789,10 +1789,7 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` method of its own.
-
-    The ``log`` method of LightningModule does not count.
-    """
+    """Return whether an object has no ``log`` method, except the one that LightningModule has."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 

@@ -196,7 +196,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal stopped all processes after the same step, so their results are complete.
+        # Here, a signal stopped all processes after the same step, so each result is complete.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
