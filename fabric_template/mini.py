@@ -339,21 +339,6 @@ class MiniLoop:
                 self._stop_batches()
         return to_table(self.history)
 
-    def _print_interruption(self) -> None:
-        saved = f"To continue from step {self._saved_step}, write resume='last'."
-        saved = "No checkpoint was saved." if self._saved_step is None else saved
-        place = f"in epoch {self.current_epoch}, after step {self.global_step}"
-        print(f"Ctrl-C: training stops {place}. {saved}")
-
-    def _print_if_finished(self, path: Path | None) -> None:
-        if self._is_done() and self.fabric.is_global_zero:
-            print(
-                f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
-                f" {self.global_step}). Nothing is left to train. For a new run, leave out"
-                " resume=.",
-                file=sys.stderr,
-            )
-
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached.
 
@@ -381,23 +366,6 @@ class MiniLoop:
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
             # The last row may cover only a part of an epoch. A resumed run replaces this row.
             self._end_row(self.current_epoch - 1)
-
-    def _warn_if_never_validated(self, is_resumed: bool) -> None:
-        if self.val_loader is None or self._has_validated or is_resumed:
-            return
-        step = self.global_step
-        text = f"val_dataloaders: training ended after {step} steps, before the first validation."
-        text += f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
-        if self.fabric.is_global_zero:
-            warnings.warn(text, stacklevel=4)
-
-    def _raise_instead(self, error: Exception) -> None:
-        """Raise a clearer error for some of torch's errors, or raise ``error`` unchanged."""
-        text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
-        if text is None or not self._hook.endswith("_step"):
-            raise error
-        text = text.format(step=self._hook)
-        raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
 
     def _is_done(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -491,29 +459,6 @@ class MiniLoop:
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
-    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
-        self._is_first_batch = False
-        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "expected a step that only computes the loss. Remove loss.backward(),"
-        text += " optimizer.step() and zero_grad() from the step, because the loop calls them."
-        text += " For gradients of a loss that the step does not return, use torch.autograd.grad()."
-
-        def refuse_step(other: Any, *_: Any) -> None:
-            given = {p for group in other.param_groups for p in group["params"]}
-            is_other = given.isdisjoint(parameters)
-            check(is_other, f"training_step: got a call to optimizer.step(), {text}")
-
-        clear_gradients(self.optimizer)
-        hook = register_optimizer_step_pre_hook(refuse_step)
-        try:
-            output = self._run_step("training_step", batch, batch_idx)
-        finally:
-            hook.remove()
-        has_gradients = any(parameter.grad is not None for parameter in parameters)
-        check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
-        return output
-
     def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer steps after a batch. All processes get the same result."""
         if self.accumulate_grad_batches == 1:
@@ -565,213 +510,6 @@ class MiniLoop:
             else:
                 scheduler.step()
 
-    def _start_batches(self) -> None:
-        """Create the iterator over the epoch's remaining training batches."""
-        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
-        state = self._state() if self.batches_done > 0 else {}
-        set_epoch(self.train_loader, self.current_epoch)
-        if self.batches_done == 0:
-            state = self._state()
-            parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
-            self._epoch_start = {**state, "parts": parts}
-        else:
-            # Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
-            places = [place for place in self._start_states if place.startswith(("train ", "val "))]
-            starts = {p: self._find_start_of(p, state["parts"].get(p, {})) for p in places}
-            kept = []
-            for place, start in starts.items():
-                attributes = namespace_of(self._parts[place])
-                kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
-            self._load_parts(starts)
-            self._load_parts(self._epoch_start["parts"])
-            set_rng_state(self._epoch_start)
-        # `_state` warns about iterators that iter(self.train_loader) does not replace, because
-        # checkpoints do not contain their position.
-        self._iterators = self._find_iterators()
-        batches, length = iter(self.train_loader), self.num_training_batches
-        if length == math.inf and self.fabric.world_size > 1:
-            batches = until_first_end(batches, self.fabric)
-        self._batches = self._mark_last(batches, length)
-        if self.batches_done > 0:
-            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
-            set_rng_state(self._epoch_start["first_batch"])
-            warn_of_lazy_sampler(self.train_loader, self.batches_done)
-            for _ in range(self.batches_done):
-                next(self._batches)
-            # Restore the loaders' original lists and tensors, because the model may share them.
-            for attributes, values in kept:
-                # Skip an attribute whose class has changed while the batches were read.
-                same = {n for n in values if type(attributes.get(n)) is type(values[n])}
-                for name in same:
-                    attributes[name] = values[name]
-            self._load_state(state)
-
-    def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's attributes as they were before the run.
-
-        Attributes that were added during the run get the value REMOVED.
-        """
-        start = self._start_states[place].items()
-        found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
-        added = (name for name in changed if name not in self._start_names[place])
-        return {**found, **dict.fromkeys(added, REMOVED)}
-
-    def _find_iterators(self) -> dict[tuple[str, str], Any]:
-        """Return the iterators that the training loader and its dataset hold in attributes."""
-        parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
-        found: dict[tuple[str, str], Any] = {}
-        for place, part in parts:
-            found.update(((place, name), value) for name, value in namespace_of(part).items())
-        return {key: value for key, value in found.items() if is_library_iterator(value)}
-
-    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
-        if (place, name) not in self._unsaved:
-            self._unsaved.add((place, name))
-            warnings.warn(
-                f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved nor"
-                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists in"
-                " the attribute instead, such as the position in the data.",
-                stacklevel=2,
-            )
-
-    def _stop_batches(self) -> None:
-        """End the worker processes of an unfinished epoch.
-
-        Otherwise, the garbage collector would end them later, after five seconds for each process.
-        """
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = None
-
-    def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If the loader has no length, prefetch to detect the last."""
-        if length < math.inf:
-            # Call next(), because zip() would call iter() again, which restarts some iterators.
-            for number in range(1, int(length) + 1):
-                if (batch := next(batches, END)) is END:
-                    return
-                yield number == length, batch
-            return
-        done, resumed, following = self.batches_done, self._before_next, next(batches, END)
-        for number in count(1):
-            if following is END:
-                return
-            batch = following
-            if number == done and resumed is not None:
-                # Restore the RNG state that the saved run had before it prefetched a batch.
-                set_rng_state(resumed)
-            self._before_next = get_rng_state()
-            following = next(batches, END)
-            yield following is END, batch
-
-    def _state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes of the model and the loaders."""
-        self._find_objects()
-        for (place, name), value in self._find_iterators().items():
-            if self._iterators.get((place, name)) is value:
-                reason = f"the position of a {type(value).__name__} cannot be saved"
-                self._warn_unsaved(place, name, reason)
-        network, changed = self._unwrapped, {}
-        ids = {*map(id, [*network.modules(), *network.parameters()])}
-        for place, part in self._parts.items():
-            start, state = self._start_states.get(place, {}), {}
-            for name, value in self._plain_state(place).items():
-                current = namespace_of(part).get(name)
-                is_random = isinstance(current, GENERATORS)
-                if is_random or name not in start or not is_same(value, start[name]):
-                    state[name] = value
-                    if refers_to(current, ids):
-                        reason = "it contains ids of modules or parameters, which change"
-                        del state[name]
-                        self._warn_unsaved(place, name, reason)
-                    elif isinstance(value, ChangeMark):
-                        try:
-                            state[name] = encode_large(current, self.fabric.device)
-                        except TypeError as error:
-                            del state[name]
-                            self._warn_unsaved(place, name, f"it contains {error} objects")
-            state.update((name, REMOVED) for name in start if not has_value(part, name))
-            if state:
-                changed[place] = state
-        return {**get_rng_state(), "parts": changed}
-
-    def _find_objects(self) -> None:
-        """Search the model's attributes again, because hooks may have created new objects."""
-        weights = self._unwrapped.state_dict(keep_vars=True)
-        self._weights = {address_of(weights[name]): name for name in reversed(weights)}
-        self._weights.pop(None, None)
-        for place in self._object_places:
-            del self._parts[place]
-        known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
-        found: dict[str, Any] = {}
-        for place, part in self._parts.items():
-            if place.startswith(("train ", "val ")):
-                continue
-            # Reading the attributes of a user's object may raise any error.
-            with suppress(Exception):
-                for path, value in objects_in(part, known).items():
-                    found[f"{place}.{path}".removeprefix(".")] = value
-                    known.add(id(value))
-        self._object_places[:] = found
-        self._parts |= found
-
-    def _saved_elsewhere(self) -> list[Any]:
-        schedulers = [config["scheduler"] for config in self.schedulers]
-        return [self.optimizer, *schedulers, *self._unwrapped.modules()]
-
-    def _plain_state(self, place: str) -> dict[str, Any]:
-        # In a loader, skip objects with a state_dict, because the model may also contain them.
-        is_loader = place.startswith(("train ", "val "))
-        saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
-        if place in self._object_places and is_installed(type(part)):
-            values = namespace_of(part).items()
-            return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
-        return plain_state(part, self.fabric.device, saved, self._weights)
-
-    def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Before a resume replaces large attributes of loaders, store their initial values."""
-        for place, state in states.items():
-            start = self._start_states.get(place, {})
-            for name in state.keys() & start.keys():
-                if place.startswith(("train ", "val ")) and isinstance(start[name], ChangeMark):
-                    value = namespace_of(self._parts[place])[name]
-                    with suppress(TypeError):
-                        start[name] = encode_large(value, self.fabric.device)
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        set_rng_state(state)
-        self._load_parts(state.get("parts", {}))
-
-    def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
-        """Restore the attributes in ``states``.
-
-        If two objects share a list or a tensor and get equal values, they continue to share it.
-        """
-        for place in states:
-            create_item(self._parts, place)
-        self._find_objects()
-        missing = [place for place in states if place not in self._parts]
-        if missing:
-            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
-            text += " not created it. A resumed run may differ. Create it in __init__."
-            warnings.warn(text, stacklevel=2)
-        holders: dict[int, list[Any]] = defaultdict(list)
-        for place, part in self._parts.items():
-            for name, value in namespace_of(part).items():
-                holders[id(value)].append(states.get(place, {}).get(name, END))
-
-        def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all attributes that refer to ``current`` will get equal values."""
-            if address_of(current) in self._weights:
-                return False
-            first, *others = holders.get(id(current), [END])
-            return all(is_same(first, other) for other in others)
-
-        weights = self._unwrapped.state_dict(keep_vars=True)
-        for place, state in states.items():
-            part = self._parts.get(place)
-            load_plain_state(part, state, self.fabric.device, may_change_in_place, weights)
-
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch."""
         self._is_last, length = False, self.num_training_batches
@@ -797,6 +535,27 @@ class MiniLoop:
             text += " epoch. An iterator yields its batches only once. Pass an object that starts"
             text += " again with each iter(), such as a DataLoader or a list."
         check(self._is_last, text)
+
+    def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
+        """Yield (is_last, batch). If the loader has no length, prefetch to detect the last."""
+        if length < math.inf:
+            # Call next(), because zip() would call iter() again, which restarts some iterators.
+            for number in range(1, int(length) + 1):
+                if (batch := next(batches, END)) is END:
+                    return
+                yield number == length, batch
+            return
+        done, resumed, following = self.batches_done, self._before_next, next(batches, END)
+        for number in count(1):
+            if following is END:
+                return
+            batch = following
+            if number == done and resumed is not None:
+                # Restore the RNG state that the saved run had before it prefetched a batch.
+                set_rng_state(resumed)
+            self._before_next = get_rng_state()
+            following = next(batches, END)
+            yield following is END, batch
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and add up the seconds spent waiting for them."""
@@ -824,6 +583,75 @@ class MiniLoop:
                 # Like Trainer, do not let autocast cache converted weights.
                 torch.set_autocast_cache_enabled(False)
             return self._step_module(self._steps[name], batch, batch_idx)
+
+    def _call(self, hook: str, *args: Any) -> Any:
+        self._hook = hook
+        method = getattr(self.model, hook, None)
+        return None if method is None else method(*args)
+
+    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
+        self._is_first_batch = False
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        text = "expected a step that only computes the loss. Remove loss.backward(),"
+        text += " optimizer.step() and zero_grad() from the step, because the loop calls them."
+        text += " For gradients of a loss that the step does not return, use torch.autograd.grad()."
+
+        def refuse_step(other: Any, *_: Any) -> None:
+            given = {p for group in other.param_groups for p in group["params"]}
+            is_other = given.isdisjoint(parameters)
+            check(is_other, f"training_step: got a call to optimizer.step(), {text}")
+
+        clear_gradients(self.optimizer)
+        hook = register_optimizer_step_pre_hook(refuse_step)
+        try:
+            output = self._run_step("training_step", batch, batch_idx)
+        finally:
+            hook.remove()
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
+        return output
+
+    def _raise_instead(self, error: Exception) -> None:
+        """Raise a clearer error for some of torch's errors, or raise ``error`` unchanged."""
+        text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
+        if text is None or not self._hook.endswith("_step"):
+            raise error
+        text = text.format(step=self._hook)
+        raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
+
+    def _stop_batches(self) -> None:
+        """End the worker processes of an unfinished epoch.
+
+        Otherwise, the garbage collector would end them later, after five seconds for each process.
+        """
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+
+    def _warn_if_never_validated(self, is_resumed: bool) -> None:
+        if self.val_loader is None or self._has_validated or is_resumed:
+            return
+        step = self.global_step
+        text = f"val_dataloaders: training ended after {step} steps, before the first validation."
+        text += f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
+        if self.fabric.is_global_zero:
+            warnings.warn(text, stacklevel=4)
+
+    def _print_interruption(self) -> None:
+        saved = f"To continue from step {self._saved_step}, write resume='last'."
+        saved = "No checkpoint was saved." if self._saved_step is None else saved
+        place = f"in epoch {self.current_epoch}, after step {self.global_step}"
+        print(f"Ctrl-C: training stops {place}. {saved}")
+
+    def _print_if_finished(self, path: Path | None) -> None:
+        if self._is_done() and self.fabric.is_global_zero:
+            print(
+                f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
+                f" {self.global_step}). Nothing is left to train. For a new run, leave out"
+                " resume=.",
+                file=sys.stderr,
+            )
 
     # Validation
 
@@ -1425,6 +1253,185 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
+    # Random states and attributes, for an exact resume
+
+    def _start_batches(self) -> None:
+        """Create the iterator over the epoch's remaining training batches."""
+        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
+        state = self._state() if self.batches_done > 0 else {}
+        set_epoch(self.train_loader, self.current_epoch)
+        if self.batches_done == 0:
+            state = self._state()
+            parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
+            self._epoch_start = {**state, "parts": parts}
+        else:
+            # Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
+            places = [place for place in self._start_states if place.startswith(("train ", "val "))]
+            starts = {p: self._find_start_of(p, state["parts"].get(p, {})) for p in places}
+            kept = []
+            for place, start in starts.items():
+                attributes = namespace_of(self._parts[place])
+                kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
+            self._load_parts(starts)
+            self._load_parts(self._epoch_start["parts"])
+            set_rng_state(self._epoch_start)
+        # `_state` warns about iterators that iter(self.train_loader) does not replace, because
+        # checkpoints do not contain their position.
+        self._iterators = self._find_iterators()
+        batches, length = iter(self.train_loader), self.num_training_batches
+        if length == math.inf and self.fabric.world_size > 1:
+            batches = until_first_end(batches, self.fabric)
+        self._batches = self._mark_last(batches, length)
+        if self.batches_done > 0:
+            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
+            set_rng_state(self._epoch_start["first_batch"])
+            warn_of_lazy_sampler(self.train_loader, self.batches_done)
+            for _ in range(self.batches_done):
+                next(self._batches)
+            # Restore the loaders' original lists and tensors, because the model may share them.
+            for attributes, values in kept:
+                # Skip an attribute whose class has changed while the batches were read.
+                same = {n for n in values if type(attributes.get(n)) is type(values[n])}
+                for name in same:
+                    attributes[name] = values[name]
+            self._load_state(state)
+
+    def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
+        """Return an object's attributes as they were before the run.
+
+        Attributes that were added during the run get the value REMOVED.
+        """
+        start = self._start_states[place].items()
+        found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
+        added = (name for name in changed if name not in self._start_names[place])
+        return {**found, **dict.fromkeys(added, REMOVED)}
+
+    def _find_iterators(self) -> dict[tuple[str, str], Any]:
+        """Return the iterators that the training loader and its dataset hold in attributes."""
+        parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
+        found: dict[tuple[str, str], Any] = {}
+        for place, part in parts:
+            found.update(((place, name), value) for name, value in namespace_of(part).items())
+        return {key: value for key, value in found.items() if is_library_iterator(value)}
+
+    def _state(self) -> dict[str, Any]:
+        """Return the RNG states, and the changed attributes of the model and the loaders."""
+        self._find_objects()
+        for (place, name), value in self._find_iterators().items():
+            if self._iterators.get((place, name)) is value:
+                reason = f"the position of a {type(value).__name__} cannot be saved"
+                self._warn_unsaved(place, name, reason)
+        network, changed = self._unwrapped, {}
+        ids = {*map(id, [*network.modules(), *network.parameters()])}
+        for place, part in self._parts.items():
+            start, state = self._start_states.get(place, {}), {}
+            for name, value in self._plain_state(place).items():
+                current = namespace_of(part).get(name)
+                is_random = isinstance(current, GENERATORS)
+                if is_random or name not in start or not is_same(value, start[name]):
+                    state[name] = value
+                    if refers_to(current, ids):
+                        reason = "it contains ids of modules or parameters, which change"
+                        del state[name]
+                        self._warn_unsaved(place, name, reason)
+                    elif isinstance(value, ChangeMark):
+                        try:
+                            state[name] = encode_large(current, self.fabric.device)
+                        except TypeError as error:
+                            del state[name]
+                            self._warn_unsaved(place, name, f"it contains {error} objects")
+            state.update((name, REMOVED) for name in start if not has_value(part, name))
+            if state:
+                changed[place] = state
+        return {**get_rng_state(), "parts": changed}
+
+    def _find_objects(self) -> None:
+        """Search the model's attributes again, because hooks may have created new objects."""
+        weights = self._unwrapped.state_dict(keep_vars=True)
+        self._weights = {address_of(weights[name]): name for name in reversed(weights)}
+        self._weights.pop(None, None)
+        for place in self._object_places:
+            del self._parts[place]
+        known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
+        found: dict[str, Any] = {}
+        for place, part in self._parts.items():
+            if place.startswith(("train ", "val ")):
+                continue
+            # Reading the attributes of a user's object may raise any error.
+            with suppress(Exception):
+                for path, value in objects_in(part, known).items():
+                    found[f"{place}.{path}".removeprefix(".")] = value
+                    known.add(id(value))
+        self._object_places[:] = found
+        self._parts |= found
+
+    def _saved_elsewhere(self) -> list[Any]:
+        schedulers = [config["scheduler"] for config in self.schedulers]
+        return [self.optimizer, *schedulers, *self._unwrapped.modules()]
+
+    def _plain_state(self, place: str) -> dict[str, Any]:
+        # In a loader, skip objects with a state_dict, because the model may also contain them.
+        is_loader = place.startswith(("train ", "val "))
+        saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
+        if place in self._object_places and is_installed(type(part)):
+            values = namespace_of(part).items()
+            return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
+        return plain_state(part, self.fabric.device, saved, self._weights)
+
+    def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
+        """Before a resume replaces large attributes of loaders, store their initial values."""
+        for place, state in states.items():
+            start = self._start_states.get(place, {})
+            for name in state.keys() & start.keys():
+                if place.startswith(("train ", "val ")) and isinstance(start[name], ChangeMark):
+                    value = namespace_of(self._parts[place])[name]
+                    with suppress(TypeError):
+                        start[name] = encode_large(value, self.fabric.device)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+        self._load_parts(state.get("parts", {}))
+
+    def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
+        """Restore the attributes in ``states``.
+
+        If two objects share a list or a tensor and get equal values, they continue to share it.
+        """
+        for place in states:
+            create_item(self._parts, place)
+        self._find_objects()
+        missing = [place for place in states if place not in self._parts]
+        if missing:
+            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
+            text += " not created it. A resumed run may differ. Create it in __init__."
+            warnings.warn(text, stacklevel=2)
+        holders: dict[int, list[Any]] = defaultdict(list)
+        for place, part in self._parts.items():
+            for name, value in namespace_of(part).items():
+                holders[id(value)].append(states.get(place, {}).get(name, END))
+
+        def may_change_in_place(current: Any, value: Any) -> bool:
+            """Return whether all attributes that refer to ``current`` will get equal values."""
+            if address_of(current) in self._weights:
+                return False
+            first, *others = holders.get(id(current), [END])
+            return all(is_same(first, other) for other in others)
+
+        weights = self._unwrapped.state_dict(keep_vars=True)
+        for place, state in states.items():
+            part = self._parts.get(place)
+            load_plain_state(part, state, self.fabric.device, may_change_in_place, weights)
+
+    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
+        if (place, name) not in self._unsaved:
+            self._unsaved.add((place, name))
+            warnings.warn(
+                f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved nor"
+                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists in"
+                " the attribute instead, such as the position in the data.",
+                stacklevel=2,
+            )
+
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
@@ -1727,11 +1734,6 @@ class MiniLoop:
         schedulers = [config["scheduler"] for config in self.schedulers]
         return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
-    def _call(self, hook: str, *args: Any) -> Any:
-        self._hook = hook
-        method = getattr(self.model, hook, None)
-        return None if method is None else method(*args)
-
 
 class StepModule(nn.Module):
     """Call a step function in forward(), because DDP prepares its gradient sync in forward()."""
@@ -1970,122 +1972,6 @@ def parts_of(loader: Any) -> dict[str, Any]:
     # Checkpoints contain only attributes. A list has none, so assign it to an object's attribute.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
-
-
-def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects inside an object, such as a dataset's transform, keyed by path.
-
-    Args:
-        known: The ids of objects to skip.
-    """
-    found: dict[str, Any] = {}
-    seen, waiting = {id(owner), *known}, deque([("", owner)])
-    while waiting and len(found) < 64:
-        path, part = waiting.popleft()
-        is_list = isinstance(part, list | tuple | deque)
-        items = dict(enumerate(part)) if is_list else {**namespace_of(part)}
-        if isinstance(part, nn.Module):
-            hooks = hooks_of(part, HOOKS_OF_MODULE)
-            for parameter in part._parameters.values():
-                hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
-            items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
-            items["hooks"] = hooks
-        elif isinstance(part, torch.optim.Optimizer):
-            ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
-            items = {name: items[name] for name in items if name not in ignored}
-            items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
-        for name in items:
-            value, place = items[name], f"{path}.{name}".removeprefix(".")
-            if id(value) in seen or type(value) in ATOMS:
-                continue
-            is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
-            is_item = is_list or type(part) is dict
-            if is_item and (is_stateful(value) or isinstance(value, nn.Module)):
-                found[place] = SimpleNamespace(item=value)
-            elif is_own_object(value):
-                found[place] = value
-            if is_short or found.get(place) is value:
-                waiting.append((place, value))
-                seen.add(id(value))
-    return found
-
-
-def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer.
-
-    If a hook is a bound method, return the object that it is bound to.
-    """
-    hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-    return [getattr(hook, "__self__", hook) for hook in hooks]
-
-
-def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a path refers to an item that a defaultdict has not created yet, create the item."""
-    path, _, key = place.rpartition(".")
-    owner, _, name = path.rpartition(".")
-    container = namespace_of(parts.get(owner)).get(name)
-    if isinstance(container, defaultdict) and container.default_factory is not None:
-        container[key]
-
-
-def is_own_object(value: Any) -> bool:
-    """Return whether to search an object for attributes to save, such as a user's dataset."""
-    kind = type(value)
-    is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
-    is_known = is_known or is_stateful(value)
-    is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
-    is_searched = not is_library or isinstance(value, torch_data.Dataset)
-    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    return has_attributes and is_searched and not is_known
-
-
-def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package, not of the user's own code."""
-    return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
-
-
-def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return the attributes of an object, or the items of a dict."""
-    if isinstance(part, dict):
-        return part
-    slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
-    return SlotAttributes(part, slots) if slots else getattr(part, "__dict__", {})
-
-
-class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
-
-    def __init__(self, instance: Any, slots: list[str]) -> None:
-        self._instance, self._slots = instance, slots
-        super().__init__(
-            {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
-        )
-        self.update(getattr(instance, "__dict__", {}))
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
-        if name in self._slots:
-            object.__setattr__(self._instance, name, value)
-        elif hasattr(self._instance, "__dict__"):
-            vars(self._instance)[name] = value
-
-    def pop(self, name: str, default: Any = None) -> Any:
-        if name in self._slots and name in self:
-            object.__delattr__(self._instance, name)
-        getattr(self._instance, "__dict__", {}).pop(name, None)
-        return super().pop(name, default)
-
-
-def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -2382,6 +2268,125 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 # Attributes and random generators, which state_dict() does not contain
+
+
+# Attributes, saved for an exact resume
+
+
+def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
+    """Return the objects inside an object, such as a dataset's transform, keyed by path.
+
+    Args:
+        known: The ids of objects to skip.
+    """
+    found: dict[str, Any] = {}
+    seen, waiting = {id(owner), *known}, deque([("", owner)])
+    while waiting and len(found) < 64:
+        path, part = waiting.popleft()
+        is_list = isinstance(part, list | tuple | deque)
+        items = dict(enumerate(part)) if is_list else {**namespace_of(part)}
+        if isinstance(part, nn.Module):
+            hooks = hooks_of(part, HOOKS_OF_MODULE)
+            for parameter in part._parameters.values():
+                hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
+            items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
+            items["hooks"] = hooks
+        elif isinstance(part, torch.optim.Optimizer):
+            ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
+            items = {name: items[name] for name in items if name not in ignored}
+            items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
+        for name in items:
+            value, place = items[name], f"{path}.{name}".removeprefix(".")
+            if id(value) in seen or type(value) in ATOMS:
+                continue
+            is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
+            is_item = is_list or type(part) is dict
+            if is_item and (is_stateful(value) or isinstance(value, nn.Module)):
+                found[place] = SimpleNamespace(item=value)
+            elif is_own_object(value):
+                found[place] = value
+            if is_short or found.get(place) is value:
+                waiting.append((place, value))
+                seen.add(id(value))
+    return found
+
+
+def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
+    """Return the hooks of a module, parameter or optimizer.
+
+    If a hook is a bound method, return the object that it is bound to.
+    """
+    hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+    return [getattr(hook, "__self__", hook) for hook in hooks]
+
+
+def create_item(parts: dict[str, Any], place: str) -> None:
+    """If a path refers to an item that a defaultdict has not created yet, create the item."""
+    path, _, key = place.rpartition(".")
+    owner, _, name = path.rpartition(".")
+    container = namespace_of(parts.get(owner)).get(name)
+    if isinstance(container, defaultdict) and container.default_factory is not None:
+        container[key]
+
+
+def is_own_object(value: Any) -> bool:
+    """Return whether to search an object for attributes to save, such as a user's dataset."""
+    kind = type(value)
+    is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
+    is_known = is_known or is_stateful(value)
+    is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
+    is_searched = not is_library or isinstance(value, torch_data.Dataset)
+    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_attributes and is_searched and not is_known
+
+
+def is_installed(kind: type) -> bool:
+    """Return whether a class is part of an installed package, not of the user's own code."""
+    return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def namespace_of(part: Any) -> dict[Any, Any]:
+    """Return the attributes of an object, or the items of a dict."""
+    if isinstance(part, dict):
+        return part
+    slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
+    return SlotAttributes(part, slots) if slots else getattr(part, "__dict__", {})
+
+
+class SlotAttributes(dict[str, Any]):
+    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
+
+    def __init__(self, instance: Any, slots: list[str]) -> None:
+        self._instance, self._slots = instance, slots
+        super().__init__(
+            {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+        )
+        self.update(getattr(instance, "__dict__", {}))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
+        if name in self._slots:
+            object.__setattr__(self._instance, name, value)
+        elif hasattr(self._instance, "__dict__"):
+            vars(self._instance)[name] = value
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        if name in self._slots and name in self:
+            object.__delattr__(self._instance, name)
+        getattr(self._instance, "__dict__", {}).pop(name, None)
+        return super().pop(name, default)
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def plain_state(
