@@ -48,6 +48,22 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     """
     import pandas as pd
 
+    tables = []
+    for name, version, file in require_runs(path):
+        columns = read_columns(file, steps)
+        names = columns.pop(RUN, name)
+        tables.append(pd.DataFrame(columns, dtype=object).assign(name=names, version=version))
+    table = pd.concat(tables, ignore_index=True).fillna("")
+    axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
+    order = dict.fromkeys(["name", "version", *axes, *table.columns])
+    cells = {name: table[name].tolist() for name in order if name in table}
+    # Keep the names of runs and versions as text, because a run may be called "1" or "nan".
+    texts = ("name", "version")
+    return pd.DataFrame({n: c if n in texts else to_values(c) for n, c in cells.items()})
+
+
+def require_runs(path: Any) -> list[Any]:
+    """Return (name, version, metrics.csv) of each run in ``path``, or raise an error."""
     if not isinstance(path, str | os.PathLike):
         # fabric_template.errors imports Lightning, which would slow the plot command.
         from ..errors import describe
@@ -61,18 +77,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
         if root.exists():
             problem = "The folder contains no metrics.csv"
         raise ValueError(f"read_logs(path): got {str(root)!r}, expected {EXPECTED}. {problem}.")
-    tables = []
-    for name, version, file in runs:
-        columns = read_columns(file, steps)
-        names = columns.pop(RUN, name)
-        tables.append(pd.DataFrame(columns, dtype=object).assign(name=names, version=version))
-    table = pd.concat(tables, ignore_index=True).fillna("")
-    axes = [find_axis(table, axis) for axis in (("step", "epoch") if steps else ("epoch", "step"))]
-    order = dict.fromkeys(["name", "version", *axes, *table.columns])
-    cells = {name: table[name].tolist() for name in order if name in table}
-    # Keep the names of runs and versions as text, because a run may be called "1" or "nan".
-    texts = ("name", "version")
-    return pd.DataFrame({n: c if n in texts else to_values(c) for n, c in cells.items()})
+    return runs
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:

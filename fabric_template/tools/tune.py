@@ -82,12 +82,7 @@ def tune(
         ValueError: A setting is unknown, or training fails with the current settings.
     """
     names = tuple(SETTINGS) if only is None else tuple(only)
-    if not set(names) <= set(SETTINGS):
-        raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
-    longest = TIME_LIMIT / 2
-    if not isinstance(seconds, int | float) or not 0 < seconds <= longest:
-        expected = f"a number above 0, and at most {longest:g}. Write seconds=2.0"
-        raise ValueError(f"tune(seconds): got {seconds!r}, expected {expected}.")
+    check_arguments(names, seconds)
     data = train_dataloaders if datamodule is None else datamodule
     parts = {"model": model, "train_dataloaders": data, **fit_arguments}
 
@@ -101,6 +96,15 @@ def tune(
         text = "tune: training fails with the current settings. Call fit to see the error."
         raise ValueError(text)
     return Tuned(*choose_settings(trial, names))
+
+
+def check_arguments(names: tuple[str, ...], seconds: float) -> None:
+    if not set(names) <= set(SETTINGS):
+        raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
+    longest = TIME_LIMIT / 2
+    if not isinstance(seconds, int | float) or not 0 < seconds <= longest:
+        expected = f"a number above 0, and at most {longest:g}. Write seconds=2.0"
+        raise ValueError(f"tune(seconds): got {seconds!r}, expected {expected}.")
 
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
