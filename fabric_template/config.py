@@ -307,7 +307,7 @@ def _convert_option(name: str, value: Any) -> Any:
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
-        # Like Trainer, keep a float of at most 1.0, which means a fraction of the batches.
+        # As in Trainer, 0.5 means half of the batches, and 1.0 means all batches.
         return int(value) if value > 1 and value.is_integer() else value
     return value
 

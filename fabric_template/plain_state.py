@@ -3,13 +3,12 @@
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
 values. Only plain attributes that have changed since the start of the run are saved. An array, a
 tensor or a container is encoded as a tuple (kind, content, ...), which
-torch.load(weights_only=True) can read. If a plain attribute cannot be encoded, a warning names the
-attribute, and the run continues. Attributes that are not plain are not saved.
+torch.load(weights_only=True) can read. If an attribute is too large to save, a warning names it,
+and the run continues.
 
-In a checkpoint, the key of a value is the pair (object name, attribute name). If an attribute holds
-an object with a state_dict, such as a module's own scheduler, this state_dict is saved. If an
-attribute holds another object, such as a replay buffer, the attributes of that object are saved,
-too.
+In a checkpoint, the key of a value is the pair (object name, attribute name). If a module has its
+own scheduler in an attribute, the scheduler's state_dict is saved. If a module has a replay buffer
+in an attribute, the buffer's attributes are saved.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 # Limits that keep checkpoints small and fast.
 _MOST_BYTES = 256 * 2**20  # The largest size of a saved attribute.
 _MOST_ITEMS = 1_000_000  # The largest number of items in a saved attribute.
-_COMPARED_BYTES = 2**20  # If a tensor on a GPU is larger, its elements are sampled.
+_COMPARED_BYTES = 2**20  # Of a larger GPU tensor, only a sample is compared.
 _COMPARED_ITEMS = 50_000  # The largest number of items or elements in a digest.
 _DEEPEST = 12  # The deepest nesting of a saved container.
-_MOST_OBJECTS = 64  # The largest number of saved objects in attributes.
+_MOST_OBJECTS = 64  # The largest number of objects whose attributes are saved.
 _MOST_SEARCHED = 500  # The largest container that is searched for objects.
 # Objects of these packages are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
@@ -77,12 +76,11 @@ class TooLargeError(Exception):
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """Return a digest of a value, to detect later changes of the value.
 
-    If a tensor, an array or a container is too large to be saved, the digest contains only some of
-    its elements. The same holds for a tensor of more than 1 MB on a GPU. The digest of such a
-    tensor also contains the tensor's id and version.
+    The digest of a large value, such as a GPU tensor of more than 1 MB, contains only a sample of
+    its elements.
 
     Args:
-        most: The largest number of a container's items that the digest contains.
+        most: The largest number of items in the digest of a container.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -126,7 +124,7 @@ def _checksum_items(items: list[Any]) -> int:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a fingerprint of a large container's item, which is fast to compute."""
+    """Return a quick fingerprint of an item in a large container."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -144,7 +142,7 @@ def _digest_tensor(tensor: Tensor) -> Any:
         raise NotPlainError
     place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
     values = tensor.detach().reshape(-1)
-    # On the CPU, a change through NumPy or .data does not increase the version.
+    # A change through NumPy does not increase tensor._version. On the CPU, compare all elements.
     most = _MOST_BYTES if tensor.device.type == "cpu" else _COMPARED_BYTES
     if values.numel() * values.element_size() <= most:
         return place, _checksum(values)
@@ -170,7 +168,12 @@ def shares_memory(value: Any, addresses: Collection[int]) -> bool:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
-    """Return whether a value contains a key from ``ids``, or a tensor at one of the addresses."""
+    """Return whether a value refers to parameters, such as a dict with keys id(parameter).
+
+    Args:
+        ids: The ids of the parameters.
+        addresses: The memory addresses of the parameters.
+    """
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -234,7 +237,7 @@ class Encoder:
     If several attributes share an object, encode the object only once.
 
     Args:
-        device: The run's device. On resume, its tensors move to the device of the resumed run.
+        device: The run's device. A resumed run moves the tensors of this device to its own device.
         covered: The memory addresses and names of the tensors in the network's state_dict.
         most_bytes: The largest size of an attribute in bytes.
     """
@@ -345,7 +348,7 @@ class Decoder:
     ) -> None:
         self._device = device
         self._weights = {} if network is None else network.state_dict(keep_vars=True)
-        # The objects that receive a decoded value in place, keyed by the id of the encoded value.
+        # The lists and tensors to change in place, keyed by the id of the encoded value.
         self.targets: dict[int, Any] = {}
         self._known: dict[int, Any] = {}
 
@@ -571,17 +574,17 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # Skip keys that are not strings, which a user's dict subclass may have.
+        # Skip keys that are not strings, because a user's dict subclass may contain them.
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether to search an object for attributes to save, such as a replay buffer."""
+    """Return whether an object, such as a replay buffer, may have attributes to save."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Exclude objects of this package. Use __package__, because a copy may have another name.
+    # Exclude objects of this package, which users may copy under another name.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
@@ -656,7 +659,7 @@ class PlainState:
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
         device: The run's device.
-        network: The run's network. With a network, also save objects in attributes.
+        network: The run's network. If it is None, objects in attributes are not saved.
     """
 
     is_per_process = True
@@ -667,14 +670,13 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects that the caller passes. _parts also contains objects found in
-        # their attributes.
+        # _given contains the objects that the caller passes. _parts also contains objects in their
+        # attributes, such as a replay buffer.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # Objects to skip, because other checkpoint keys contain their state. Until add() sets this
-        # dict, no state_dict is saved.
+        # Objects such as optimizers, whose state is saved elsewhere. None before add() is called.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
@@ -683,7 +685,7 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save. Afterwards, also save state_dicts of objects in attributes.
+        """Add objects to save, such as the optimizers.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
@@ -705,7 +707,9 @@ class PlainState:
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return all objects in attributes, keyed by path.
 
-        If ``names`` contains an item that a defaultdict has not created yet, create the item first.
+        Args:
+            names: The paths of the objects in a checkpoint. If a path refers to an item of a
+                defaultdict, the item is created.
         """
         for name in names:
             self._create_item(name)
@@ -713,7 +717,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a path refers to an item that a defaultdict has not created yet, create the item."""
+        """Create the item "model.samples.train", for example, if ``samples`` is a defaultdict."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -775,15 +779,15 @@ class PlainState:
         return changed
 
     def find_iterators(self) -> None:
-        """Store all iterators in attributes, so that ``warn_of_iterators`` can find them again."""
+        """Record which attributes contain iterators, for a later call of ``warn_of_iterators``."""
         self._iterators = {
             place: value for place, value in self.attributes() if is_library_iterator(value)
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators that iter(loader) has not replaced.
+        """Warn about iterators in attributes, whose positions a resumed run cannot restore.
 
-        A resumed run cannot restore the position of such an iterator.
+        If iter(loader) has replaced an iterator since ``find_iterators``, do not warn about it.
         """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
@@ -791,7 +795,7 @@ class PlainState:
                     raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether objects were added to a container in a loader."""
+        """Return whether objects were added to a list or dict in a loader."""
         if self._network is not None or type(value) not in _CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -802,10 +806,10 @@ class PlainState:
     def _is_saved_as_state(self, value: Any) -> bool:
         if self._saved is None or id(value) in self._saved:
             return False
-        return is_stateful(value) or self._is_hidden(value)
+        return is_stateful(value) or self._is_separate_module(value)
 
-    def _is_hidden(self, value: Any) -> bool:
-        """Return whether a value is a module that shares no submodule with the network."""
+    def _is_separate_module(self, value: Any) -> bool:
+        """Return whether a value is a module outside the network, such as a teacher model."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
         return set(self._network.modules()).isdisjoint(value.modules())
@@ -893,7 +897,7 @@ class PlainState:
     def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
         """Map the id of each current value to the ids of the saved values that replace it.
 
-        If several attributes share a value, they may get different saved values.
+        For example, two attributes may share a list now, but get two lists from the checkpoint.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -910,7 +914,7 @@ class PlainState:
         return found
 
     def _digest(self, value: Any) -> Any:
-        return digest(value.state_dict() if self._is_hidden(value) else value)
+        return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
         """For each attribute of at most 1 MB, return its digest and its encoded value."""

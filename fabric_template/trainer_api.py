@@ -122,7 +122,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Modules increment ``completed`` if they step an optimizer without Lightning's wrapper.
+    # Some modules step an optimizer without Lightning's wrapper. They increment ``completed``.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -265,7 +265,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The object with limits such as max_epochs, the run's StopCondition or the options."""
+        """The object that contains limits such as max_epochs: a StopCondition or the options."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -364,7 +364,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object that receives the values if a module's own ``log`` calls super().log()."""
+        """An object for modules that override ``log``. LightningModule.log passes values to it."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -392,7 +392,7 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If this run did not train the current model, write a checkpoint of the current run instead.
+        If a later ``validate`` or ``test`` got another model, save that model instead.
         """
         if self.run is None:
             raise AttributeError(
@@ -489,7 +489,7 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether the optimizer makes no step after the current batch."""
+        """Return False if the optimizer steps after the current batch, and True otherwise."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:

@@ -136,7 +136,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     If a folder cannot be removed, the next save to this path tries again.
 
     Args:
-        keep: A checkpoint whose shard folder is not removed.
+        keep: The new checkpoint, whose shard folder is not removed.
     """
     kept = (keep or {}).get(SHARDS_KEY, {}).get("folder")
     with suppress(OSError):

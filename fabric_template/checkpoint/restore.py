@@ -45,9 +45,8 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights were loaded. If the weights do not match the model, fit tries again
-        after on_fit_start, which may add modules. In validate, test and predict, weights that do
-        not match raise an error.
+        Whether the weights match the model. If not, fit tries again after on_fit_start, which may
+        add modules. The other stages raise an error.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -279,8 +278,7 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also accept class attributes, because the saved run may have overridden them on an
-            # instance.
+            # Also accept class attributes, because the saved run may have set them on the instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -317,8 +315,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore attributes last. Creating the iterators may require the attributes' values from the
-    # start of the epoch.
+    # Restore the attributes last. Before that, the new iterators may need the attributes' values
+    # from the start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -339,8 +337,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # The limits max_epochs and max_steps are already restored. Now restore all options that hooks
-    # changed in the saved run.
+    # The limits max_epochs and max_steps are already restored. Now restore the other options that
+    # hooks have changed.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
@@ -432,7 +430,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add the parameter groups that the saved run added to its optimizers after creating them."""
+    """Add parameter groups that the saved run added later, such as those of unfrozen layers."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
@@ -448,7 +446,10 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if the saved run's optimizer trained a parameter that a hook had replaced."""
+    """Raise an error if a hook of the saved run replaced a trained parameter.
+
+    The checkpoint does not contain the original parameter.
+    """
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]

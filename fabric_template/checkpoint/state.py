@@ -39,8 +39,8 @@ _COUNTS = ("ready", "started", "processed", "completed")
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Do not save these attributes of optimizers. state_dict() already contains "state" and
-# "param_groups", with which "defaults" may share a tensor. Schedulers set "_opt_called" and
-# "_step_count" to warn if they are stepped before the optimizer.
+# "param_groups", and "defaults" may share tensors with them. Schedulers use "_opt_called" and
+# "_step_count" only for a warning.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -110,8 +110,8 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # The loop sets the methods log and log_dict on the object. A state_dict() that returns
-    # vars(self) contains them, so remove them.
+    # If state_dict() returns vars(self), remove the methods log and log_dict. The loop has set them
+    # on the object.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
@@ -185,7 +185,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only the "ready" counters include the batches of an unfinished accumulation window.
+    # A resumed run repeats an unfinished accumulation window, so only "ready" counts its batches.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -346,7 +346,10 @@ def check_scheduler_states(run: Run) -> None:
 
 
 def check_optimizer_states(run: Run) -> None:
-    """Refuse states that refer to parameters, because a resume would not restore this."""
+    """Raise an error if an optimizer's state contains parameters or their ids.
+
+    A resumed run has other parameters with other ids.
+    """
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
     addresses = {address_of(parameter) for parameter in plain} - {0}

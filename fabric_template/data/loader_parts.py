@@ -33,7 +33,7 @@ from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
 from .tensor_loader import TensorLoader
 
-# The search for iterators and stateful objects in a loader skips objects of these types.
+# The search inside a loader skips objects of these types.
 _TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -42,31 +42,30 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search also skips objects from these packages, such as the loop itself.
+# The search also skips objects of these packages, such as a FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
 )
 # DataLoader sets these attributes itself, so checkpoints do not contain them.
-_OF_LOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
-# The loop sets the epoch of a library's sampler with set_epoch(), so a checkpoint does not need it.
-# A sampler of the user's own class may also count in this attribute.
-_OF_SAMPLER = ("epoch",)
+_ATTRIBUTES_OF_DATALOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
+# Do not save the epoch of torch's samplers, because the loop sets it with set_epoch().
+_ATTRIBUTES_SET_BY_LOOP = ("epoch",)
 # DataLoader stores its current iterator in this attribute. A resumed run creates a new iterator.
 _DATALOADER_ITERATOR = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset whose ``state_dict`` contains the reading position, or None."""
+    """Return the loader or dataset that can restore its own position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state_dict() lacks the sample order that this sampler has generated.
+            # The loader's state_dict() does not contain the order in which this sampler shuffles.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
     if has_workers and not is_stream:
-        # The state of a StatefulDataLoader lacks the RNG states of its workers.
+        # StatefulDataLoader.state_dict() does not contain the RNG states of the workers.
         return None
     parts = [loader, dataset] if is_stream and not has_workers else [loader]
     return next(filter(has_state, parts), None)
@@ -77,17 +76,17 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
-    parts = {"loader": Part(with_items(loader), _OF_LOADER, has_attributes)}
+    parts = {"loader": Part(wrap_list(loader), _ATTRIBUTES_OF_DATALOADER, has_attributes)}
     for index, sampler in enumerate(samplers):
-        ignored = _OF_SAMPLER if is_of_library(sampler) else ()
-        part = Part(with_items(sampler), ignored, has_attributes=not has_state(sampler))
+        ignored = _ATTRIBUTES_SET_BY_LOOP if is_of_library(sampler) else ()
+        part = Part(wrap_list(sampler), ignored, has_attributes=not has_state(sampler))
         parts[f"sampler {index}"] = part
     known = {id(part.instance) for part in parts_of_samples(loader).values()}
     return {**parts, **find_objects(parts, known)}
 
 
-def with_items(part: Any) -> Any:
-    """If ``part`` is a list, store it in an attribute, because only attributes can be saved."""
+def wrap_list(part: Any) -> Any:
+    """Wrap a list in an object, because checkpoints contain only attributes of objects."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -151,20 +150,17 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 
 
 def holds_iterator(loader: Any) -> bool:
-    """Return whether a loader contains an iterator that continues across epochs.
-
-    A DataLoader is searched only if it has an IterableDataset and no workers.
-    """
+    """Return whether a loader keeps an iterator, such as a generator, from epoch to epoch."""
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
         loader = loader.dataset
     values = find_values(loader, enters_iterators=False).values()
-    return any(isinstance(value, Iterator) and not starts_over(value) for value in values)
+    return any(isinstance(value, Iterator) and not is_restartable(value) for value in values)
 
 
-def starts_over(iterator: Iterator[Any]) -> bool:
-    """Return whether calling iter() on an iterator seems to restart it."""
+def is_restartable(iterator: Iterator[Any]) -> bool:
+    """Return whether an iterator's ``__iter__`` does more than ``return self``."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
@@ -208,10 +204,9 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders start every later epoch at the loaded position, and skip
-    the earlier batches. To prevent this, StreamState undoes the changes of ``load_state_dict`` at
-    the end of the resumed epoch. An attribute such as the epoch number is not reset if it had the
-    loaded value in the saved run.
+    After ``load_state_dict``, some loaders skip the finished batches in every later epoch, too. To
+    prevent this, StreamState resets the loader's position at the end of the resumed epoch. It does
+    not reset other values, such as the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -221,10 +216,9 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes whose values after load_state_dict() differ from those in the saved run.
-        # Each entry contains a digest of the new value, and the encoded value from the saved run.
-        self._changed_by_loading: dict[Place, tuple[Any, Any]] = {}
-        # The state that was passed to load_state_dict(), or None after the first batch is read.
+        # For each attribute to reset, a digest of its loaded value, and the value to restore.
+        self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
+        # The state from the checkpoint, until the first batch is read. Then None.
         self._loaded: Any = None
 
     def state(self) -> Any:
@@ -234,16 +228,16 @@ class StreamState:
     def start_reading(self) -> None:
         self._loaded = None
 
-    def attributes(self) -> dict[Place, Any]:
-        """Return the changed attributes as if ``load_state_dict`` had not been called."""
+    def changed_attributes(self) -> dict[Place, Any]:
+        """Return the attributes that the loader has changed, without the restored position."""
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. Create the loader's iterator inside the ``with`` block."""
-        # Maps each attribute to a digest of its value in the saved run, and to the encoded value.
-        # An attribute that is missing from the checkpoint had its initial value.
+        # Collect each attribute's digest and value in the saved run. If the checkpoint lacks an
+        # attribute, the saved run had not changed it.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.small_attributes())
         for place, value in state["attributes"].items():
@@ -257,18 +251,18 @@ class StreamState:
             # If the value in the saved run is unknown, ``saved`` is None.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
-                self._changed_by_loading[place] = loaded, saved[1]
+                self._attributes_to_reset[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset attributes that only load_state_dict has changed to the saved run's values."""
+        """Reset the loader's position, so that the next epoch starts at its first batch."""
         self._plain.load_attributes(self._values_to_reset())
-        self._changed_by_loading.clear()
+        self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return the saved run's value of each attribute that only load_state_dict has changed."""
-        digests = self._plain.digests() if self._changed_by_loading else {}
+        """Return the attributes to reset. Skip those that the loader has changed while reading."""
+        digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value
-            for place, (loaded, value) in self._changed_by_loading.items()
+            for place, (loaded, value) in self._attributes_to_reset.items()
             if digests.get(place) == loaded
         }

@@ -3,12 +3,11 @@
 How a loader is restored depends on its type:
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
-- A map-style DataLoader draws the indices of finished batches again, but skips their samples. If
-  only some workers have returned a batch, the DataLoader also reads the samples again.
+- A DataLoader with a map-style dataset skips the finished batches without reading their samples.
 - Any other loader reads all finished batches again.
 
-A loader that keeps an iterator across epochs cannot resume after the first epoch. The restored
-position is inexact if a loader has workers, and its sampler draws random numbers for each batch.
+A loader that keeps an iterator, such as a generator, from epoch to epoch cannot resume after the
+first epoch. If a sampler draws random numbers for each batch, a resumed run may read other samples.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ STICKY_POSITION = (
 class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    The order of the samples depends on the RNG states when the loader's iterator is created.
-    Therefore, a resumed run restores the saved RNG states before it creates the iterator.
+    A shuffled order depends on the RNG states at the start of the epoch. Therefore, a resumed run
+    restores these states before it creates the loader's iterator.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -71,8 +70,8 @@ class ResumableLoader:
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
-        # The index of the worker that loads the iterator's first batch. It may be greater than 0
-        # after a resume in the middle of an epoch.
+        # The index of the worker that loads the first batch. With two workers, for example, a run
+        # that resumes after three batches starts with worker 1.
         self._first_worker = 0
         # The RNG states before the iterator was created, and before it read the first batch.
         self._at_start: dict[str, Any] | None = None
@@ -83,22 +82,21 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(stream)
         # The index of the first batch that a resumed run reads, or None after the resumed epoch.
         self._resumed_at: int | None = None
-        # After a resumed epoch, the number of its batches, and how many of them the resumed run
-        # read.
+        # The number of batches in the resumed epoch, and the number read after the resume.
         self._resumed: tuple[int, int] | None = None
-        # True if the epoch after a resumed epoch skipped the same batches as the resumed epoch.
+        # Whether the loader also skips the finished batches in the epoch after the resumed epoch.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
             "samples": PlainState(parts_of_samples(loader)),
         }
-        # The RNG states of workers are not recorded for a loader with its own __iter__.
+        # If a loader has its own __iter__, the RNG states of its workers are not recorded.
         self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # True after the first epoch. From then on, a loader that keeps an iterator across epochs
-        # cannot be resumed.
+        # Whether the first epoch is over. From then on, a loader with a restart_problem cannot
+        # resume.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,8 +109,7 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # Return an empty iterator. CombinedLoader then restarts the loader, as it did in the
-            # saved run.
+            # CombinedLoader restarts a loader that yields no batch, as it did in the saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -123,8 +120,8 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader stops if a restarted loader yields no batch. Therefore, start a new
-        # iterator if the resumed one has no batch left.
+        # If the resumed iterator has no batch left, start a new one. Otherwise, CombinedLoader
+        # would end the epoch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
@@ -134,7 +131,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the batches that persistent workers have prefetched, to get their RNG states."""
+        """Read the prefetched batches of persistent workers, to get the workers' RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Replace the sampler's iterator by an empty one, so that the workers prefetch no more
             # batches.
@@ -151,7 +148,7 @@ class ResumableLoader:
 
     @contextmanager
     def checked_order(self) -> Iterator[None]:
-        """Warn if set_epoch() changes a sampler from which workers have already drawn indices."""
+        """Warn if set_epoch() changes the sample order after the workers have started to read."""
         is_drawn = self.workers and self._reader is not None and not self.is_used
         order = self._plain_states["order"]
         before = order.digests() if is_drawn else {}
@@ -187,8 +184,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # If only some of the workers have returned a batch, the others have no saved RNG state. In
-        # this case, read all batches again.
+        # A worker has no saved RNG state before its first batch. If only some workers have an RNG
+        # state, read all batches again.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -267,12 +264,11 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Let the workers also load an incomplete last batch, because loading it may draw random
-            # numbers. The function recorder.collate drops this batch.
+            # Like torch, read the samples of an incomplete last batch, because the dataset may draw
+            # random numbers. Then recorder.collate drops the batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Pass the new sampler to persistent workers, which would otherwise keep their first
-            # one.
+            # Persistent workers would keep their first sampler, so replace it.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -290,9 +286,8 @@ class ResumableLoader:
         """Return the position in the loader, with the RNG states that a resume needs.
 
         Args:
-            is_in_pass: Whether a resumed run continues with the remaining batches, instead of
-                reading all batches again. Before the first batch is read, this makes no difference.
-            is_per_batch: Leave out attributes that a resumed run sets when it reads batches again.
+            is_in_pass: Whether a resumed run continues with the epoch's remaining batches.
+            is_per_batch: Omit attributes if possible, because the loop calls this for each batch.
         """
         if self._restored is not None:
             return self._restored
@@ -300,8 +295,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # A resumed run reads finished batches again, unless it can skip them by index.
-        is_read_by_index = self._is_indexed and not self.workers
+        # If a resumed run skips batches by index, save the attributes that they have changed.
+        is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
             "passes": self.passes,
@@ -312,7 +307,7 @@ class ResumableLoader:
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
-            **self._plain(has_attributes=is_read_by_index or not is_per_batch),
+            **self._plain(has_attributes=is_skipped_by_index or not is_per_batch),
             "has_continued": self._has_continued or is_over,
         }
         if self._stream is not None:
@@ -323,7 +318,10 @@ class ResumableLoader:
         """Add the loader's current attributes to a copy of a saved position."""
         if self._stream is None or "stream" not in state:
             return state
-        return {**state, "stream": {**state["stream"], "attributes": self._stream.attributes()}}
+        return {
+            **state,
+            "stream": {**state["stream"], "attributes": self._stream.changed_attributes()},
+        }
 
     def check_restart(self) -> None:
         """Raise an error if the loader cannot resume after its first epoch."""
@@ -404,11 +402,8 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Return the next items of a sampler.
 
-    Warn if the sampler draws random numbers after its first item.
-
-    If a sampler draws random numbers during the epoch, its order also depends on the model's random
-    numbers. When a resumed run skips finished batches, the model does not draw its random numbers
-    again.
+    Warn if the sampler draws random numbers during the epoch. Dropout, for example, draws from the
+    same generator, so a resumed run cannot repeat the sampler's random numbers.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -450,14 +445,13 @@ class DroppedBatch:
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    Workers prefetch batches, so a worker's current RNG state belongs to a batch that the loop has
-    not received yet. The recorded state includes the global generators, and the generators of the
-    dataset and the collate_fn. Recording the state costs 80 microseconds per batch. A worker sends
-    the state (10 kB) only if it has changed while the batch was loaded.
+    Workers prefetch batches. Therefore, each batch carries the RNG state that its worker had after
+    loading it. The state includes the generators of the dataset and the collate_fn. Recording it
+    costs 80 microseconds per batch. A worker sends the state (10 kB) only if it has changed.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.
-        first: The index of the worker that would load the next batch in the saved run.
+        first: The index of the worker that loads the first batch.
     """
 
     def __init__(self, loader: DataLoader, states: list[Any], first: int) -> None:

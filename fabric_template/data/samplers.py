@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader for this process's samples, in the same order as with a DataLoader."""
+    """Return a TensorLoader that yields this process's samples in the order of a DataLoader."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)
@@ -184,7 +184,7 @@ class Predictions:
     """Collects predictions, grouped by loader and batch.
 
     Attributes:
-        outputs: The predictions on the CPU, or empty lists if predictions are not returned.
+        outputs: The predictions on the CPU. With return_predictions=False, the lists are empty.
         batch_indices: The indices of the samples in each batch.
         current_indices: The indices of the samples in the current batch.
     """

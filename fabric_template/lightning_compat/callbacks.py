@@ -138,8 +138,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     return sort_callbacks([*kept, *own])
 
 
-# Lightning's averaging callbacks do not save everything that on_train_epoch_start and on_train_end
-# change. Therefore, a resumed run calls these two hooks again.
+# The hooks of Lightning's averaging callbacks change values that checkpoints do not contain.
+# Therefore, a resumed run calls on_train_epoch_start and on_train_end again.
 
 
 def resume_averaging(run: Run) -> None:
@@ -171,8 +171,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # If the model has BatchNorm layers, skip the callback. It has already copied the averaged
-        # weights into the model, before an extra epoch that updates the BatchNorm statistics.
+        # With BatchNorm layers, the callback copies the weights before an extra epoch that updates
+        # the BatchNorm statistics. In this case, do not copy them again.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

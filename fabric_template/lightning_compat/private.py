@@ -34,7 +34,7 @@ def set_current_hook(module: Any, hook: str | None) -> None:
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the name of the argument with which load_from_checkpoint passes hyperparameters."""
+    """Return the name of the __init__ argument for hyperparameters, such as "hparams"."""
     return getattr(part, "_hparams_name", None)
 
 

@@ -29,7 +29,7 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# LogArguments.hook contains this string for a value that a step returned without logging it.
+# The hook in LogArguments for values that a step returned, such as the loss.
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
 # total + value * weight.
@@ -296,7 +296,7 @@ class ResultCollection:
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Load the dicts that ``metrics()`` returned in a launched process at the run's end."""
+        """Load the metrics that a launched process returned, for example with ddp_spawn."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:

@@ -36,8 +36,8 @@ class RowWriter:
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
-        is_step_based: Whether max_steps is set, whether validation runs every N steps, or whether
-            the training loader has no length.
+        is_step_based: True if max_steps is set, if validation runs every N steps, or if the
+            training loader has no length.
         learning_rates: The learning rates of the newest optimizer step.
         step_values: The loss of the newest training batch and, if logged, the gradient norm.
     """
@@ -190,7 +190,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the newest row.
 
-        A later resume removes this row from metrics.csv.
+        A run that resumes from an earlier checkpoint removes this row.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -319,8 +319,8 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """Return the folders that may contain the saved run's rows, most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # Also use the folder names in the checkpoint's path. Someone may have renamed the folders
-        # after the checkpoint was saved.
+        # Also use the folder names in the checkpoint's path, because the user may have renamed the
+        # folders.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
@@ -334,7 +334,7 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Copy a metrics.csv that has rows, but not those of the resumed run.
+    """Copy a metrics.csv with rows of another run, before the resumed run overwrites it.
 
     Return a sentence that names the copy. Return "" if there is nothing to copy.
     """
@@ -348,7 +348,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
     """Return whether a folder's CSV files contain the last row written before a checkpoint.
 
     Args:
-        row: The last row of metrics.csv that the checkpoint contains.
+        row: The last row of metrics.csv, from the checkpoint.
         position: The last row and the number of rows of each CSV file, from the checkpoint.
     """
     last = position.get("steps.csv", {}).get("last")

@@ -99,7 +99,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """If the checkpoint was saved after a batch's optimizer step, run the phases that remain."""
+    """Run the remaining phases of the batch in which the checkpoint was saved."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -162,8 +162,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # A stop request may cause a validation that the options do not require. Restore the RNG state
-    # after this validation, because a resumed run skips it.
+    # If should_stop=True causes an additional validation, restore the RNG state afterwards. A
+    # resumed run skips this validation.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")

@@ -410,8 +410,8 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        In manual optimization, DDP's forward must not prepare the reducer, because backward()
-        prepares it.
+        DDP's forward usually prepares the averaging of gradients. In manual optimization,
+        ``loop.backward(loss)`` prepares it instead.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

@@ -279,9 +279,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Otherwise, autograd has to recreate a node for each
-        # parameter, which is slow. If the module overrides backward, drop the loss, because it may
-        # keep its graph in memory during the next step.
+        # Keep the loss until the next step. Autograd then reuses the graph's nodes for parameters,
+        # which saves time. If the module overrides backward, free the loss, because its graph may
+        # still occupy memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -370,8 +370,8 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # The next batch clears the optimizer's gradients, so do not save them. If the user
-        # overrides zero_grad(), it may keep gradients, so save all of them.
+        # The next batch clears the optimizer's gradients, so do not save them. A user's own
+        # zero_grad() may keep gradients. In this case, save all of them.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -384,11 +384,11 @@ class ManualOptimization(Optimization):
 
     def setup(self) -> None:
         super().setup()
-        # The indices of the optimizers whose step() was called since the last backward pass.
-        self._stepped: set[int] = set()
-        # With DDP, loop.backward(loss) averages the gradients, and sets _reduces_gradients to True.
-        # If the step calls loss.backward() instead, _count_step raises an error.
-        self._reduces_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
+        # The indices of the optimizers that have stepped since the last backward pass.
+        self._stepped_optimizers: set[int] = set()
+        # Whether gradients are averaged over the processes. With DDP, only loop.backward(loss)
+        # averages them. If the step calls loss.backward() instead, _count_step raises an error.
+        self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
         """Use torch's hooks to count the steps of optimizers that Fabric does not wrap."""
@@ -410,9 +410,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear _stepped here, because a step that calls loss.backward() instead of
-            # loop.backward(loss) does not clear it.
-            self._stepped.clear()
+            # Unlike loop.backward(loss), loss.backward() does not clear _stepped_optimizers.
+            self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
         if output is None:
@@ -434,7 +433,7 @@ class ManualOptimization(Optimization):
     def _check_gradients(self, loss: Tensor) -> None:
         """Raise an error if a step function neither computes gradients nor uses an optimizer."""
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
-        if loss.requires_grad and not self._stepped and not has_gradients:
+        if loss.requires_grad and not self._stepped_optimizers and not has_gradients:
             raise ConfigurationError(
                 "training_step: got several optimizers, but used none of them. With several"
                 " optimizers, the step itself must call loss.backward(), and zero_grad() and step()"
@@ -444,12 +443,12 @@ class ManualOptimization(Optimization):
 
     def _count_step(self, index: int, *args: Any) -> None:
         """Count the optimizer steps in ``training_step``, but not those in hooks."""
-        if not self._reduces_gradients:
+        if not self._averages_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"
                 " loop.backward(loss), which averages the gradients."
             )
-        self._stepped.add(index)
+        self._stepped_optimizers.add(index)
         if self.run.hooks.current == "training_step":
             self.run.progress.count_steps()
 
@@ -457,13 +456,13 @@ class ManualOptimization(Optimization):
         """Run the backward pass, and average the gradients over the processes."""
         if (ddp := self.run.steps.ddp) is not None:
             prepare_for_backward(ddp, loss)
-            self._reduces_gradients = True
+            self._averages_gradients = True
         super().backward(loss, *args, **kwargs)
-        self._stepped.clear()
+        self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """Return all gradients, because the next backward pass may add to each of them."""
-        are_used = len(self._stepped) == len(self.optimizers)
+        are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A resumed run repeats these phases from their start. Therefore, a checkpoint that is saved in one
-# of them contains these values, as if the phase had not started.
+# A resumed run repeats these phases. Therefore, a checkpoint saved in one of them contains these
+# values, as if the phase had not started.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -192,7 +192,7 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value that callbacks get as ``trainer.current_epoch``.
 
-        If a resumed run starts at the end of an epoch, this epoch already counts as completed.
+        If a run resumes at the end of epoch 3, the value is 4 until on_train_start has run.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)

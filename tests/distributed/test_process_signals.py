@@ -57,7 +57,7 @@ def set_up(rank, strategy, *hit):
         ("sanity", 1, "SIGTERM"),
     ],
 )
-def test_a_signal_to_one_process_before_training_stops_both_processes(hook, rank, number):
+def test_both_processes_stop_if_one_gets_a_signal_before_training(hook, rank, number):
     """Otherwise, the other process would wait, or end with an error from gloo."""
     codes, errors = run_processes(set_up, "ddp", hook, rank, number)
     assert codes == [CODES[number]] * 2, errors

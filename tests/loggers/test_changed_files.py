@@ -98,8 +98,8 @@ def test_resuming_keeps_the_csv_rows_before_and_after_a_damaged_row(cut, whole, 
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_resuming_drops_the_rows_after_the_checkpoint_in_edited_csv_files(cut, whole):
-    """The last row of the checkpoint is found by its content, not by its number."""
+def test_resuming_removes_rows_newer_than_the_checkpoint_from_edited_csv_files(cut, whole):
+    """The user has deleted a row of metrics.csv, and copied rows in steps.csv."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
         lines = (folder / name).read_text().split("\n")
