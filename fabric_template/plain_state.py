@@ -193,7 +193,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= _MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # The step is at least 1, because a large array may have few elements, such as long strings.
+    # An array of long strings may have few elements, so the step must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -836,12 +836,13 @@ class PlainState:
         with self._guarded(f"the object {missing[0]}" if missing else ""):
             if missing:
                 raise ValueError("the saved run, but not this run, created it during training")
-        decoder, targets = Decoder(self._device, self._network), self._targets(saved)
+        decoder = Decoder(self._device, self._network)
+        replacements = self._find_replacements(saved)
         covered = self.addresses_of_network()
         for (name, attribute), encoded in saved.items() if is_in_place else ():
             part = self._parts.get(name)
             current = None if part is None else part.namespace().get(attribute)
-            is_alone = len(targets.get(id(current), ())) <= 1
+            is_alone = len(replacements.get(id(current), ())) <= 1
             if is_alone and not shares_memory(current, covered):
                 decoder.targets.setdefault(id(encoded), current)
         for (name, attribute), encoded in saved.items():
@@ -894,8 +895,8 @@ class PlainState:
                 found.setdefault(address_of(value), name)
         return found
 
-    def _targets(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each current value to the ids of the saved values that replace it.
+    def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
+        """Return the ids of the saved values that replace each current value.
 
         For example, two attributes may share a list now, but get two lists from the checkpoint.
         """

@@ -299,7 +299,7 @@ def check_saved_state(run: Run) -> None:
     Warn about hyperparameters that cannot be pickled.
 
     Raises:
-        CheckpointError: An optimizer or a scheduler has a state that no checkpoint can contain.
+        CheckpointError: The state of an optimizer or a scheduler cannot be saved and restored.
     """
     if run.checkpoints.folder is None and not run.hooks.callbacks_of("Checkpoint"):
         return

@@ -248,7 +248,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # If the value in the saved run is unknown, ``saved`` is None.
+            # Keep the loaded value if the value in the saved run is unknown.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._attributes_to_reset[place] = loaded, saved[1]

@@ -61,7 +61,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
 
 
 def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorLoader:
-    """Return a TensorLoader that yields this process's samples in the order of a DataLoader."""
+    """Return a TensorLoader that yields the same samples in this process as a DataLoader would."""
     num_replicas, rank = replicas_and_rank(run)
     is_prediction = stage == "predict"
     shuffle = loader.shuffle and not turn_off_shuffling(run, stage)

@@ -172,7 +172,7 @@ def finish_averaging(run: Run) -> None:
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
         # With BatchNorm layers, the callback copies the weights before an extra epoch that updates
-        # the BatchNorm statistics. In this case, do not copy them again.
+        # the BatchNorm statistics. In this case, do not copy the weights again.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -55,7 +55,7 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples in this process since the newest row of metrics.csv.
         self._num_samples = 0
-        # The values of elapsed(), waited() and _excluded_seconds when the checkpoint was saved.
+        # From the checkpoint: the values of elapsed(), waited() and _excluded_seconds.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The seconds spent on validations and saves since the newest row of metrics.csv.

@@ -48,7 +48,7 @@ class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
     The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    this base class, and so does fit until on_fit_start has returned.
+    this base class. Training also uses it until the hook on_fit_start has returned.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
