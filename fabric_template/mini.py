@@ -537,7 +537,7 @@ class MiniLoop:
         check(self._is_last, text)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If the loader has no length, prefetch to detect the last."""
+        """Yield (is_last, batch). Without a length, prefetch a batch to detect the last one."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -1275,8 +1275,8 @@ class MiniLoop:
             self._load_parts(starts)
             self._load_parts(self._epoch_start["parts"])
             set_rng_state(self._epoch_start)
-        # `_state` warns about iterators that iter(self.train_loader) does not replace, because
-        # checkpoints do not contain their position.
+        # Record the iterators in the loader's attributes. If a loader keeps one of them, `_state`
+        # warns that checkpoints do not contain the iterator's position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1290,7 +1290,7 @@ class MiniLoop:
                 next(self._batches)
             # Restore the loaders' original lists and tensors, because the model may share them.
             for attributes, values in kept:
-                # Skip an attribute whose class has changed while the batches were read.
+                # Skip an attribute if its type has changed, for example from None to a list.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
                 for name in same:
                     attributes[name] = values[name]
@@ -1379,7 +1379,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Before a resume replaces large attributes of loaders, store their initial values."""
+        """Store the initial values of loaders' large attributes before a resume replaces them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1395,7 +1395,7 @@ class MiniLoop:
     def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the attributes in ``states``.
 
-        If two objects share a list or a tensor and get equal values, they continue to share it.
+        If two attributes share a list and get equal values, they still share the list afterwards.
         """
         for place in states:
             create_item(self._parts, place)
@@ -1411,7 +1411,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all attributes that refer to ``current`` will get equal values."""
+            """Return False if attributes that share ``current`` will get different values."""
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -2120,7 +2120,10 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Refuse a state that refers to parameters, because a resume would not restore this."""
+    """Raise an error if an optimizer's state contains parameters or their ids.
+
+    A resumed run has other parameters with other ids.
+    """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2131,7 +2134,12 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains a key from ``ids``, or a tensor at one of the addresses."""
+    """Return whether a value refers to parameters, such as a dict with keys id(parameter).
+
+    Args:
+        ids: The ids of the parameters.
+        addresses: The memory addresses of the parameters.
+    """
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2173,7 +2181,7 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
-    """Convert the NumPy numbers in a value. A list that the value contains twice stays one list."""
+    """Convert the NumPy numbers in nested lists, tuples and dicts to Python numbers."""
     if isinstance(value, NUMPY):
         return to_python(value)
     if type(value) is tuple:
@@ -2188,7 +2196,7 @@ def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
 def to_python(value: Any) -> Any:
     """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers.
 
-    If a resume would not restore the value exactly, raise an error.
+    Raise an error for types such as np.float32, which a resume would not restore exactly.
     """
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
@@ -2397,7 +2405,8 @@ def plain_state(
     Leave out attributes that ``encode`` does not support.
 
     Args:
-        saved: Objects that are saved elsewhere. If this is None, save no state_dict of any object.
+        saved: Objects that are saved elsewhere. For loaders, this is None, and no state_dict is
+            saved.
         weights: The addresses and names of the tensors in the model's state_dict.
     """
     values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
@@ -2521,7 +2530,7 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # A version counter detects in-place changes of tensors that the sample does not contain.
+    # Version counters also detect in-place changes of tensors outside the sample.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     return kind, len(items), hash(tuple(map(id, items))), versions, marks
@@ -2531,8 +2540,8 @@ def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
     The checksum detects changes through ``.data``, which do not change the version counter. On a
-    GPU or above 256 MB, the checksum covers a sample. If ``tensor`` is not a dense tensor with
-    data, return None.
+    GPU or above 256 MB, the checksum covers a sample. For sparse tensors and other values, return
+    None.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
