@@ -537,7 +537,7 @@ class MiniLoop:
         check(self._is_last, text)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). Without a length, prefetch a batch to detect the last one."""
+        """Yield (is_last, batch). If a loader has no length, prefetch to detect the last batch."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -2134,7 +2134,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value refers to parameters, such as a dict with keys id(parameter).
+    """Return whether a value refers to parameters, such as a dict keyed by id(parameter).
 
     Args:
         ids: The ids of the parameters.

@@ -168,7 +168,7 @@ def shares_memory(value: Any, addresses: Collection[int]) -> bool:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
-    """Return whether a value refers to parameters, such as a dict with keys id(parameter).
+    """Return whether a value refers to parameters, such as a dict keyed by id(parameter).
 
     Args:
         ids: The ids of the parameters.

@@ -295,7 +295,7 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run skips batches by index, save the attributes that they have changed.
+        # If a resumed run does not read the finished batches again, save the changed attributes.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,

@@ -74,7 +74,7 @@ def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error if two callbacks, or a callback and an option, contradict each other."""
+    """Raise an error for two progress bars, or for a callback that an option forbids."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
