@@ -409,7 +409,9 @@ def check_same_checkpoint(run: Run) -> None:
     """Raise an error if the processes found different checkpoints."""
     start = run.plan.start
     step = start.checkpoint.get("global_step") if start.checkpoint is not None else None
-    found = gather_objects(run, f"{start.error or start.path}, step {step}")
+    text = f"{start.error or start.path}, step {step}"
+    # Remove default_root_dir, whose path may differ between machines.
+    found = gather_objects(run, text.replace(run.loop.default_root_dir, "."))
     for rank, text in enumerate(found):
         if text != found[0]:
             raise CheckpointError(
