@@ -172,7 +172,7 @@ class MiniLoop:
     # A lightning.Fabric object, to use instead of accelerator, strategy, devices and precision.
     fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
-    # Attributes of Trainer that LightningModules may read.
+    # LightningModules may read these attributes of Trainer.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:

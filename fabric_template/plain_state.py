@@ -394,9 +394,10 @@ class Decoder:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object, and return True.
+    """Copy a saved value into an existing object, if both have the same type and shape.
 
-    If the types or shapes differ, return False and leave the object unchanged.
+    Returns:
+        Whether the value was copied.
     """
     kind = type(current)
     if kind is not type(value):

@@ -63,7 +63,7 @@ class Placeholder:
 
 
 def kind_of(value: Any) -> type[Placeholder]:
-    """Return a placeholder's class, which is named after the original class in the pickle."""
+    """Return a placeholder class with the name of the original class in the pickle."""
     if isinstance(value, Placeholder):
         return type(value)
     return value if is_placeholder(value) else Placeholder

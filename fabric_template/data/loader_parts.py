@@ -259,7 +259,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return the attributes to reset. Skip those that the loader has changed while reading."""
+        """Return new values for the attributes that the loader has not changed while reading."""
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

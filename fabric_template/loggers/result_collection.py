@@ -696,7 +696,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy the attributes of a torchmetrics object that torch.load(weights_only=True) can load.
+    """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) accepts.
 
     The object's state_dict() is not enough, because it contains only persistent states.
     """

@@ -518,8 +518,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    An average covers at most 4 % of all values. Early averages cover only the last quarter of the
-    values so far, to exclude the high losses of the first steps.
+    Each average covers at most 4 % of the values. At the start of a curve, it covers only
+    the last quarter of the values so far, to exclude the high losses of the first steps.
     """
     import numpy as np
 

@@ -110,7 +110,8 @@ class StepTimer:
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # With manual optimization, training_step continues now. Count its rest as "forward".
+        # With manual optimization, training_step still runs after an optimizer step. Count the
+        # remaining time as "forward".
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:

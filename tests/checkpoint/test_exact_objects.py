@@ -757,7 +757,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_keeps_the_new_socket_in_an_object_of_an_installed_package(tmp_path, monkeypatch, kind):
+def test_resume_does_not_overwrite_the_socket_of_a_third_party_object(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which a resume must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()

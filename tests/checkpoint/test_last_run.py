@@ -245,7 +245,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_version_0_as_version_1_replaces_the_run_in_version_1(tmp_path):
+def test_resuming_version_0_with_version_1_overwrites_the_run_in_version_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"

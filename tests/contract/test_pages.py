@@ -264,7 +264,7 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_the_new_loop_in_agents_md_takes_the_same_steps_as_the_old_loop(tmp_path):
+def test_the_migrated_loop_in_agents_md_trains_the_same_weights_as_the_old_loop(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 
