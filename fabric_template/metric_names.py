@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Parts of metric names, grouped by the best value: the smallest, the largest, or neither.
+# Parts of metric names: of metrics to minimize, to maximize, and of other values.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

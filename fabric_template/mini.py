@@ -493,10 +493,9 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due.
+        """Step the ReduceLROnPlateau schedulers, or all other schedulers, that are due.
 
-        With ``is_plateau=True``, step only ReduceLROnPlateau schedulers, after the validation,
-        because they may need a validation metric. Otherwise, step all other schedulers.
+        ReduceLROnPlateau steps after the validation, because it may need a validation metric.
         """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -2868,7 +2867,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Parts of metric names, grouped by the best value: the smallest, the largest, or neither.
+# Parts of metric names: of metrics to minimize, to maximize, and of other values.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

@@ -348,7 +348,6 @@ class Decoder:
     ) -> None:
         self._device = device
         self._weights = {} if network is None else network.state_dict(keep_vars=True)
-        # The lists and tensors to change in place, keyed by the id of the encoded value.
         self.targets: dict[int, Any] = {}
         self._known: dict[int, Any] = {}
 
@@ -863,10 +862,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Use the generator states and the attributes in ``state`` inside a `with` block.
-
-        At the end of the block, restore the previous generator states and attributes.
-        """
+        """Temporarily set the random generators and the parts' attributes to a saved state."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])

@@ -315,8 +315,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore the attributes last. Before that, the new iterators may need the attributes' values
-    # from the start of the epoch.
+    # Restore the attributes only after the iterators have been created, because an iterator may
+    # read the values that the attributes had at the start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 

@@ -52,7 +52,7 @@ _LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.call
 def build_checkpoint(
     run: Run, weights_only: bool = False, epoch: int | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint of a run. All processes must call this function.
+    """Collect the run's current state into a checkpoint. All processes must call this function.
 
     Args:
         weights_only: Leave out optimizers, callbacks and the position in the loaders.

@@ -532,7 +532,7 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # At the end of a loader, ``dropped`` also counts the last request, which returned no batch.
+    # ``dropped`` also counts the call of next() that found the end of the loader.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # Omit the samplers' states, because a resumed run generates the order of the samples again. If
     # it also reads the samples again, omit the dataset's state, too.

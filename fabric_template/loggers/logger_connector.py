@@ -57,7 +57,7 @@ class LoggerConnector:
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Send the values of an evaluation to the loggers.
 
-        If the evaluation has no row in metrics.csv, also write the values to steps.csv.
+        Values that are not part of a row of metrics.csv go to steps.csv.
         """
         run = self.run
         if run.progress.stage == "sanity_check":

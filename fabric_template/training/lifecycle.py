@@ -221,8 +221,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check on resume, unless Trainer saved the checkpoint between two
-    # epochs.
+    # Like Trainer, skip the sanity check on resume. Trainer does not skip it with a checkpoint that
+    # it saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(tmp_path, first, version):
+def test_resume_last_does_not_continue_an_older_run_of_the_same_version(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}

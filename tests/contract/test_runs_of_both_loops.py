@@ -69,7 +69,7 @@ class Dies(Classifier):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "version"), sample(3, LOOPS, LOOPS, LOOPS, [0, "tuned"]))
-def test_resume_last_does_not_continue_a_run_replaced_by_a_newer_run(first, second, third, version):
+def test_resume_last_does_not_continue_an_older_run_of_the_same_version(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":
@@ -99,7 +99,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_resume_with_a_path_continues_a_run_replaced_by_a_newer_run(first, third):
+def test_resume_with_a_path_continues_an_older_run_of_the_same_version(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)

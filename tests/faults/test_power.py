@@ -61,7 +61,9 @@ def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
-def test_the_power_cut_check_finds_rng_states_or_rows_that_are_not_restored(recorded, tmp_path, monkeypatch, mutant):
+def test_the_power_cut_check_finds_rng_states_or_csv_rows_that_are_not_restored(
+    recorded, tmp_path, monkeypatch, mutant
+):
     if mutant == "CSV rows":
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:
