@@ -141,7 +141,7 @@ CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set,
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 # With these weights, torch.add(total, value, alpha=weight) is exactly total + value * weight.
-POWERS_OF_TWO = frozenset(2**exponent for exponent in range(16))
+POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
 
 

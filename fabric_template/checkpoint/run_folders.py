@@ -145,7 +145,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    warn_of_reused_callbacks(run, folders)
+    warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # A new run replaces an older run of the same version, even if the new run saves no
@@ -166,12 +166,14 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         own.rewind({})
 
 
-def warn_of_reused_callbacks(run: Run, log_folders: list[Path]) -> None:
+def warn_of_reused_callbacks(run: Run) -> None:
     """Warn about a ModelCheckpoint that still saves to the log folder of another run."""
+    paths = [getattr(logger, "log_dir", None) for logger in run.loop.loggers]
+    log_folders = [Path(path).resolve() for path in paths if path]
     for saver in callbacks_of(run.plan, "ModelCheckpoint"):
         path = Path(saver.dirpath or "").resolve()
-        is_current = path.parent in [folder.resolve() for folder in log_folders]
-        if not is_current and any(is_in_log_folder(path, f.parent) for f in log_folders):
+        is_other = path.parent not in log_folders
+        if is_other and any(is_in_log_folder(path, folder.parent) for folder in log_folders):
             run.warn_once(
                 "callbacks: got a ModelCheckpoint that an earlier call used. It still saves to"
                 f" {path}, and may delete the checkpoints of that run. Create a new ModelCheckpoint"

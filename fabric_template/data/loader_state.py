@@ -12,6 +12,7 @@ first epoch. If a sampler draws random numbers for each batch, a resumed run may
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -145,6 +146,17 @@ class ResumableLoader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    @property
+    def draws_in_iter(self) -> bool:
+        """Return whether iter(loader) already draws the first indices.
+
+        A generator function as ``__iter__`` draws nothing before the first batch is requested.
+        """
+        is_plain = isinstance(self.loader, DataLoader)
+        source = (self.loader.batch_sampler or self.loader.sampler) if is_plain else self.loader
+        is_lazy = inspect.isgeneratorfunction(getattr(type(source), "__iter__", None))
+        return bool(self.workers) or not is_lazy
 
     @contextmanager
     def checked_order(self) -> Iterator[None]:

@@ -382,10 +382,10 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # The saved run called set_epoch() of the first epoch after iter(). A resume
-                    # restores the changes of this call as attributes.
-                    is_restored = is_resumed and epoch == 0 and not has_state(part)
-                    is_restored = is_restored and not is_of_library(part)
+                    # In the first epoch, the saved run called set_epoch() after iter(). If iter()
+                    # had already drawn the order, set_epoch() changed only attributes.
+                    is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
+                    is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
                         part.set_epoch(epoch)
 

@@ -44,7 +44,7 @@ class Progress:
     """The number of training batches in all epochs so far."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The step for loggers: the number of batches that ended with an optimizer step."""
+    """Number of batches that ended with an optimizer step. Loggers use this number as the step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False

@@ -109,8 +109,20 @@ def test_resume_auto_finds_the_run_after_a_validation_with_the_same_callback(tmp
     assert len(history) == 2
 
 
-def test_a_second_run_with_the_same_model_checkpoint_warns(tmp_path):
+@pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
+def test_a_second_run_with_the_same_model_checkpoint_warns(tmp_path, kind):
+    def run(callback):
+        logger = True if kind is None else kind(tmp_path, "run")
+        fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)
+
     callback = ModelCheckpoint(monitor="train_loss")
-    fit(tmp_path, max_epochs=1, callbacks=[callback])
+    run(callback)
     with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_0"):
-        fit(tmp_path, max_epochs=1, callbacks=[callback])
+        run(callback)
+
+
+def test_a_model_checkpoint_with_its_own_dirpath_can_be_used_again(tmp_path, recwarn):
+    callback = ModelCheckpoint(tmp_path / "kept", save_last=True)
+    for epochs in (1, 2):
+        fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto")
+    assert [str(warning.message) for warning in recwarn if "earlier call" in str(warning.message)] == []

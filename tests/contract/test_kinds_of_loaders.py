@@ -387,6 +387,38 @@ class ShufflesInSetEpoch(LongOrder):
         return iter(list(self.order))
 
 
+class OrderFromSetEpoch(LongOrder):
+    """A sampler whose set_epoch() stores a function, which a checkpoint cannot contain."""
+
+    def __init__(self):
+        self.draw = list
+
+    def set_epoch(self, epoch):
+        def draw(indices):
+            return [indices[index] for index in torch.randperm(24, generator=seeded(epoch + 5))]
+
+        self.draw = draw
+
+    def __iter__(self):
+        return iter(self.draw(range(24)))
+
+
+class EagerBatches:
+    """A batch sampler that draws all indices in iter(), before the first call of set_epoch()."""
+
+    def __init__(self):
+        self.sampler = OrderFromSetEpoch()
+
+    def set_epoch(self, epoch):
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter([batch.tolist() for batch in torch.tensor(list(self.sampler)).split(4)])
+
+
 class LargeTensor(Noisy):
     """A dataset with a tensor of 2 MB, of which single values change without a new version."""
 
@@ -438,6 +470,9 @@ WITH_STATE = {
     "counter of epochs": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
     "counter beside set_epoch": lambda: DataLoader(DATA, 4, sampler=CountsBeside()),
     "set_epoch, workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), num_workers=2),
+    "set_epoch, no workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch()),
+    "function from set_epoch": lambda: DataLoader(DATA, 4, sampler=OrderFromSetEpoch()),
+    "eager batches": lambda: DataLoader(DATA, batch_sampler=EagerBatches()),
     "large tensor": lambda: DataLoader(LargeTensor(), 4),
     "long memory": lambda: DataLoader(LongMemory(), 4),
     "is its iterator": IsItsIterator,
