@@ -168,9 +168,11 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 def warn_of_reused_callbacks(run: Run) -> None:
     """Warn about a ModelCheckpoint that still saves to the log folder of another run."""
-    paths = [getattr(logger, "log_dir", None) for logger in run.loop.loggers]
+    savers = callbacks_of(run.plan, "ModelCheckpoint")
+    loggers = run.loop.loggers if savers else []
+    paths = [getattr(logger, "log_dir", None) for logger in loggers]
     log_folders = [Path(path).resolve() for path in paths if path]
-    for saver in callbacks_of(run.plan, "ModelCheckpoint"):
+    for saver in savers:
         path = Path(saver.dirpath or "").resolve()
         is_other = path.parent not in log_folders
         if is_other and any(is_in_log_folder(path, folder.parent) for folder in log_folders):

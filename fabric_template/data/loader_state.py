@@ -153,8 +153,10 @@ class ResumableLoader:
 
         A generator function as ``__iter__`` draws nothing before the first batch is requested.
         """
-        is_plain = isinstance(self.loader, DataLoader)
-        source = (self.loader.batch_sampler or self.loader.sampler) if is_plain else self.loader
+        source = self.loader
+        if isinstance(self.loader, DataLoader):
+            batch_sampler = self.loader.batch_sampler
+            source = self.loader.sampler if batch_sampler is None else batch_sampler
         is_lazy = inspect.isgeneratorfunction(getattr(type(source), "__iter__", None))
         return bool(self.workers) or not is_lazy
 
