@@ -70,10 +70,10 @@ class LoopConfig:
     """Predict at most this many batches per loader (int), or this fraction of the batches
     (float)."""
     overfit_batches: int | float = 0.0
-    """Train and validate only on the first batches, without shuffling. An int is the number of
-    batches, and a float is a fraction of all batches. 0 turns this option off."""
+    """Train and validate on the first batches only, without shuffling: on this many batches (int),
+    or on this fraction of all batches (float). 0 turns this option off."""
     fast_dev_run: int | bool = False
-    """Run only this many batches of each loader, without loggers and checkpoints. True means one
+    """Run only this many batches of each loader, without loggers or checkpoints. True means one
     batch."""
 
     # Validation and logging
@@ -122,8 +122,8 @@ class LoopConfig:
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. True or None means the CSV logger, and False means no logger.
-    The name "tensorboard", "wandb" or "mlflow" adds Lightning's logger to the CSV logger."""
+    """A logger or a list of loggers. True or None means the CSV logger, and False means none.
+    "tensorboard", "wandb" or "mlflow" means the CSV logger and Lightning's own for that service."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -137,8 +137,8 @@ class LoopConfig:
     name: str = "run"
     """The run's name. Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
     version: int | str | None = None
-    """The run's version. None means the next free number or, on resume, the version of the resumed
-    run."""
+    """The run's version. None means the version of the run that is resumed or, for a new run, the
+    next free number."""
     monitor: str | None = None
     """The metric that selects the best checkpoint. Without monitor, the loop keeps only the last
     checkpoint."""
@@ -481,13 +481,13 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """Compute in this precision of Fabric, such as "32-true", "bf16-mixed" or "16-mixed"."""
+    """Compute in this Fabric precision, such as "32-true", "bf16-mixed" or "16-mixed"."""
     plugins: Any = None
     """Fabric plugins for the precision, the cluster environment or checkpoints."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
-    """Another name for the option logger. Pass either logger or loggers."""
+    """Another name for the logger option. Pass either logger or loggers."""
 
 
 # Trainer options that FabricLoop lacks, but ignores if they have their default values.
