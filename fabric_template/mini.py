@@ -153,7 +153,7 @@ class MiniLoop:
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    # None means the next free number or, on resume, the version of the resumed run.
+    # None means the next free number. A resumed run keeps its version.
     version: int | str | None = None
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
@@ -172,7 +172,7 @@ class MiniLoop:
     # A lightning.Fabric object, to use instead of accelerator, strategy, devices and precision.
     fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
-    # LightningModules may read these attributes of Trainer.
+    # Trainer also has the following attributes, and LightningModules may read them.
     sanity_checking, logger, loggers = False, None, ()
 
     def __new__(cls, **options: Any) -> MiniLoop:
@@ -270,16 +270,16 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the means over the epoch. With validate_every_n_steps, a second dict is
-        # for the next row of metrics.csv. Both map (hook, metric name) to [total, weight,
-        # is_synced].
+        # Running sums for the means over the epoch. With validate_every_n_steps, a second dict
+        # contains the sums for the next row of metrics.csv. Both map (hook, metric name) to
+        # [total, weight, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._has_validated = False
         self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
-        # The values logged for steps.csv in the current training batch. None between batches.
+        # The current training batch's values for steps.csv. None between batches.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The name of the hook or step that is running.
@@ -289,12 +289,12 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # The RNG state and attributes to restore on resume.
+        self._resumed_state: Any = None  # The RNG state and attributes from the checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # When the latest row was written, and the seconds spent waiting for batches since then.
+        # The time of the latest row, and the seconds spent waiting for batches since then.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -455,7 +455,7 @@ class MiniLoop:
             clear_gradients(self.optimizer)
         if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
-        # Like Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
+        # As in Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self._precision.backward(loss, None)
 
@@ -493,7 +493,7 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the ReduceLROnPlateau schedulers, or all other schedulers, that are due.
+        """Step the schedulers that are due, either the ReduceLROnPlateau schedulers or all others.
 
         ReduceLROnPlateau steps after the validation, because it may need a validation metric.
         """
@@ -622,7 +622,7 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        Otherwise, the garbage collector would end them later, after five seconds for each process.
+        Otherwise, garbage collection would end them later, and take five seconds per process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -1015,7 +1015,7 @@ class MiniLoop:
         }
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the batch size and the optimizer class, which a resume should not change."""
+        """Return the batch size and the optimizer class, which a resumed run should not change."""
         batch_size = getattr(self.train_loader, "batch_size", None)
         return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
 
@@ -1218,7 +1218,7 @@ class MiniLoop:
         options = to_plain(options)
         write_yaml(self.log_dir / "hparams.yaml", hparams=self._settings, config=options)
         if is_new:
-            # Leave out the version, so that a run started from config.yaml gets a new one.
+            # Leave out the version, so that a new run with this config.yaml gets its own version.
             options |= {"version": None, "hparams": to_plain(self.hparams or {})}
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
@@ -1252,7 +1252,7 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
-    # Random states and attributes, for an exact resume
+    # Random states and attributes for an exact resume
 
     def _start_batches(self) -> None:
         """Create the iterator over the epoch's remaining training batches."""
@@ -1274,8 +1274,8 @@ class MiniLoop:
             self._load_parts(starts)
             self._load_parts(self._epoch_start["parts"])
             set_rng_state(self._epoch_start)
-        # Record the iterators in the loader's attributes. If a loader keeps one of them, `_state`
-        # warns that checkpoints do not contain the iterator's position.
+        # Record which iterators the loader's attributes contain. If iter() does not replace one of
+        # them, `_state` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1378,7 +1378,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Store the initial values of loaders' large attributes before a resume replaces them."""
+        """Store the loaders' large attributes before values from the checkpoint replace them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1410,7 +1410,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return False if attributes that share ``current`` will get different values."""
+            """Return False if several attributes refer to ``current``, but get different values."""
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1658,7 +1658,7 @@ class MiniLoop:
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
 
     def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
-        """Convert the attributes that FabricLoop saved for each process to MiniLoop's format."""
+        """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
         converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
         is_complete = None not in converted and not self._state()["parts"]
@@ -1790,7 +1790,7 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` method, except the one that LightningModule has."""
+    """Return whether an object has no ``log`` method, or only the one from LightningModule."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
@@ -1968,7 +1968,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Checkpoints contain only attributes. A list has none, so assign it to an object's attribute.
+    # Checkpoints contain a loader's attributes. A list has none, so wrap it in an object.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
@@ -1983,9 +1983,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Give gloo's threads time to free the tensors of the last call before Python ends.
+    """Give gloo's threads time to free the tensors of the last call before Python exits.
 
-    A thread that frees tensors while Python ends aborts the process. The launcher then kills the
+    If a thread frees tensors while Python exits, the process aborts. The launcher then kills the
     other processes.
     """
     time.sleep(0.05)
@@ -1994,8 +1994,8 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers between the items that it yields.
 
-    Between these items, the model also drew random numbers in the saved run, such as for dropout. A
-    resumed run skips batches without the model, so the sampler draws different numbers.
+    In the saved run, the model drew random numbers between these items, for example for dropout. A
+    resumed run skips batches without running the model, so the sampler draws different numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2121,14 +2121,15 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids.
 
-    A resumed run has other parameters with other ids.
+    A resumed run has different parameter objects with different ids.
     """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     addresses = weights.keys() - {0}
-    text = "optimizer: got a state that contains parameters or their ids, which a resume cannot"
-    text += " restore. Write self.state[p] with tensors of its own, such as p.detach().clone()."
+    text = "optimizer: got a state that contains parameters or their ids, which a resumed run"
+    text += " cannot restore. Write self.state[p] with tensors of its own, such as"
+    text += " p.detach().clone()."
     check(not refers_to(state, ids, addresses), text)
 
 
@@ -2149,7 +2150,7 @@ def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers whose state contains parameters, because a resume would load copies."""
+    """Refuse schedulers whose state contains parameters, because resuming would load copies."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2195,13 +2196,13 @@ def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
 def to_python(value: Any) -> Any:
     """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers.
 
-    Raise an error for types such as np.float32, which a resume would not restore exactly.
+    Raise an error for types such as np.float32, which a resumed run would not restore exactly.
     """
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
     text = (
-        f"checkpoint: got the NumPy value {value!r}, which a resume would not restore exactly."
-        f" Write {fix}."
+        f"checkpoint: got the NumPy value {value!r}, which a resumed run would not restore"
+        f" exactly. Write {fix}."
     )
     check(is_exact, text)
     return value.item()
@@ -2235,7 +2236,7 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state exactly and in place, because other objects may share its dicts.
 
-    load_state_dict() alone would create new dicts, and convert tensors to other dtypes.
+    load_state_dict() alone would create new dicts, and convert tensors to different dtypes.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -2275,9 +2276,6 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 # Attributes and random generators, which state_dict() does not contain
-
-
-# Attributes, saved for an exact resume
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
@@ -2337,7 +2335,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether to search an object for attributes to save, such as a user's dataset."""
+    """Return whether to search an object, such as a user's dataset, for attributes to save."""
     kind = type(value)
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
     is_known = is_known or is_stateful(value)
@@ -2446,7 +2444,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of Python or torch, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator from Python or torch, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -2529,7 +2527,7 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # Version counters also detect in-place changes of tensors outside the sample.
+    # Version counters also detect in-place changes to tensors that are not in the sample of items.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     return kind, len(items), hash(tuple(map(id, items))), versions, marks
@@ -2538,9 +2536,9 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    The checksum detects changes through ``.data``, which do not change the version counter. On a
-    GPU or above 256 MB, the checksum covers a sample. For sparse tensors and other values, return
-    None.
+    The checksum detects changes through ``.data``, which do not change the version counter. For a
+    GPU tensor or a tensor above 256 MB, the checksum covers only a sample of the elements. For
+    sparse tensors and other values, return None.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -2575,7 +2573,7 @@ def encode(
     """Convert a value to FabricLoop's checkpoint format. Raise a TypeError for unsupported types.
 
     Args:
-        most: The largest number of elements in a tensor or an array. None means no limit.
+        most: The maximum number of elements in a tensor or an array. None means no limit.
         weights: The addresses and names of tensors that are saved elsewhere.
     """
     kind, name = type(value), type(value).__name__
@@ -2804,7 +2802,7 @@ def has_attributes(state: Any) -> bool:
 
 
 def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return requires_grad of each parameter, and the train or eval mode of each module."""
+    """Return each parameter's requires_grad, and each module's train or eval mode."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
@@ -3041,7 +3039,7 @@ def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return when a run last started and last saved in a version folder, from the .lock file."""
+    """Read the times of the last start and the last save from a version folder's .lock file."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -3088,7 +3086,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
-        # Windows lacks fcntl, and some network drives lack file locks. There, use no lock.
+        # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
         with suppress(ImportError, OSError):
             import fcntl
 
@@ -3112,7 +3110,7 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # DataLoader workers outlive a killed run by some seconds, and would keep its folders locked.
+    # DataLoader workers outlive a killed run by a few seconds, and would keep its folders locked.
     os.register_at_fork(after_in_child=close_locks)
 
 

@@ -46,13 +46,13 @@ _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 # Limits that keep checkpoints small and fast.
-_MOST_BYTES = 256 * 2**20  # The largest size of a saved attribute.
-_MOST_ITEMS = 1_000_000  # The largest number of items in a saved attribute.
-_COMPARED_BYTES = 2**20  # Of a larger GPU tensor, only a sample is compared.
-_COMPARED_ITEMS = 50_000  # The largest number of items or elements in a digest.
-_DEEPEST = 12  # The deepest nesting of a saved container.
-_MOST_OBJECTS = 64  # The largest number of objects whose attributes are saved.
-_MOST_SEARCHED = 500  # The largest container that is searched for objects.
+_MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
+_MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
+_COMPARED_BYTES = 2**20  # If a GPU tensor is larger, only a sample is compared.
+_COMPARED_ITEMS = 50_000  # The maximum number of items or elements in a digest.
+_DEEPEST = 12  # The maximum nesting depth of a saved container.
+_MOST_OBJECTS = 64  # The maximum number of objects whose attributes are saved.
+_MOST_SEARCHED = 500  # The maximum size of a container that is searched for objects.
 # Objects of these packages are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -80,7 +80,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     its elements.
 
     Args:
-        most: The largest number of items in the digest of a container.
+        most: The maximum number of items in the digest of a container.
     """
     kind = type(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
@@ -239,7 +239,7 @@ class Encoder:
     Args:
         device: The run's device. A resumed run moves the tensors of this device to its own device.
         covered: The memory addresses and names of the tensors in the network's state_dict.
-        most_bytes: The largest size of an attribute in bytes.
+        most_bytes: The maximum size of an attribute in bytes.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Encoder:
         return encoded
 
     def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode the name of an Enum member or the items of a named tuple, and the class name."""
+        """Encode the class name with an Enum member's name or a named tuple's items."""
         place = kind.__module__, kind.__qualname__
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
@@ -591,7 +591,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of Python or torch, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator from Python or torch, such as iter(DataLoader(...))."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -627,7 +627,7 @@ def is_installed(kind: type) -> bool:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Search attributes, lists and dicts for objects. Return these objects, keyed by path.
+    """Search attributes, lists and dicts for objects to save. Return them, keyed by path.
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -654,7 +654,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 
 
 class PlainState:
-    """Save and restore the generators and the changed plain attributes of several objects.
+    """Save and restore the random generators and the changed plain attributes of several objects.
 
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
@@ -717,7 +717,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the item "model.samples.train", for example, if ``samples`` is a defaultdict."""
+        """If a path refers to an item that a defaultdict has not created yet, create the item."""
         path, _, key = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -779,13 +779,13 @@ class PlainState:
         return changed
 
     def find_iterators(self) -> None:
-        """Record which attributes contain iterators, for a later call of ``warn_of_iterators``."""
+        """Record which attributes contain iterators, for a later call to ``warn_of_iterators``."""
         self._iterators = {
             place: value for place, value in self.attributes() if is_library_iterator(value)
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators in attributes, whose positions a resumed run cannot restore.
+        """Warn about iterators in attributes, because a resumed run cannot restore their positions.
 
         If iter(loader) has replaced an iterator since ``find_iterators``, do not warn about it.
         """
@@ -893,7 +893,7 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Return the ids of the saved values that replace each current value.
+        """For each current value, return the ids of the saved values that replace it.
 
         For example, two attributes may share a list now, but get two lists from the checkpoint.
         """

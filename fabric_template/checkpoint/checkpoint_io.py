@@ -127,7 +127,7 @@ def describe_content(content: Any) -> str:
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Replace the NumPy values in a checkpoint by Python values and tensors.
+    """Replace the NumPy values in a checkpoint with Python values and tensors.
 
     Returns:
         A copy of the checkpoint. The key NUMPY_KEY stores the dtypes of the replaced NumPy values.
@@ -198,7 +198,7 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the items from ``replaced``, and with NumPy keys as Python values."""
+    """Return a container with the items from ``replaced``. Convert NumPy keys to Python values."""
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container

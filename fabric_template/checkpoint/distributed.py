@@ -208,7 +208,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
 
 
 def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
-    """Replace the placeholders in ``value`` by this process's shards from ``folder``."""
+    """Replace the placeholders in ``value`` with this process's shards from ``folder``."""
     reader = dcp.FileSystemReader(folder)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}

@@ -92,7 +92,7 @@ def read_again(plan: Plan) -> None:
 def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
     """Return the name and the value of the argument that selects the checkpoint.
 
-    Without ``resume``, ``load`` and ``ckpt_path``, return ("ckpt_path", None).
+    If ``resume``, ``load`` and ``ckpt_path`` are all None, return ("ckpt_path", None).
     """
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -287,8 +287,8 @@ def is_in_log_folder(path: str | Path, folder: Path) -> bool:
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
     """List a run's version folders, with the most recently used folder first.
 
-    The .lock file in each folder lists when runs started and saved checkpoints. The timestamps of
-    the checkpoint files are not used, because copying a file changes them.
+    The .lock file in each folder lists the start times of runs and the save times of checkpoints.
+    The timestamps of the checkpoint files are not used, because copying a file changes them.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -363,7 +363,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def find_file_of_callback(plan: Plan) -> Path | None:
-    """Return a checkpoint that a ModelCheckpoint saved, if this loop has no such callback."""
+    """If this loop has no ModelCheckpoint, return a checkpoint that one saved in an earlier run."""
     if callbacks_of(plan, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)
@@ -410,7 +410,7 @@ def check_same_checkpoint(run: Run) -> None:
     start = run.plan.start
     step = start.checkpoint.get("global_step") if start.checkpoint is not None else None
     text = f"{start.error or start.path}, step {step}"
-    # Remove default_root_dir, whose path may differ between machines.
+    # Compare the paths without default_root_dir, which may differ between machines.
     found = gather_objects(run, text.replace(run.loop.default_root_dir, "."))
     for rank, text in enumerate(found):
         if text != found[0]:

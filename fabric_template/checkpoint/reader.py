@@ -38,9 +38,8 @@ class Placeholder:
     """Replaces a saved object whose creation could run code.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    Instead of calling an unknown class or function, the unpickler creates an instance of its
-    placeholder class. Methods that are called during unpickling, such as append and __setstate__,
-    do nothing.
+    Instead of calling the class or function, the unpickler creates an instance of this subclass.
+    Methods that are called during unpickling, such as append and __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +174,7 @@ def read_plain(
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
     """For each key of a checkpoint, describe the first placeholder in its value.
 
-    Omit keys without a placeholder, and the keys of hyperparameters.
+    Omit hyperparameters, and keys whose values contain no placeholder.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
@@ -325,7 +324,7 @@ class Builder:
 
 
 def build_tensor_of_type(function: Builder, kind: Any, args: Any, state: Any) -> Any:
-    """Build a tensor without the attributes that the user set on it."""
+    """Rebuild a saved tensor. Ignore the extra attributes that the user had set on it."""
     return function(*args) if kind_of(kind).__name__ == "torch.Tensor" else kind_of(kind)()
 
 

@@ -182,7 +182,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
-    # load_state_dict needs the saved version of each module to convert weights of older versions.
+    # load_state_dict needs each module's saved version number to convert weights in an old format.
     versions = getattr(weights, "_metadata", None) or {}
     versions = {plain_name(name): version for name, version in versions.items()}
     paths = [path for path, _ in target.named_modules() if plain_name(path) in versions]

@@ -41,9 +41,9 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
-    A new run records when it starts. New and resumed runs record when they save. ``resume="last"``
-    continues the run that started or saved last. Runs with the same ``version=`` share a folder.
-    The start and save times show which checkpoints in a shared folder are from an older run.
+    A new run records its start time. New and resumed runs record the time of each save.
+    ``resume="last"`` continues the run with the latest recorded time. Runs with the same
+    ``version=`` share a folder. The times show which of its checkpoints are from an older run.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class RunFolders:
 
     def _write(self, line: str, is_synced: bool = False) -> None:
         for file in self._files.values():
-            # If the disk is full, skip this line and continue training.
+            # Ignore errors, because a full disk must not stop training.
             with suppress(OSError):
                 file.write(f"{line}\n")
                 file.flush()
@@ -137,7 +137,7 @@ class RunFolders:
 def open_folders(run: Run, stack: ExitStack) -> None:
     """Choose and lock the folders for a run's checkpoints and CSV files.
 
-    A run that does not resume starts new CSV files.
+    A run that is not resumed starts new CSV files.
     """
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
@@ -210,8 +210,8 @@ def continues_in(run: Run, folder: Path) -> bool:
 def choose_version(run: Run) -> None:
     """Choose the version of a run if the user has not passed ``version=``.
 
-    A resumed run uses the version folder that contains the checkpoint. If a later fit of the same
-    loop does not resume, it starts a new version.
+    A resumed run uses the version folder that contains the checkpoint. If fit is called again
+    without resuming, it starts a new version.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
@@ -278,7 +278,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows and some network drives have no file locks, so the run continues without a lock.
+    # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -26,7 +26,7 @@ class StartPoint:
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
             empty unless the run resumes.
         sampler_seed: The seed with which the saved run shuffled samples, or None.
-        restarts_epoch: For a checkpoint of Trainer, whether Trainer would finish the saved epoch
+        restarts_epoch: For a Trainer checkpoint, whether Trainer would finish the saved epoch
             before it starts the next one.
     """
 
@@ -72,7 +72,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. For a checkpoint of Trainer, also set ``restarts_epoch``."""
+        """Return the training state. For a Trainer checkpoint, also set ``restarts_epoch``."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -98,7 +98,7 @@ def convert_training_state(
     """Convert the training state in a checkpoint to FabricLoop's layout.
 
     Args:
-        own: The state that Trainer does not save, or None for a checkpoint of Trainer.
+        own: The state that Trainer does not save, or None for a Trainer checkpoint.
 
     Raises:
         WeightsOnlyError: The checkpoint contains only weights.
@@ -113,7 +113,7 @@ def convert_training_state(
     if own is None:
         check_trainer_position(path, checkpoint)
         return convert_trainer_state(checkpoint)
-    # A checkpoint of MiniLoop has no "writer" key.
+    # A MiniLoop checkpoint has no "writer" key.
     return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
 
 
@@ -175,7 +175,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
+    # A checkpoint from on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
     # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
@@ -190,7 +190,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    If Trainer starts directly with the next epoch, it also runs its sanity check.
+    If not, Trainer would run its sanity check, and then start the next epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

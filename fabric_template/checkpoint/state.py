@@ -162,7 +162,7 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that are compared on resume, because they affect the results."""
+    """Return the settings that affect the results. A resumed run compares them with its own."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -185,7 +185,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # A resumed run repeats an unfinished accumulation window, so only "ready" counts its batches.
+    # Only "ready" includes an unfinished accumulation window, because a resumed run repeats it.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -322,7 +322,7 @@ def check_saved_state(run: Run) -> None:
     for problem in find_unreadable(states):
         raise CheckpointError(
             f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a"
-            " resume could not restore, because reading a checkpoint runs no code. Leave this"
+            " resumed run could not restore, because reading a checkpoint runs no code. Leave this"
             " object out of state_dict()."
         )
 
@@ -330,7 +330,7 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    A resumed run would replace the parameters by copies, which are not trained.
+    A resumed run would replace the parameters with copies, which are not trained.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -348,7 +348,7 @@ def check_scheduler_states(run: Run) -> None:
 def check_optimizer_states(run: Run) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids.
 
-    A resumed run has other parameters with other ids.
+    A resumed run has different parameter objects with different ids.
     """
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
@@ -358,8 +358,8 @@ def check_optimizer_states(run: Run) -> None:
         state = [*getattr(optimizer, "state", {}).values(), *groups]
         if not has_own_state(optimizer) and refers_to(state, {*map(id, parameters)}, addresses):
             raise CheckpointError(
-                "optimizer: got a state that contains parameters or their ids, which a resume"
-                " cannot restore. Write self.state[p] with tensors of its own, such as"
+                "optimizer: got a state that contains parameters or their ids, which a resumed"
+                " run cannot restore. Write self.state[p] with tensors of its own, such as"
                 " p.detach().clone()."
             )
 
@@ -381,7 +381,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
         for problem in find_unreadable(states):
             run.warn_once(
                 f"checkpoint: got {problem}, expected tensors, numbers, strings, or containers of"
-                " these. A resume will raise an error unless you pass weights_only=False. Leave"
+                " these. Resuming will raise an error unless you pass weights_only=False. Leave"
                 " this object out of state_dict()."
             )
 
