@@ -186,7 +186,7 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-# The contestants. Each one trains several epochs, and reports the start of each epoch to the clock.
+# The contestants. Each one trains for several epochs, and reports the start of each epoch to the clock.
 
 
 def tutorial(

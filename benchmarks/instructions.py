@@ -3,10 +3,10 @@
     python benchmarks/instructions.py           # ten minutes, needs the program valgrind
     python benchmarks/instructions.py --once    # three minutes: a fit of one step and an epoch of one step, as in once.py
 
-The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains an epoch of 100 steps
-and one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends. A step's count is
-one hundredth of the difference. Progress bars are drawn only once, because further updates depend on a clock. The number of
-instructions does not show the cost of memory and caches, but overhead.py measures time.
+The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains for an epoch of 100
+steps and for one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends.
+A step's count is one hundredth of the difference. Progress bars are drawn only once, because further updates depend
+on a clock. The number of instructions does not show the cost of memory and caches, but overhead.py measures time.
 """
 
 from __future__ import annotations

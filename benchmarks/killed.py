@@ -209,7 +209,7 @@ CONTESTANTS = {
 }
 
 
-# The kills
+# Killing and resuming
 
 
 def command(name, root, log):
@@ -287,7 +287,7 @@ def compete(name, runs, draw, folder):
     while killed < runs:
         root = folder / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code != 0:  # Otherwise, the command ended before the kill.
+        if code != 0:  # Otherwise, the command ended before it could be killed.
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0

@@ -5,9 +5,9 @@
 
 How it is measured:
 
-- A tiny model trains one epoch and eleven epochs of one step each, with a CSV file and a bar. This is repeated with a
-  validation of one batch, and without checkpoints. An epoch costs one tenth of the difference. A validation or a checkpoint
-  costs the difference between fits with it and without it.
+- A tiny model trains for one epoch and for eleven epochs of one step each, with a CSV file and a bar. This is
+  repeated with a validation of one batch, and without checkpoints. An epoch costs one tenth of the difference.
+  A validation or a checkpoint costs the difference between fits with it and without it.
 - "once" is a complete fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
   The creation of the loop has its own row, and so has Lightning Fabric's part of it.
 - "by hand" is the same step in a plain script. The goal applies to the difference between "once" and "by hand".

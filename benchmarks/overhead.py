@@ -101,7 +101,7 @@ def as_it_is(batch):
     return batch
 
 
-# The contestants. Each trains one epoch of `steps` steps and returns the trained network.
+# The contestants. Each trains for one epoch of `steps` steps and returns the trained network.
 
 
 def plain(problem: Problem, steps: int) -> nn.Module:

@@ -16,8 +16,8 @@ How it is measured:
 - checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
 - versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
   CPU time.
-- resume: the batch number in a checkpoint is changed from 7 to 1,000,000. The time is measured from the call of fit to the
-  first batch.
+- resume: the batch number in a checkpoint is changed from 7 to 1,000,000. The time is measured from the call to fit
+  until the first batch.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def fit_once(kind: str, resume: str | None = None) -> None:
     loop.fit(net, Repeated(1), resume=resume)
 
 
-# A resume far into an epoch
+# Resuming far into an epoch
 
 
 class Items(Dataset):
@@ -427,7 +427,7 @@ def replace_done(item: Any, to: int) -> Any:
 
 
 def resumed(number: int, **loader: Any) -> tuple[float, int]:
-    """Return the seconds from the call of fit to the first batch, and the number of items loaded until then."""
+    """Return the seconds from the call to fit until the first batch, and the number of items loaded until then."""
     data = DataLoader(Items(number + 100), batch_size=1, **loader)
     options: dict[str, Any] = {
         "enable_checkpointing": True,

@@ -19,7 +19,7 @@ from pathlib import Path
 import search_path  # noqa: F401
 from victim import difference, end_of, quiet, sharded_strategy, train
 
-# A run that has not ended this many seconds after the last kill counts as hanging.
+# A run that has not ended this many seconds after the last SIGKILL counts as hanging.
 PATIENCE = 180.0
 TORCHRUN = "-m torch.distributed.run --nnodes=1 --max-restarts=10 --monitor-interval=0.05 --rdzv-backend=c10d"
 

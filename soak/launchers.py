@@ -64,7 +64,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """Replace sharded tensors in nested values by full tensors. Every rank must call this."""
+    """Replace sharded tensors in nested values with full tensors. Every rank must call this."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -53,7 +53,7 @@ make_data = Points
 
 
 def fill(text, **values):
-    """Replace each ``$name`` of a piece by its value."""
+    """Replace each ``$name`` of a piece with its value."""
     for name, value in values.items():
         text = text.replace(f"${name}", str(value))
     return text

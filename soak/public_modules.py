@@ -53,7 +53,7 @@ HOOKS = [name for name in HOOKS if not name.endswith(("_checkpoint", "_exception
 
 
 class PlaceCounter(Callback):
-    """Counts the calls of hooks, and kills the process at one of these calls."""
+    """Counts the calls to hooks, and kills the process at one of these calls."""
 
     def __init__(self, kill_at=None):
         self.names, self.kill_at = [], kill_at
@@ -150,7 +150,7 @@ def numbers_of(model, trainer):
 
 
 def as_plain(value):
-    """Convert nested values to tensors, numbers and strings. Replace any other value by its class name."""
+    """Convert nested values to tensors, numbers and strings. Replace any other value with its class name."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -362,7 +362,7 @@ def try_crossing(case, folder, names, trainer):
 def describe_crossing(expected, actual):
     """Describe a difference, except for a scheduler step that only Trainer's own file lacks.
 
-    Trainer saves before a scheduler that monitors a metric steps, and skips this step on resume.
+    Trainer saves before a scheduler that monitors a metric steps, and skips this step when it resumes.
     """
     difference = describe(expected, actual, ("csv",))
     if not difference.startswith("schedulers."):

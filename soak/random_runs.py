@@ -208,7 +208,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def finish_new_monitor(self, loop, name, whole, oracle):
-        """Monitor another metric after the resume. best.ckpt must then be from the last epoch."""
+        """Monitor another metric in the resumed run. best.ckpt must then be from the last epoch."""
         first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:
@@ -249,7 +249,7 @@ def is_allowed_after_resume(line, end):
         # An interrupted run saves last.ckpt in any case, and the file stays in place.
         return True
     if line.startswith(f"files/{last}"):
-        # At the end, ModelCheckpoint saves unless it has saved since the resume.
+        # At the end of a resumed run, ModelCheckpoint saves unless this run has already saved.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
     if line.endswith("/differentiable: more"):
         # When an optimizer loads a state, torch adds this default, so a group that is added later has it, too.

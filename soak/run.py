@@ -8,7 +8,7 @@ Parts: `workers` is soak/elastic.py (workers killed under torchrun), `workers_sh
 `launchers` is soak/launchers.py (launchers x strategies x methods, and signals to torchrun),
 `kills` and `ranks` are tests/faults/kills.py with one and with two processes, `sharded` with two and a sharded model,
 `programs` is soak/random_runs.py (random programs with both loops and an oracle), `programs2` with two processes,
-`killed` and `killed2` end these programs by an event and resume them, `sweep` is tests/faults/sweep.py (every disk
+`killed` and `killed2` let an event end these programs and resume them, `sweep` is tests/faults/sweep.py (every disk
 operation fails once in each way), `reads` is soak/reads.py (every read fails once), `tests` are the tests marked `soak`,
 which the suite leaves out, `syscalls` is soak/syscalls.py (system calls fail below Python, which needs a C compiler).
 The printed seed reproduces the same moments and inputs, as far as clocks allow. The exit code is 1 if anything was lost.

@@ -84,7 +84,7 @@ ON_PURPOSE = [
     (r"\w+_loop\.(restart|resum|is_resuming|skip|done)\w*", ".*", "states of Trainer's own loops"),
     (r"\w+_loop\.(inference_mode|verbose|num_dataloaders)", ".*", "arguments of a call"),
     (r"predict_loop\.return_predictions", ".*", "an argument of a call"),
-    (r"epoch_loop\.scheduler_progress", ".*", "a resume restores the schedulers instead"),
+    (r"epoch_loop\.scheduler_progress", ".*", "resuming restores the schedulers instead"),
     (r"(validate|test|predict)_loop\.max_batches", ".*", "one limit for the current evaluation"),
     (r"\w+_loop\.batch_idx", ".*", "-1 outside of an epoch"),
     (r"fit_loop\.max_batches", ".*", "an evaluation has no training batches"),

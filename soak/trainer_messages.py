@@ -4,8 +4,8 @@
     python soak/trainer_messages.py --all        print all cases
     python soak/trainer_messages.py --only clip  cases whose name contains "clip"
 
-A case differs if FabricLoop's exception has another class or text than Trainer's, if only one of the loops raises an
-exception, or if a warning of Trainer is missing. ON_PURPOSE contains the reasons for the known differences.
+A case differs if FabricLoop's exception has a different class or text than Trainer's, if only one of the loops raises
+an exception, or if a Trainer warning is missing. ON_PURPOSE contains the reasons for the known differences.
 """
 
 import argparse

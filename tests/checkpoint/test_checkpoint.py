@@ -192,7 +192,7 @@ def test_resume_warns_if_a_callback_of_the_saved_run_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"monitor": "val_loss"}, {"save_every_n_steps": 2}])
-def test_an_option_ignored_for_a_model_checkpoint_callback_causes_a_warning(tmp_path, options):
+def test_an_option_ignored_because_of_a_model_checkpoint_callback_causes_a_warning(tmp_path, options):
     saver = ModelCheckpoint(dirpath=tmp_path / "own")
     with pytest.warns(UserWarning, match=f"{next(iter(options))}: ignored, because the callback ModelCheckpoint saves"):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[saver], **options)
@@ -229,7 +229,7 @@ def test_a_custom_checkpoint_io_writes_the_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_load_best_and_last_read_the_files_of_a_model_checkpoint_callback(tmp_path, name):
+def test_load_best_and_load_last_read_the_files_of_a_model_checkpoint_callback(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
     assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))

@@ -142,8 +142,8 @@ class Frozen(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_resume_keeps_a_layer_frozen_that_the_user_froze_before_the_resume(tmp_path):
-    """A resume restores requires_grad only where a hook of the saved run changed it."""
+def test_a_layer_that_the_user_froze_before_resuming_stays_frozen(tmp_path):
+    """A resumed run restores requires_grad only where a hook of the saved run changed it."""
     fit(tmp_path, Frozen, max_epochs=1)
     _, module, _ = fit(tmp_path, lambda: Frozen(freezes_last=True), resume="last", max_epochs=2)
     flags = [[p.requires_grad for p in layer.parameters()] for layer in (module.net[0], module.net[3])]

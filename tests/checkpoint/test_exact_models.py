@@ -294,7 +294,7 @@ def test_runs_with_large_attributes_or_shared_objects_resume_exactly(tmp_path, n
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
-def test_each_loop_resumes_runs_of_the_other_loop_with_container_attributes(tmp_path, name, writer):
+def test_each_loop_resumes_the_other_loops_runs_of_models_with_container_attributes(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")
@@ -329,7 +329,7 @@ class GroupSchedulerModel(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_scheduler_whose_state_dict_contains_parameters_is_refused(tmp_path, kind):
-    """A resume would replace the parameter groups in the scheduler by copies."""
+    """Resuming would replace the parameter groups in the scheduler with copies."""
     with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
         train(kind, tmp_path, shuffled(GroupSchedulerModel), kill_at=0)
 

@@ -517,7 +517,7 @@ def test_runs_with_objects_of_user_classes_resume_exactly(tmp_path, name, kind):
 
 
 class Curve(LambdaLR):
-    """A scheduler whose state contains an object that a resume refuses to unpickle."""
+    """A scheduler whose state contains an object that a resumed run refuses to unpickle."""
 
     def __init__(self, optimizer):
         self.generator = torch.Generator()
@@ -538,7 +538,7 @@ def test_a_scheduler_state_that_cannot_be_read_back_is_refused_before_training(t
 
 
 class Note:
-    """An object that a resume refuses to unpickle."""
+    """An object that a resumed run refuses to unpickle."""
 
 
 class NotingSGD(torch.optim.SGD):
@@ -592,7 +592,7 @@ class OptimizerReplacement(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_a_hook_that_replaces_the_optimizer_is_refused_at_once_or_on_resume(tmp_path):
+def test_replacing_the_optimizer_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="a hook changed the list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
@@ -629,7 +629,7 @@ class UntiedModel(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_a_hook_that_unties_weights_is_refused_at_once_or_on_resume(tmp_path):
+def test_untying_weights_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
@@ -651,7 +651,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_a_hook_that_replaces_a_layer_is_refused_at_once_or_on_resume(tmp_path):
+def test_replacing_a_layer_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
@@ -699,7 +699,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_resumes_runs_of_the_other_loop_with_user_objects(tmp_path, writer, make):
+def test_each_loop_resumes_the_other_loops_runs_of_models_with_user_objects(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -758,7 +758,7 @@ class ModelWithConnection(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_resume_does_not_overwrite_the_socket_of_a_third_party_object(tmp_path, monkeypatch, kind):
-    """The socket of the new process has a different number, which a resume must not overwrite."""
+    """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "connections.py").write_text(INSTALLED)
@@ -852,7 +852,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_fabric_template_copied_into_a_project_restores_the_projects_objects(tmp_path):
+def test_a_copy_of_fabric_template_in_a_project_restores_the_projects_objects(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -875,7 +875,7 @@ class ModelWithSharedMemory(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_or_warns_about_shared_memory_of_another_size(tmp_path, kind):
+def test_resume_refuses_or_warns_about_shared_memory_of_a_different_size(tmp_path, kind):
     """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)
@@ -932,7 +932,7 @@ class ModelWithPairs(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_run_with_attributes_keyed_by_tuples_resumes_exactly(tmp_path, kind):
+def test_a_run_with_dict_attributes_keyed_by_tuples_resumes_exactly(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)
@@ -1093,7 +1093,7 @@ def with_optimizer(kind):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_resumable_state_of_an_optimizer_refers_to_no_parameter(tmp_path, kind):
+def test_an_optimizer_state_that_refers_to_parameters_cannot_be_resumed(tmp_path, kind):
     for optimizer in (KeepsWeights, KeepsIds):
         with pytest.raises(ValueError, match="got a state that contains parameters or their ids"):
             train(kind, tmp_path / optimizer.__name__, with_optimizer(optimizer))

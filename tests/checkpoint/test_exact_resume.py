@@ -59,7 +59,7 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss)
-        # The step of this value counts the validation batches of all epochs, also after a resume.
+        # The step of this value counts the validation batches of all epochs, also in a resumed run.
         self.log("val_step", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self):
@@ -152,7 +152,7 @@ class Raises(Callback):
     """Raises in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        # A resume would restore a number, but does not restore an iterator.
+        # A resumed run would restore a number, but does not restore an iterator.
         self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 
@@ -174,7 +174,7 @@ def test_two_iterable_datasets_of_unequal_length_resume_exactly_after_an_error(t
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_a_run_resumes_exactly_from_a_file_of_a_model_checkpoint_callback(tmp_path, when):
+def test_a_run_resumes_exactly_from_a_file_saved_by_a_model_checkpoint_callback(tmp_path, when):
     """A resumed run repeats what followed the save, such as a validation or the end of an epoch."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
@@ -198,7 +198,7 @@ class Kills(Raises):
 
 @pytest.mark.parametrize("name", ["persistent", "TensorLoader"])
 def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
-    """The run resumes from the last checkpoint before the kill. No temporary file is left."""
+    """The run resumes from its last checkpoint. No temporary file is left."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)
     for batch in (9, 5):
@@ -271,7 +271,7 @@ class FreezesAndKeepsZeros(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_momentum_still_moves_frozen_parameters_after_a_resume(tmp_path):
+def test_momentum_still_moves_frozen_parameters_in_a_resumed_run(tmp_path):
     def train(epochs, folder, resume=None):
         torch.manual_seed(1)
         module = FreezesAndKeepsZeros()
@@ -308,7 +308,7 @@ class RandomSplit(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("batch", [3, 8])
-def test_a_random_validation_split_is_the_same_after_a_resume(tmp_path, batch):
+def test_a_random_validation_split_is_the_same_in_a_resumed_run(tmp_path, batch):
     options = {
         **with_files(tmp_path / "whole"),
         "max_epochs": 4,

@@ -115,7 +115,7 @@ def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_resume_last_prefers_runs_of_this_package_to_checkpoints_of_trainer(tmp_path):
+def test_resume_last_prefers_runs_of_this_package_to_trainer_checkpoints(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -226,7 +226,7 @@ def test_a_new_run_removes_the_replaced_runs_checkpoints_at_its_first_save(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_never_continues_the_old_run_that_a_killed_run_replaced(tmp_path, step):
+def test_resume_auto_never_continues_an_older_run_that_was_replaced_by_a_killed_run(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors
@@ -245,7 +245,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_version_0_with_version_1_overwrites_the_run_in_version_1(tmp_path):
+def test_resuming_version_0_as_version_1_overwrites_the_run_in_version_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"
@@ -265,7 +265,7 @@ def test_resuming_from_a_copy_of_a_checkpoint_continues_the_same_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_a_run_without_checkpointing_replaces_the_older_run_in_its_version(tmp_path):
+def test_a_run_without_checkpointing_replaces_the_older_run_in_its_version_folder(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):

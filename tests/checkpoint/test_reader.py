@@ -36,7 +36,7 @@ class Point(collections.namedtuple("Point", "x y")):
 
 
 class Outer:
-    """A class with nested classes, which pickle protocol 2 refers to by a call of getattr."""
+    """A class with nested classes, which pickle protocol 2 refers to through a call to getattr."""
 
     class Kind(enum.Enum):
         FIRST = 1
@@ -222,7 +222,7 @@ def test_a_checkpoint_key_that_contains_an_object_raises_an_error_when_read(tmp_
 
 
 class Colored(Callback):
-    """Has an Enum in its state, which a resume refuses to create."""
+    """Has an Enum in its state, which a resumed run refuses to create."""
 
     def __init__(self):
         self.color = Color.RED
@@ -241,7 +241,7 @@ class ReadsColor(SavesColor):
         self.color = checkpoint.get("color")
 
 
-def test_a_resume_error_names_the_key_and_class_of_a_saved_object(tmp_path):
+def test_an_error_while_resuming_names_the_key_and_class_of_a_saved_object(tmp_path):
     fit(tmp_path, ReadsColor, max_epochs=1)
     with pytest.raises(CheckpointError, match=r"Color in the part 'color'"):
         fit(tmp_path, ReadsColor, max_epochs=2, resume="last")

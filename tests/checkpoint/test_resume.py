@@ -1,6 +1,6 @@
 """Test runs that are resumed with more epochs, and the values of ``resume=`` and ``load=``.
 
-test_exact_resume.py tests kills within an epoch.
+test_exact_resume.py tests runs that are killed within an epoch.
 """
 
 import shutil
@@ -79,8 +79,8 @@ def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulat
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
-def test_reduce_lr_on_plateau_uses_the_last_validation_metric_after_a_resume(tmp_path):
-    """In an epoch without validation, the scheduler reads the value from before the resume."""
+def test_a_resumed_reduce_lr_on_plateau_uses_the_last_validation_metric(tmp_path):
+    """In an epoch without validation, the scheduler reads the value from the saved run."""
     whole, _ = compare_with_resume(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 

@@ -83,7 +83,7 @@ def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_resume_without_the_model_checkpoint_callback_names_the_old_run(tmp_path):
+def test_the_message_about_a_missing_model_checkpoint_callback_names_the_old_run(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -97,7 +97,7 @@ def test_resume_without_the_model_checkpoint_callback_names_the_old_run(tmp_path
     assert len(history) == 2
 
 
-def test_resume_auto_finds_the_run_after_a_validation_with_the_same_callback(tmp_path):
+def test_resume_auto_still_finds_the_run_after_validate_used_the_same_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

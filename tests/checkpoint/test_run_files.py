@@ -1,4 +1,4 @@
-"""Test the files in a run's log folder, their state after a resume, and other loggers."""
+"""Test the files in a run's log folder, also in a resumed run, and other loggers."""
 
 import shutil
 import signal

@@ -109,7 +109,7 @@ def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, befor
 @pytest.mark.parametrize(
     ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
 )
-def test_compiling_other_submodules_on_resume_does_not_change_the_weights(tmp_path, before, after):
+def test_compiling_different_submodules_when_resuming_does_not_change_the_weights(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")
@@ -243,7 +243,7 @@ def test_resume_restores_modules_created_by_a_hook(tmp_path, hook):
     assert_same_weights(run("parts", 3, resume="last"), whole)
 
 
-def test_resume_is_refused_if_the_model_lacks_a_module_of_the_checkpoint(tmp_path):
+def test_resuming_is_refused_if_the_model_lacks_a_module_of_the_checkpoint(tmp_path):
     fit(tmp_path, BuildsAverage, max_epochs=1)
     with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")

@@ -23,7 +23,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 def in_order():
-    """Return a loader without random numbers, so that a resume does not depend on the loop that saved."""
+    """Return a loader without random numbers, so that a resumed run does not depend on the loop that saved."""
     return make_loader(shuffle=False)
 
 
@@ -171,10 +171,10 @@ SAVERS = {
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
-    """Two epochs by one loop and two by another equal four epochs of Trainer bit for bit.
+    """Two epochs by either loop and two more by either loop equal four epochs by Trainer, bit for bit.
 
     The exception is a scheduler that monitors a metric. Its step comes after the hooks that save,
-    and Trainer does not save the metric. After a resume, Trainer skips this step. FabricLoop skips
+    and Trainer does not save the metric. A resumed Trainer skips this step. FabricLoop skips
     it with Trainer's checkpoints, but not with its own.
     """
     if case == "no_validation" and where == "validation_end":
@@ -201,7 +201,7 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 @exact_trainer
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
-def test_trainer_checkpoints_saved_within_an_epoch_are_refused_on_resume(tmp_path, case, step):
+def test_fabric_loop_refuses_to_resume_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
 
     With FabricLoop's checkpoint, Trainer starts a new pass of the loader, trains on as many batches

@@ -156,7 +156,7 @@ def test_a_training_step_that_returns_no_loss_is_refused(tmp_path, step, kind, m
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
-def test_a_damaged_checkpoint_or_one_of_another_model_is_refused(tmp_path, argument):
+def test_a_damaged_checkpoint_or_one_from_another_model_is_refused(tmp_path, argument):
     fit(tmp_path / "other", max_epochs=1)
     path = tmp_path / "other/checkpoints/run/version_0/last.ckpt"
     root = tmp_path / "mine"

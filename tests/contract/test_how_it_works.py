@@ -41,7 +41,7 @@ class Tracer:
 
 
 class Logs(DigitsClassifier):
-    """Traces from the middle of the sixth batch to the middle of the seventh, and a call of log in the eighth."""
+    """Traces from the middle of the sixth batch to the middle of the seventh, and a call to log in the eighth."""
 
     def __init__(self):
         super().__init__(hidden=8)
@@ -81,7 +81,7 @@ def named(title):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """Return the files whose functions run in a batch, in a call of log and in a resume."""
+    """Return the files whose functions run in a batch, in a call to log, and when a run is resumed."""
     os.chdir(tmp_path_factory.mktemp("traced"))
     torch.manual_seed(0)
     module = Logs()
@@ -106,7 +106,7 @@ def traced(tmp_path_factory):
     return module.batch - {"demos/digits.py"}, module.log_call, resume
 
 
-def test_how_it_works_md_lists_the_files_that_run_in_a_training_batch(traced):
+def test_how_it_works_md_lists_the_files_used_for_a_batch_a_log_call_and_resuming(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10

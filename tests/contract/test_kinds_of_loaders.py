@@ -404,7 +404,7 @@ class OrderFromSetEpoch(LongOrder):
 
 
 class EagerBatches:
-    """A batch sampler that draws all indices in iter(), before the first call of set_epoch()."""
+    """A batch sampler that draws all indices in iter(), before the first call to set_epoch()."""
 
     def __init__(self):
         self.sampler = OrderFromSetEpoch()
@@ -512,7 +512,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
-def test_fabric_loop_warns_of_a_sampler_that_changes_after_workers_have_started(tmp_path):
+def test_fabric_loop_warns_about_a_sampler_that_changes_after_workers_have_started(tmp_path):
     def run(**options):
         loader = DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
         train("FabricLoop", tmp_path, lambda: loader, max_epochs=2)

@@ -116,7 +116,7 @@ def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_clas
 
 
 @both_loops
-def test_gradient_accumulation_steps_the_optimizer_every_n_batches(loop_class):
+def test_with_gradient_accumulation_the_optimizer_steps_every_n_batches(loop_class):
     """In Lightning's example, 24 batches give 1 optimizer step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
@@ -144,7 +144,7 @@ def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
 
 
 @both_loops
-def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_this_metric(loop_class):
+def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_the_monitored_metric(loop_class):
     """In Lightning's example, the scheduler gets the value of the last batch."""
     seen = []
 
@@ -166,7 +166,7 @@ def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_this_metric(loop_clas
 
 
 @both_loops
-def test_an_epoch_ended_by_max_steps_takes_no_scheduler_step(loop_class):
+def test_an_epoch_that_max_steps_ends_early_takes_no_scheduler_step(loop_class):
     """In Lightning's example, the scheduler also takes a step if max_steps ends the epoch."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)
@@ -209,8 +209,8 @@ def test_training_step_runs_in_the_given_precision(loop_class, precision):
 
 
 @both_loops
-def test_a_second_fit_trains_max_epochs_again(loop_class):
-    """In Lightning's example, max_epochs=0 trains one epoch, and so does a second fit."""
+def test_a_second_fit_trains_for_max_epochs_again(loop_class):
+    """In Lightning's example, max_epochs=0 trains for one epoch, and so does a second fit."""
     loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
     loop, net = fit(max_epochs=3, loop_class=loop_class)

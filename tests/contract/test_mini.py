@@ -1,4 +1,4 @@
-"""Test weights, files, resume and errors of MiniLoop, and mini.py as a single file."""
+"""Test weights, files, resumed runs and errors of MiniLoop, and mini.py as a single file."""
 
 import enum
 import itertools
@@ -178,7 +178,7 @@ def test_mini_loop_writes_the_same_csv_rows_as_fabric_loop():
         pd.testing.assert_frame_equal(*rows, check_exact=True)
 
 
-# Files and resume
+# Files and resumed runs
 
 
 def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch), loop_class=None, **options):
@@ -469,7 +469,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
     assert rows["step"].tolist() == [10, 14]
     _, module, again = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
     assert_same_weights(expected, module)
-    # After the resume, the row of step 20 replaces the row of step 14.
+    # In the resumed run, the row of step 20 replaces the row of step 14.
     pd.testing.assert_frame_equal(again, whole)
     assert again["step"].tolist() == [10, 20, 24]
     assert again["val_loss"].isna().tolist() == [False, False, True]
@@ -478,7 +478,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_resume_within_an_epoch_is_exact_if_a_hook_draws_random_numbers(hook, draw, num_workers):
+def test_resuming_within_an_epoch_is_exact_if_a_hook_draws_random_numbers(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():
@@ -546,7 +546,7 @@ def test_mini_loop_refuses_a_hook_that_adds_a_parameter_group():
         fit("MiniLoop", "run", 2, make_module=Grows)
 
 
-def test_a_new_run_may_use_a_version_whose_run_saved_no_checkpoint():
+def test_a_new_run_may_reuse_the_version_of_a_run_that_saved_no_checkpoint():
     with pytest.raises(ValueError, match="broken"):
         fit("MiniLoop", "run", 1, make_module=Broken, version=0, log_every_n_steps=1)
     _, _, rows = fit("MiniLoop", "run", 1, version=0, resume="auto")
@@ -853,7 +853,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_an_edited_copy_of_mini_py_accumulates_a_number_of_tokens_per_step():
+def test_an_edited_copy_of_mini_py_accumulates_a_given_number_of_tokens_per_step():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -1154,7 +1154,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch_early():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_values_logged_as_step_and_epoch_do_not_replace_these_csv_columns(kind):
+def test_logged_values_named_step_and_epoch_do_not_replace_the_csv_columns(kind):
     class StepLogger(Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             # Users log "step" to get epochs on the x axis of TensorBoard.

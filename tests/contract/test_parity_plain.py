@@ -230,7 +230,7 @@ def test_validation_changes_no_weights_and_gives_the_same_means_as_a_plain_loop(
         assert row == pytest.approx(expected_row, rel=1e-6)
 
 
-def test_setup_and_backward_do_not_change_the_weights_of_a_plain_loop():
+def test_setup_and_backward_give_the_same_weights_as_a_plain_loop():
     """On level 1, the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()

@@ -131,7 +131,7 @@ def hook_names(part):
 
 
 def record_hooks(part, names, label, calls):
-    """Append each call of a hook of ``part`` to ``calls``, with the numbers in its arguments."""
+    """Append each call to a hook of ``part`` to ``calls``, with the numbers in its arguments."""
 
     def recorded(name, method):
         def call(*args, **kwargs):

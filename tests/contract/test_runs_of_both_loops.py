@@ -202,7 +202,7 @@ def add_byte_order_mark(lines):
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("change", [add_column, rename_column, add_byte_order_mark])
-def test_a_run_resumes_after_an_edit_of_its_csv_file(kind, change):
+def test_a_run_resumes_after_its_csv_file_was_edited(kind, change):
     train(kind, 1)
     path = Path("logs/run/version_0/metrics.csv")
     lines = change(path.read_text().splitlines())

@@ -48,7 +48,7 @@ def logged(loop, log):
 
 
 def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
-    """The results equal those of a LightningModule that logs and schedules the same."""
+    """The results equal those of a LightningModule that logs and schedules in the same way."""
 
     class Lit(Classifier):
         def training_step(self, batch, batch_idx):
@@ -73,7 +73,7 @@ def test_a_step_function_that_logs_gives_the_same_metrics_as_with_trainer():
     assert optimizer.param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
-def test_fit_calls_step_of_each_scheduler_in_a_list():
+def test_fit_calls_step_on_each_scheduler_in_a_list():
     net = make_net()
     optimizer = sgd(net)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(

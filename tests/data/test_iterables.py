@@ -1,4 +1,4 @@
-"""Test that every kind of iterable gives the same batches as with Trainer, also after a resume."""
+"""Test that every kind of iterable gives the same batches as with Trainer, also in a resumed run."""
 
 import itertools
 from functools import partial
@@ -90,7 +90,7 @@ def once():
     return itertools.chain(BATCHES)
 
 
-def test_fit_trains_one_epoch_on_a_one_pass_iterator():
+def test_fit_trains_for_one_epoch_on_a_one_pass_iterator():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
@@ -176,7 +176,7 @@ def test_a_loader_that_does_not_restart_each_epoch_resumes_only_in_epoch_0(tmp_p
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fabric_loop_refuses_mini_loop_runs_whose_loader_never_restarts(tmp_path, make):
+def test_fabric_loop_refuses_to_resume_mini_loop_runs_whose_loader_never_restarts(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
@@ -210,5 +210,5 @@ def test_resume_warns_that_finished_batches_of_an_iterable_are_read_again(tmp_pa
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_loader_that_does_not_restart_each_epoch_trains_as_with_trainer(make):
+def test_training_with_a_loader_that_does_not_restart_each_epoch_matches_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

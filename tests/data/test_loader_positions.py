@@ -1,4 +1,4 @@
-"""Test the cost of a resume within an epoch, and a resume with different loaders."""
+"""Test resuming with different loaders, and the cost of resuming within an epoch."""
 
 import itertools
 import warnings
@@ -114,7 +114,7 @@ def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
 
-def test_resuming_within_an_epoch_with_a_different_batch_size_is_refused(tmp_path):
+def test_resuming_within_an_epoch_is_refused_if_the_batch_size_differs(tmp_path):
     """At the end of an epoch, a different batch size only causes a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)

@@ -116,7 +116,7 @@ class CopiesCheckpoint(pl.Callback):
 
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_different_seed_on_resume_does_not_change_the_order_of_samples(tmp_path, kind, reload):
+def test_resuming_with_a_different_seed_does_not_change_the_order_of_samples(tmp_path, kind, reload):
     """The checkpoint contains the seed from which all processes draw the same order."""
 
     def fit(seed, **options):

@@ -47,7 +47,7 @@ class StreamOfIndices(IterableDataset):
 
 
 class Sticky(StreamOfIndices):
-    """Starts each pass after a resume at the loaded position."""
+    """Starts each pass of a resumed run at the loaded position."""
 
 
 class StickyWithPosition(StreamOfIndices):
@@ -103,7 +103,7 @@ class Cursor(StreamOfIndices):
 
 
 class Epochs(StreamOfIndices):
-    """Shuffles with the epoch number as the seed, and skips samples after a resume."""
+    """Shuffles with the epoch number as the seed, and skips samples in a resumed run."""
 
     def __init__(self):
         super().__init__()

@@ -31,7 +31,7 @@ def write_mnist(folder):
 
 
 def write_cifar10(folder, count=300):
-    """Write images as binary batches. The colour of an image depends on its class."""
+    """Write images as binary batches. The color of an image depends on its class."""
     generator = np.random.default_rng(0)
     folder.mkdir()
     for name in [*cifar10.TRAIN, *cifar10.TEST]:

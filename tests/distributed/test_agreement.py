@@ -59,7 +59,7 @@ def read_epoch(epoch, ranks):
     return [torch.load(f"epoch{epoch}_rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def test_a_run_resumes_after_an_epoch_with_a_different_number_of_processes(recwarn):
+def test_a_run_saved_after_an_epoch_resumes_with_a_different_number_of_processes(recwarn):
     """Each epoch starts from the saved state, and contains each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
@@ -88,7 +88,7 @@ def train_with(processes, **options):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-def test_resuming_within_an_epoch_with_more_or_fewer_processes_is_refused(first, second):
+def test_resuming_within_an_epoch_is_refused_if_the_number_of_processes_differs(first, second):
     train_with(first, max_steps=2)
     with pytest.raises(CheckpointError, match=f"middle of an epoch of a run whose number of processes was {first}"):
         train_with(second, max_steps=4, resume="last")
@@ -126,7 +126,7 @@ def start_alone(rank, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
 )
-def test_a_missing_checkpoint_is_refused_under_a_launcher_with_one_process(arguments):
+def test_a_missing_checkpoint_raises_an_error_under_a_launcher_with_one_process(arguments):
     codes, errors = run_processes(start_alone, arguments, ranks=1)
     assert codes == [1]
     assert "MissingCheckpointError" in errors[0]

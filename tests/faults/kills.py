@@ -72,7 +72,7 @@ def fork(work, *args):
 
 
 def strategy_options(kind):
-    """Return the option strategy. Without "sharded", it is DDP."""
+    """Return the strategy option. Without "sharded", it is DDP."""
     return {"strategy": sharded_strategy() if kind == "sharded" else "ddp"}
 
 
@@ -184,7 +184,7 @@ def _one_round(figures, root, ranks, log, draw, seconds, kind):
         instants.append(draw.uniform(0, seconds))
         codes = end(start(root, ranks, log, kind), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
-            # The run ended before the kill.
+            # The run ended before it was killed.
             break
         figures.kills += 1
         figures.left_temporary_files += any(root.rglob("*.tmp"))

@@ -91,7 +91,7 @@ def sharded_strategy(ranks=2, **options):
 
 
 def train(root, make=Victim, batch_size=4, **options):
-    """Start or resume the run. The tests call this again after each kill."""
+    """Start or resume the run. The tests call this again after they have killed it."""
     seed_everything(1, verbose=False)
     train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
@@ -133,7 +133,7 @@ def _content(path, root):
 
 
 def without_names(value, names):
-    """Return the nested value without the entries of these names."""
+    """Return the nested value without the entries with these names."""
     if isinstance(value, dict):
         return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Test Trainer's arguments of fit, validate, test and predict, and its default options."""
+"""Test the arguments of Trainer's fit, validate, test and predict, and its default options."""
 
 import inspect
 from pathlib import Path

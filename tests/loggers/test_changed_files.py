@@ -1,4 +1,4 @@
-"""Test resumes of runs whose CSV files another program has changed."""
+"""Test resuming runs whose CSV files another program has changed."""
 
 from pathlib import Path
 

@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_rewind_and_logging_again_give_the_same_csv_files_as_a_single_run(tmp_path, saved_after, same_logger, tail):
+def test_rewinding_and_logging_again_gives_the_same_csv_files_as_a_single_run(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)

@@ -1,4 +1,4 @@
-"""Test that means over an epoch equal Trainer's, also after a resume within the epoch."""
+"""Test that means over an epoch equal Trainer's, also if a run is resumed within the epoch."""
 
 import random
 
@@ -105,7 +105,7 @@ def test_a_batch_size_of_zero_leaves_the_batch_out_of_the_means(kind):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_the_batch_size_of_a_logged_torchmetric_weights_the_returned_loss(kind):
+def test_the_returned_loss_is_weighted_by_the_batch_size_of_a_logged_torchmetric(kind):
     metric = MeanMetric()
 
     def log(loop, index):
@@ -116,6 +116,6 @@ def test_the_batch_size_of_a_logged_torchmetric_weights_the_returned_loss(kind):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_a_call_of_log_that_logs_nothing_is_an_error(kind):
+def test_a_call_to_log_that_logs_nothing_is_an_error(kind):
     with pytest.raises((ValueError, MisconfigurationException), match=r"on_step=False.*on_epoch=False"):
         fit_means(kind, lambda loop, index: loop.log("x", index, on_step=False))

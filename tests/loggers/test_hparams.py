@@ -1,4 +1,4 @@
-"""Test the option hparams in both loops."""
+"""Test the hparams option in both loops."""
 
 import enum
 import math
@@ -43,7 +43,7 @@ def train(kind, model=None, **options):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hparams_yaml_contains_the_option_hparams_and_the_modules_hyperparameters(kind):
+def test_hparams_yaml_contains_the_hparams_option_and_the_modules_hyperparameters(kind):
     train(kind, WithHyperparameters(hidden=8), hparams={"rate": 0.1, "augment": "flip"})
     found = yaml.safe_load(FILE.read_text())["hparams"]
     assert found == {"hidden": 8, "rate": 0.1, "augment": "flip"}

@@ -1,4 +1,4 @@
-"""Test the option logger with the names of Lightning's loggers."""
+"""Test the logger option with the names of Lightning's loggers."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -158,7 +158,7 @@ class LitImageModule(ImageSteps, pl.LightningModule):
 
 
 @pytest.mark.parametrize("make", [ImageModule, LitImageModule])
-def test_the_batch_size_given_to_log_also_weights_returned_values(tmp_path, make):
+def test_returned_values_are_also_weighted_by_the_batch_size_given_to_log(tmp_path, make):
     """A warning about the batch size would fail this test, because warnings are errors."""
     _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
     assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(
@@ -166,7 +166,7 @@ def test_the_batch_size_given_to_log_also_weights_returned_values(tmp_path, make
     )
 
 
-def test_the_time_of_a_resumed_epoch_includes_the_time_before_the_resume(tmp_path, monkeypatch):
+def test_the_time_of_a_resumed_epoch_includes_the_time_before_the_checkpoint(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
 

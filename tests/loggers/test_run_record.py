@@ -217,7 +217,7 @@ def test_a_hand_written_loop_records_its_optimizers_and_hparams():
     assert hparams == {"width": 8}
 
 
-def test_runs_diff_shows_the_commands_and_batch_sizes_of_two_runs(capsys, monkeypatch):
+def test_the_runs_diff_command_shows_the_commands_and_batch_sizes_of_two_runs(capsys, monkeypatch):
     for batch_size, name in ((2, "a.py"), (4, "b.py")):
         monkeypatch.setattr(sys, "argv", [name])
         train("MiniLoop", batch_size=batch_size)

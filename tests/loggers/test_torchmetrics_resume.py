@@ -119,7 +119,7 @@ def answers_of(table, resume=None):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_torchmetrics_object_computes_the_same_value_after_a_resume():
+def test_each_torchmetrics_object_computes_the_same_value_in_a_resumed_run():
     whole = answers_of(METRICS)
     for file, num_answers in (("3.ckpt", 4), ("4.ckpt", 3)):
         resumed = answers_of(METRICS, resume=file)

@@ -112,7 +112,7 @@ def assert_same_files(expected, ours):
 
 
 def plain(value, side):
-    """Convert nested values to dicts and lists, and replace the run's folder by ROOT."""
+    """Convert nested values to dicts and lists, and replace the run's folder with ROOT."""
     if isinstance(value, dict):
         return {plain(key, side): plain(part, side) for key, part in value.items()}
     if isinstance(value, list | tuple):

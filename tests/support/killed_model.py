@@ -1,4 +1,4 @@
-"""A model that raises an error before a given training step, for tests of resume in both loops."""
+"""A model that raises an error before a given training step, for tests of resuming in both loops."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""Small data loaders of many kinds, for tests of resume."""
+"""Small data loaders of many kinds, for tests of resuming."""
 
 import random
 

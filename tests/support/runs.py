@@ -131,7 +131,7 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Before each batch except the first, copy the run's folder, as a kill at this moment would leave it."""
+    """Before each batch except the first, copy the run's folder, as SIGKILL at this moment would leave it."""
 
     def __init__(self, root, to):
         self.root, self.to = Path(root), Path(to)

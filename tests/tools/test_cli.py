@@ -135,7 +135,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_the_help_runs_and_plot_commands_do_not_import_torch():
+def test_neither_help_nor_the_commands_runs_and_plot_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -282,7 +282,7 @@ ARGUMENTS = [
 ]
 
 
-def test_fit_repeats_a_run_with_any_type_of_default_argument(capsys):
+def test_the_fit_command_can_repeat_a_run_whose_model_has_any_type_of_default_argument(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]

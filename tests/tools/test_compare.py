@@ -300,7 +300,7 @@ def test_compare_finds_an_additional_step_of_a_second_optimizer():
 
 
 @pytest.mark.parametrize("steps", [0, -3, 2.5])
-def test_compare_refuses_a_wrong_number_of_steps(steps):
+def test_compare_refuses_an_invalid_number_of_steps(steps):
     with pytest.raises(ValueError, match=rf"compare\(steps\): got {steps}, expected an int >= 1\. Write steps=50\."):
         compare("old.py", "new.py", steps=steps)
 

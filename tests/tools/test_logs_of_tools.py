@@ -114,7 +114,7 @@ def write(text, name="log.csv"):
     return name
 
 
-def test_read_logs_keeps_the_steps_of_validations_within_an_epoch():
+def test_read_logs_keeps_the_step_of_each_validation_within_an_epoch():
     rows = "".join(f"0,{step},{9 - step / 10},\n0,{step},,{8 - step / 10}\n" for step in (10, 20, 30))
     path = write(f"epoch,step,train_loss,val_loss\n{rows}0,40,1.0,\n1,50,0.5,\n1,50,,0.4\n")
     table = read_logs(path)
@@ -214,7 +214,7 @@ def test_read_logs_splits_a_table_of_several_runs(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_runs_of_the_same_name_in_two_files_separately():
+def test_plot_logs_draws_runs_with_the_same_name_from_two_files_separately():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")
@@ -248,7 +248,7 @@ def test_plot_logs_refuses_a_file_without_rows(text):
         plot_logs(write(text))
 
 
-def test_plot_logs_draws_a_log_without_epochs_over_its_row_numbers():
+def test_plot_logs_plots_a_log_without_epochs_against_its_row_numbers():
     path = write("minutes,loss,val_loss\n2,3,4\n4,2,3\n8,1,2.5\n")
     ax = plot_logs(path)
     assert (ax.get_xlabel(), ax.get_lines()[0].get_xdata().tolist()) == ("row", [0, 1, 2])
@@ -258,7 +258,7 @@ def test_plot_logs_draws_a_log_without_epochs_over_its_row_numbers():
         plot_logs(path, x="epoch")
 
 
-def test_plot_logs_draws_the_given_file_of_a_folder():
+def test_plot_logs_draws_the_given_file_in_a_folder():
     Path("a").mkdir()
     write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
@@ -292,7 +292,7 @@ def test_plot_logs_draws_train_and_validation_columns_in_one_panel(columns, line
     assert lines_of(plot_logs(frame)) == lines
 
 
-def test_read_logs_renames_columns_of_the_same_name():
+def test_read_logs_renames_columns_with_the_same_name():
     file = write("epoch,loss,loss\n0,1.0,2.0\n1,0.5,1.5\n")
     table = read_logs(file)
     assert table[["loss", "loss.1"]].to_numpy().tolist() == [[1.0, 2.0], [0.5, 1.5]]
@@ -303,7 +303,7 @@ def test_read_logs_keeps_the_first_row_of_a_file_without_a_header():
     assert table[["column 1", "column 2"]].to_numpy().tolist() == [[0, 1.0], [1, 0.5]]
 
 
-def test_read_logs_splits_two_fits_in_the_same_file():
+def test_read_logs_separates_two_fits_in_the_same_file():
     table = read_logs(write("epoch,loss\n0,1.0\n1,0.5\n0,0.4\n1,0.3\n"))
     assert table[["name", "loss"]].to_numpy().tolist() == [
         ["fit 1", 1.0],

@@ -48,7 +48,7 @@ def commit():
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    """Replace the installed package by a small package.
+    """Replace the installed package with a small package.
 
     Return a function that releases a version.
     """
@@ -76,7 +76,7 @@ def test_the_copy_command_quotes_the_path_in_the_commands_that_it_prints(release
         copy_command("my code/mini.py", mini=True)
 
 
-def test_the_copy_command_writes_mini_py_with_its_licence(release, capsys):
+def test_the_copy_command_writes_mini_py_with_its_license(release, capsys):
     assert copy_command("src/train_loop.py", mini=True) == 0
     assert "from train_loop import MiniLoop\n" in capsys.readouterr().out
     copied = tree("src")

@@ -133,7 +133,7 @@ def test_runs_that_differ_only_in_the_seed_are_drawn_as_mean_and_range(x):
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
 
 
-def test_a_plot_over_steps_draws_the_values_of_steps_csv():
+def test_a_plot_against_steps_shows_the_values_in_steps_csv():
     logger = write_run("digits", 0, [0.5])
     for step in (5, 10):
         logger.log_metrics({"train_loss": 1.0 / step, "val_other_loss": 1.0}, step)
@@ -142,7 +142,7 @@ def test_a_plot_over_steps_draws_the_values_of_steps_csv():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-def test_plot_logs_draws_a_step_based_run_over_steps():
+def test_plot_logs_plots_a_step_based_run_against_steps():
     """Batch losses are pale, their average is a line, and validations are connected points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):
@@ -262,7 +262,7 @@ def test_a_log_scale_has_3_to_12_tick_labels(decades):
         ([0, 1], [1000.0, 1000.0002], "1", "1000.000100"),
     ],
 )
-def test_tick_labels_of_large_and_close_values_are_readable(places, values, x_label, y_label):
+def test_tick_labels_of_large_values_and_of_almost_equal_values_are_readable(places, values, x_label, y_label):
     axis = "epoch" if places[-1] == 1 else "step"
     ax = plot_logs(pd.DataFrame({axis: places, "val_loss": values}))
     ax.figure.canvas.draw()
@@ -308,7 +308,7 @@ def test_plot_logs_sets_a_log_scale_on_the_given_axes():
     assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
 
 
-def test_plot_logs_does_not_sum_a_time_column_that_is_cumulative_already():
+def test_plot_logs_does_not_sum_a_time_column_that_is_already_cumulative():
     table = pd.DataFrame({"epoch": [1, 2, 3], "time": [10.0, 20.0, 31.0], "val_loss": [3.0, 2.0, 1.0]})
     for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
         table.to_csv(path, index=False)

@@ -202,7 +202,7 @@ def test_the_runs_command_lists_runs_and_names_the_best(capsys):
     )
 
 
-def test_runs_diff_compares_two_runs(capsys):
+def test_the_runs_diff_command_compares_two_runs(capsys):
     make_run(hparams={"hidden": 8}, lr=[0.1] * 3, val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, rows=2, lock="17\nfailed\n", lr=[0.1] * 3, val_acc=[0.1, 0.7])
     code, out, _ = run_command(capsys, "diff", "logs/digits/version_0", "logs/digits/version_1")
@@ -237,7 +237,7 @@ def test_errors_of_the_runs_command_fit_on_one_line(capsys, arguments, error):
     assert error in err
 
 
-def test_runs_diff_accepts_the_names_that_the_runs_command_prints(capsys):
+def test_the_runs_diff_command_accepts_the_names_that_the_runs_command_prints(capsys):
     make_run(hparams={"hidden": 8})
     make_run("a/b", version=1)
     names = [line.split()[0] for line in run_command(capsys)[1].splitlines()[1:]]
@@ -246,7 +246,7 @@ def test_runs_diff_accepts_the_names_that_the_runs_command_prints(capsys):
     assert (code, out.split()[:3]) == (0, [*names, "hidden"])
 
 
-def test_runs_diff_accepts_csv_files(capsys):
+def test_the_runs_diff_command_accepts_csv_files(capsys):
     Path("exports").mkdir()
     for name, loss in (("keras", 0.5), ("other", 0.25)):
         Path("exports", f"{name}.csv").write_text(f"epoch,loss,val_loss\n0,2,1\n1,1,{loss}\n")
@@ -265,7 +265,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_runs_best_names_the_csv_file_of_another_tool(capsys):
+def test_the_runs_best_command_names_the_csv_file_of_another_tool(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
@@ -304,12 +304,12 @@ def test_list_runs_shows_the_options_that_the_user_set():
 
 
 @pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
-def test_runs_best_takes_the_smallest_value_of_an_error_metric(capsys, metric):
+def test_the_runs_best_command_takes_the_smallest_value_of_an_error_metric(capsys, metric):
     make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
     assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
 
 
-def test_list_runs_and_best_need_a_mode_for_a_metric_of_unknown_direction(capsys):
+def test_a_metric_of_unknown_direction_needs_a_mode_in_list_runs_and_runs_best(capsys):
     make_run(config={"monitor": None}, val_gap=[3.0, 1.0, 2.0])
     assert list_runs(metric="val_gap")["best"].isna().all()
     assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
@@ -325,7 +325,7 @@ def test_list_runs_does_not_rank_runs_by_the_learning_rate():
     assert list_runs()["metric"].tolist() == ["train_loss"]
 
 
-def test_runs_best_needs_a_metric_for_runs_with_different_monitors(capsys):
+def test_the_runs_best_command_needs_a_metric_if_the_runs_have_different_monitors(capsys):
     make_run(val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
     code, _, err = run_command(capsys, "best")

@@ -153,13 +153,13 @@ def test_the_runs_page_shows_a_csv_file_of_another_tool(path):
     assert all(curve["y"] for panel in page.data["panels"] for curve in panel["curves"])
 
 
-def test_the_runs_page_shows_a_folder_of_csv_files_of_other_tools():
+def test_the_runs_page_shows_a_folder_of_csv_files_from_other_tools():
     page = make_page(str(FOLDER))
     assert len(page.rows) == len(list(FOLDER.iterdir())) + 1
 
 
 @pytest.mark.parametrize("arguments", [("--html", "logs"), ("best", "--html", "runs.html")])
-def test_the_html_option_refuses_a_folder_and_a_subcommand(capsys, arguments):
+def test_the_html_option_accepts_neither_a_folder_nor_a_subcommand(capsys, arguments):
     write_run()
     assert main(["runs", *arguments]) == 2
     assert "--html: got " in capsys.readouterr().err

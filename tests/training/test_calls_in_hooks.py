@@ -1,4 +1,4 @@
-"""Test calls of a loop in a hook, and calls of loop.backward after a run."""
+"""Test calls to a loop in a hook, and calls to loop.backward after a run."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ METHODS = ["fit", "validate", "test", "predict"]
 
 
 @pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
-def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_path, hook, method):
+def test_a_hook_cannot_call_fit_or_validate_on_the_running_loop(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call while fit is running, expected a call after fit"):
         fit(tmp_path, lambda: Calls(hook, method), **options)
@@ -45,7 +45,7 @@ def test_calling_fit_or_validate_of_the_running_loop_in_a_hook_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
-def test_a_hook_may_call_validate_or_test_of_a_second_loop(tmp_path, method):
+def test_a_hook_may_call_validate_or_test_on_a_second_loop(tmp_path, method):
     """The outer run logs the same values, and its module keeps its trainer."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}

@@ -25,7 +25,7 @@ class Broken(RuntimeError):
 
 
 class Fails(Classifier):
-    """Fails at the n-th call of a hook."""
+    """Fails at the n-th call to a hook."""
 
     def __init__(self, hook=None, at=0, manual=False):
         super().__init__(on_step=True)
@@ -105,7 +105,7 @@ def fit_without_break(name):
 
 @pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
 def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
-    """A resume continues from the newest checkpoint, as after a kill."""
+    """A resumed run continues from the newest checkpoint, as after SIGKILL."""
     hook, at = place
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "log_every_n_steps": 1, **OPTIONS[name]}
     loaders = train, val_loader

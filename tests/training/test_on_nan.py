@@ -1,4 +1,4 @@
-"""Test the option on_nan, which stops, warns or does nothing if a loss is not finite."""
+"""Test the on_nan option, which stops, warns or does nothing if a loss is not finite."""
 
 import warnings
 

@@ -158,7 +158,7 @@ def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
 
 
 def test_resume_restores_the_gradient_scaler(tmp_path):
-    """The scale of the scaler grows in every seventh step, counted across the resume."""
+    """The scale of the scaler grows in every seventh step, counted over both runs."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)

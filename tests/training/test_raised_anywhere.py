@@ -69,7 +69,7 @@ def test_after_an_error_in_a_hook_the_model_and_loop_can_be_used_again(place, ki
     module, error = Complete(), kind("mine")
 
     def fail(*args, **kwargs):
-        # Restore the hook, because a second call of fit must succeed.
+        # Restore the hook, because a second call to fit must succeed.
         delattr(module, hook)
         raise error
 

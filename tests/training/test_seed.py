@@ -1,4 +1,4 @@
-"""Test the option seed of both loops."""
+"""Test the seed option of both loops."""
 
 import random
 

@@ -44,13 +44,13 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, op
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
 
 
-def test_a_fraction_as_val_check_interval_is_accepted_without_training_batches(tmp_path):
+def test_a_fractional_val_check_interval_is_accepted_if_there_are_no_training_batches(tmp_path):
     loop, _, rows = fit(tmp_path, Classifier, train, val_loader, limit_train_batches=0, val_check_interval=0.5)
     assert (loop.global_step, len(rows)) == (0, 0)
 
 
 class Copy(Callback):
-    """Copies a run's folder at the end of an epoch, as a kill would leave it there."""
+    """Copies a run's folder at the end of an epoch, as SIGKILL would leave it there."""
 
     def __init__(self, root, to, step):
         self.root, self.to, self.step = root, to, step
@@ -60,7 +60,7 @@ class Copy(Callback):
             shutil.copytree(self.root, self.to)
 
 
-def test_a_run_killed_after_max_steps_ended_its_epoch_resumes_exactly(tmp_path):
+def test_a_run_killed_at_the_end_of_an_epoch_that_max_steps_ended_early_resumes_exactly(tmp_path):
     options = {"val": val_loader, "max_steps": 8, "train": train, "make_module": lambda: Classifier(by_epoch)}
     copy = Copy(tmp_path / "whole", tmp_path / "killed", step=8)
     whole = fit(tmp_path / "whole", callbacks=[copy], **options)
@@ -118,7 +118,7 @@ def plateau(module):
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
 def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_path, optimizers):
-    """Weights and CSV rows equal those with a loader of the right length, also after a resume."""
+    """Weights and CSV rows equal those with a loader of the right length, also in a resumed run."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
     expected = fit(tmp_path / "expected", make, short(length=16), **options)
