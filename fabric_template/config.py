@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# Default values of options that are None unless the user sets them.
+# The values used for options that the user leaves at None.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -341,7 +341,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports or, after an error, to its class name."""
+    """Convert a setting to types that YAML supports or, if that fails, to its class name."""
     try:
         return to_plain(value)
     except Exception:
@@ -475,7 +475,7 @@ class LoopArguments(LoopConfig):
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"
-    """The strategy for several devices: "ddp", "auto" or a strategy object of lightning.fabric."""
+    """The strategy for several devices: "ddp", "auto" or a lightning.fabric strategy object."""
     devices: Any = "auto"
     """The number of devices, a list of their indices, or "auto" for all devices."""
     num_nodes: int = 1
@@ -490,7 +490,7 @@ class LoopArguments(LoopConfig):
     """Another name for the logger option. Pass either logger or loggers."""
 
 
-# Trainer options that FabricLoop lacks, but ignores if they have their default values.
+# FabricLoop does not support these Trainer options, but accepts their default values.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

@@ -24,8 +24,8 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the block.
 
-    After an error, a kill or a power cut, ``path`` contains either the complete old file or the
-    complete new file.
+    If the process fails or is killed, or after a power cut, ``path`` contains either the complete
+    old file or the complete new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -93,7 +93,7 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit links last, so that a folder has its own name instead of the name of a link.
+        # Visit links last, so that a folder is found under its own name, not a link's.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen

@@ -400,7 +400,7 @@ class FabricLoop(TrainerAPI):
     def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
         """Restore the objects in ``state`` from a checkpoint.
 
-        Return the remaining values in the checkpoint.
+        Return the checkpoint's values whose keys are not in ``state``.
         """
         self._prepare_files("load", path, state)
         values: dict[str, Any] = self.fabric.load(path, state)
@@ -518,7 +518,7 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row without "epoch" and "step"."""
+    """Return a copy of a row without "epoch" or "step"."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 

@@ -1,4 +1,4 @@
-"""Infer a metric's data split, quantity and best direction from the name of its column."""
+"""Infer a metric's data split, quantity and mode ("min" or "max") from its column name."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Parts of metric names: of metrics to minimize, to maximize, and of other values.
+# Parts of the names of metrics to minimize, of metrics to maximize, and of other values.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

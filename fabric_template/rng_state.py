@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Return a copy of a nested dict with a tuple (dtype, bytes) for each NumPy array."""
+    """Return a copy of a nested dict in which a tuple (dtype, bytes) replaces each NumPy array."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

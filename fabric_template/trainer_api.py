@@ -122,7 +122,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Some modules step an optimizer without Lightning's wrapper. They increment ``completed``.
+    # Some modules step an optimizer without Lightning's wrapper, and increment ``completed``.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -364,7 +364,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """An object for modules that override ``log``. LightningModule.log passes values to it."""
+        """The object that receives values from ``super().log()`` if a module overrides ``log``."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results

@@ -229,7 +229,7 @@ class StreamState:
         self._loaded = None
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Return the attributes that the loader has changed, without the restored position."""
+        """Return the attributes that the loader has changed, except for the restored position."""
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
@@ -248,7 +248,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # Keep the loaded value if the value in the saved run is unknown.
+            # If the value in the saved run is unknown, keep the value set by load_state_dict().
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._attributes_to_reset[place] = loaded, saved[1]
@@ -259,7 +259,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return new values for the attributes that the loader has not changed while reading."""
+        """Return new values for the attributes to reset, except those that reading has changed."""
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

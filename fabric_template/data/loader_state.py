@@ -6,8 +6,8 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the finished batches without reading their samples.
 - Any other loader reads all finished batches again.
 
-A loader that keeps an iterator, such as a generator, from epoch to epoch cannot resume after the
-first epoch. If a sampler draws random numbers for each batch, a resumed run may read other samples.
+A loader that keeps an iterator, such as a generator, across epochs cannot resume after the first
+epoch. If a sampler draws random numbers for each batch, a resumed run may read different samples.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(stream)
         # The index of the first batch that a resumed run reads, or None after the resumed epoch.
         self._resumed_at: int | None = None
-        # The number of batches in the resumed epoch, and the number read after the resume.
+        # The number of batches in the resumed epoch, and how many of them the resumed run has read.
         self._resumed: tuple[int, int] | None = None
-        # Whether the loader also skips the finished batches in the epoch after the resumed epoch.
+        # Whether the loader skips as many batches again in the epoch after the resumed epoch.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -110,7 +110,7 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # CombinedLoader restarts a loader that yields no batch, as it did in the saved run.
+            # Yield no batch, so that CombinedLoader restarts the loader, as in the saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -134,7 +134,7 @@ class ResumableLoader:
     def end_pass(self) -> None:
         """Read the prefetched batches of persistent workers, to get the workers' RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
-            # Replace the sampler's iterator by an empty one, so that the workers prefetch no more
+            # Replace the sampler's iterator with an empty one, so that the workers prefetch no more
             # batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
@@ -151,7 +151,7 @@ class ResumableLoader:
     def draws_in_iter(self) -> bool:
         """Return whether iter(loader) already draws the first indices.
 
-        A generator function as ``__iter__`` draws nothing before the first batch is requested.
+        If ``__iter__`` is a generator function, it draws them when the first batch is requested.
         """
         source = self.loader
         if isinstance(self.loader, DataLoader):
@@ -170,8 +170,8 @@ class ResumableLoader:
         if is_drawn and order.digests() != before:
             warnings.warn(
                 "train_dataloaders: set_epoch() changes the sampler after the workers have started"
-                " the first epoch, so a resume within this epoch may have other samples. Shuffle in"
-                " __iter__ instead.",
+                " the first epoch, so a run resumed within this epoch may read different samples."
+                " Shuffle in __iter__ instead.",
                 stacklevel=2,
             )
 
@@ -252,7 +252,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the epoch after the resumed epoch skips the finished batches, too."""
+        """Warn if the loader skips as many batches again in the epoch after the resumed epoch."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -297,7 +297,7 @@ class ResumableLoader:
     # Saving and restoring
 
     def state_dict(self, is_in_pass: bool, is_per_batch: bool = False) -> dict[str, Any]:
-        """Return the position in the loader, with the RNG states that a resume needs.
+        """Return the position in the loader, with the RNG states that a resumed run needs.
 
         Args:
             is_in_pass: Whether a resumed run continues with the epoch's remaining batches.
@@ -378,8 +378,8 @@ class ResumableLoader:
         if self._hides_workers and (is_in_pass or is_persistent):
             warnings.warn(
                 f"resume: {type(self.loader).__name__} does not save the RNG states of its workers."
-                " If the dataset draws random numbers in a worker, use num_workers=0 for an exact"
-                " resume.",
+                " If the dataset draws random numbers in a worker, use num_workers=0 to resume"
+                " exactly.",
                 stacklevel=2,
             )
 

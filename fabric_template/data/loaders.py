@@ -34,7 +34,7 @@ from .tensor_loader import TensorLoader
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The names under which Lightning's profilers record the time that reading a batch takes.
+# The names under which Lightning's profilers record the time spent reading a batch.
 _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
@@ -66,8 +66,7 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The RNG states and attributes before each stage's loaders were last created, keyed by
-        # stage.
+        # For each stage, the RNG states and attributes from before its loaders were last created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -205,8 +204,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates validation loaders early only if the saved run did, because creation
-        may draw random numbers.
+        A resumed run creates validation loaders early only if the saved run did, because creating
+        them may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -383,7 +382,7 @@ class StageLoaders:
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
                     # In the first epoch, the saved run called set_epoch() after iter(). If iter()
-                    # had already drawn the order, set_epoch() changed only attributes.
+                    # had already drawn the order, set_epoch() did not change the order.
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
@@ -453,7 +452,7 @@ class StageLoaders:
             yield item
 
     def _prefetch(self, items: Iterator[Any]) -> None:
-        """Prefetch one batch. Use the saved RNG state for the first prefetch after a resume."""
+        """Prefetch one batch. A resumed run uses the saved RNG state for its first prefetch."""
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
         self._before_prefetch = positions, restored or capture_rng_state()
@@ -532,7 +531,7 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # ``dropped`` also counts the call of next() that found the end of the loader.
+    # ``dropped`` also counts the call to next() that found the end of the loader.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # Omit the samplers' states, because a resumed run generates the order of the samples again. If
     # it also reads the samples again, omit the dataset's state, too.
@@ -567,7 +566,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item can only be a batch: a custom object that is not iterable."""
+    """Return whether a list item is a custom, non-iterable object, which can only be a batch."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 

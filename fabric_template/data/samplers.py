@@ -136,7 +136,7 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
-    """Warn about shuffled evaluation data, iterable datasets with a length, and few workers."""
+    """Warn about shuffled evaluation data, iterable datasets with a length, and too few workers."""
     if stage != "train" and isinstance(loader.sampler, RandomSampler):
         run.warn_once(
             f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended"

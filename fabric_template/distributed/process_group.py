@@ -47,7 +47,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of the process group, which later loops in this process join."""
+    """Store the size of the process group, because later loops in this process join the group."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned

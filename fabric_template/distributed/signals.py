@@ -122,7 +122,7 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Return the numbers of rank 0 in all processes."""
+        """Send rank 0's numbers to all processes, and return them."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()

@@ -59,12 +59,12 @@ def _is_trainers(part: Any) -> bool:
 
 
 def _convert_object(strategy: Any) -> Any:
-    """Create Fabric's strategy of the same name, and copy the attributes of Trainer's strategy."""
+    """Convert a Trainer strategy to the Fabric strategy with the same name and attributes."""
     name = type(strategy).__name__
     has_plugin = type(getattr(strategy, "precision_plugin", None)).__name__ != "Precision"
     if name not in _CONVERTED or has_plugin or has_communication_hook(strategy):
         raise ConfigurationError(
-            f"strategy: got a {name} of Trainer that FabricLoop cannot convert. Write a strategy"
+            f"strategy: got a Trainer {name} that FabricLoop cannot convert. Write a strategy"
             " from lightning.fabric.strategies, or a name such as 'ddp'. Pass precision plugins"
             " with the options precision and plugins."
         )
@@ -115,7 +115,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0 to all processes."""
+    """Copy rank 0's parameters and buffers to all processes."""
     for tensor in (*network.parameters(), *network.buffers()):
         if not tensor.is_meta:
             value = tensor.detach().to(fabric.device).contiguous()
@@ -206,7 +206,7 @@ def no_gradient_sync(network: nn.Module) -> Iterator[None]:
 
 
 def gather_tensors(item: Any) -> Any:
-    """Replace the sharded tensors in ``item`` by full tensors.
+    """Replace the sharded tensors in ``item`` with full tensors.
 
     All processes must call this function.
     """

@@ -1,4 +1,4 @@
-"""Collect and check a loop's callbacks, and resume callbacks that average weights."""
+"""Collect and check a loop's callbacks, and restore those that average weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error for two progress bars, or for a callback that an option forbids."""
+    """Raise an error if there are two progress bars, or if an option forbids a callback."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -143,10 +143,10 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """After a resume within an epoch, call StochasticWeightAveraging.on_train_epoch_start again.
+    """If a run resumes within an epoch, repeat StochasticWeightAveraging.on_train_epoch_start.
 
-    The hook creates the learning rate scheduler for weight averaging. Undo the hook's other
-    changes, because the learning rates and BatchNorm statistics have already been restored.
+    The hook creates the learning rate scheduler for weight averaging. Undo its changes to the
+    learning rates and BatchNorm statistics, which have already been restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -163,7 +163,7 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, call on_train_end of the weight averaging callbacks again.
+    """If a finished run is resumed, call the averaging callbacks' on_train_end again.
 
     In this hook, the callbacks copy the averaged weights into the model.
     """

@@ -121,7 +121,7 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # A resumed run may have reached its best value before the resume.
+        # A resumed run may have reached its best value before it was resumed.
         best = best_row(run.row.rows, self._monitor, self._mode)
         self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":
@@ -270,7 +270,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts such as "loss=0.25" that fit beside the progress bar in the terminal."""
+    """Return the texts that fit beside the progress bar in the terminal, such as "loss=0.25"."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:

@@ -91,7 +91,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 def select(keys: list[Any], cells: list[Any]) -> Columns:
     """Split a column of a long table into one column per key, such as one per metric.
 
-    ``keys`` contains the key of each row. Each new column has "" in the rows of other keys.
+    ``keys`` contains each row's key. In rows with a different key, a new column contains "".
     """
     pairs = list(zip(keys, cells, strict=True))
     return {
@@ -136,9 +136,9 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return a label such as ("fit 2",) for each row of a file that several fits wrote.
+    """Return a label such as ("fit 2",) for each row of a file written by several calls to fit.
 
-    If a single fit wrote all rows, return an empty list.
+    If a single call wrote all rows, return an empty list.
     """
     positions = []
     is_complete = all(map(all, columns.values()))
@@ -148,7 +148,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         positions = [tuple(map(float, row)) for row in rows]
     number, labels = 1, list[tuple[str, ...]]()
     for row, position in enumerate(positions):
-        # If the epochs start again at the first one, a new fit wrote the row. A resumed run repeats
+        # If the epoch numbers start over, a new call to fit wrote the row. A resumed run repeats
         # only the epochs after its checkpoint.
         is_back = row > 0 and all(
             now < last for now, last in zip(position, positions[row - 1], strict=True)

@@ -255,7 +255,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Merge rows after the last validation into its row.
+        # Number the validations of each epoch. Rows that follow the last one get its number, too.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

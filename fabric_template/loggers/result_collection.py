@@ -29,7 +29,7 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The hook in LogArguments for values that a step returned, such as the loss.
+# The LogArguments.hook of values that a step returned instead of logging, such as the loss.
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
 # total + value * weight.
@@ -64,7 +64,7 @@ class LoggedMetric:
             once.
         is_returned: Whether a step returned the values instead of logging them.
         has_value: Whether a value was logged in this epoch.
-        row: The sums since the newest row of metrics.csv. None if each epoch has one row.
+        row: The sums since the last row of metrics.csv. None if each epoch has one row.
     """
 
     def __init__(self, arguments: LogArguments, all_reduce: Any, has_own_row: bool) -> None:
@@ -127,7 +127,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(device) again. This call resets the metric's dtype attribute.
+            # Like Trainer, call to(device) again, which resets the metric's dtype attribute.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -196,7 +196,7 @@ class LoopResults:
         is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
             before the first batch and after the last batch.
         last_hook: The last hook that called ``self.log``.
-        has_new_values: Whether a batch has ended since the last call of ``update_metrics``.
+        has_new_values: Whether a batch has ended since the last call to ``update_metrics``.
     """
 
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
@@ -264,13 +264,13 @@ class ResultCollection:
         active: ``train`` during training, and ``evaluation`` during an evaluation. After the run,
             an empty LoopResults.
         callback_metrics, logged_metrics, progress_bar_metrics: Like Trainer's attributes.
-        returned: The newest means of the values that steps returned.
-        evaluated: The names of the values that the newest evaluation logged or returned.
+        returned: The latest means of the values that steps returned.
+        evaluated: The names of the values that the last evaluation logged or returned.
     """
 
     is_per_process = True
 
-    # Unpickling sets no attributes. This class attribute turns log() off in an unpickled object.
+    # An unpickled object has no attributes of its own, so this class attribute turns log() off.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -490,7 +490,7 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def end_loader(self) -> None:
-        """After an evaluation loader's last batch, store its means for end_evaluation."""
+        """After the last batch of an evaluation loader, store its values for end_evaluation."""
         self.end_batches()
         # Like Trainer, do not update callback_metrics after each loader of a sanity check.
         if self.run.progress.stage != "sanity_check":
@@ -505,7 +505,7 @@ class ResultCollection:
         """
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # Like Trainer, return logged values. If nothing was logged, return what steps returned.
+            # Like Trainer, return logged values or, if there are none, what the steps returned.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
@@ -574,7 +574,7 @@ class ResultCollection:
         return values
 
     def take_means(self) -> dict[str, Tensor]:
-        """Return the training means since the newest row of metrics.csv, and reset the sums."""
+        """Return the training values' means since the last row of metrics.csv. Reset the sums."""
         row: dict[str, Tensor] = {}
         for metric in self.train.metrics.values():
             value = metric.compute(metric.row or metric.epoch)
@@ -709,7 +709,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # A new MetricTracker has no metrics. Call increment() to create the next saved one.
+            # A new MetricTracker has no metrics. Each call to increment() creates one.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

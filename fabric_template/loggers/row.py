@@ -38,8 +38,8 @@ class RowWriter:
         rows: All rows of the run so far, which ``fit`` returns.
         is_step_based: True if max_steps is set, if validation runs every N steps, or if the
             training loader has no length.
-        learning_rates: The learning rates of the newest optimizer step.
-        step_values: The loss of the newest training batch and, if logged, the gradient norm.
+        learning_rates: The learning rates of the last optimizer step.
+        step_values: The loss of the last training batch and, if logged, the gradient norm.
     """
 
     is_per_process = False
@@ -53,12 +53,12 @@ class RowWriter:
         # The values of evaluations and of loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
-        # The number of training samples in this process since the newest row of metrics.csv.
+        # How many training samples this process has used since the last row of metrics.csv.
         self._num_samples = 0
         # From the checkpoint: the values of elapsed(), waited() and _excluded_seconds.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validations and saves since the newest row of metrics.csv.
+        # The seconds spent on validations and saves since the last row of metrics.csv.
         # samples_per_second does not include them.
         self._excluded_seconds = 0.0
 
@@ -76,23 +76,23 @@ class RowWriter:
         """Use ``rows`` as the rows of the run so far, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
-    # Time since the newest row
+    # Time since the last row
 
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
 
-        After a resume, the clock starts at the seconds saved in the checkpoint instead of 0.
+        A resumed run starts its clock at the elapsed time saved in the checkpoint, not at 0.
         """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
         self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
-        """Return the seconds that the run has spent since the newest row of metrics.csv."""
+        """Return how many seconds the run has taken since the last row of metrics.csv."""
         return time.monotonic() - self._started
 
     def waited(self) -> float:
-        """Return the seconds spent waiting for batches since the newest row."""
+        """Return the seconds spent waiting for batches since the last row."""
         return self.run.data.seconds_waited - self._waited_at_start
 
     @contextmanager
@@ -105,7 +105,7 @@ class RowWriter:
             # A save within a validation is part of the validation's time. Do not count it twice.
             self._excluded_seconds = before + time.monotonic() - started
 
-    # Values of the next rows
+    # Values for the next rows
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
         """Collect the values that training_step returned.
@@ -145,7 +145,7 @@ class RowWriter:
         self._is_validated = True
 
     def step_row(self) -> dict[str, Any]:
-        """Return the loss and the learning rates of the newest step, for steps.csv."""
+        """Return the loss and the learning rates of the last step, for steps.csv."""
         return {**self.step_values, **self._named_rates()}
 
     def _named_rates(self) -> dict[str, float]:
@@ -188,7 +188,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """In a step-based run, write a row for the steps since the newest row.
+        """In a step-based run, write a row for the steps since the last row.
 
         A run that resumes from an earlier checkpoint removes this row.
         """
@@ -244,7 +244,7 @@ class RowWriter:
         return row
 
     def check_loss(self, row: Mapping[str, Any]) -> None:
-        """With on_nan="stop", end training if ``train_loss`` in a row is NaN or infinite.
+        """With on_nan="stop", end training if a row's ``train_loss`` is NaN or infinite.
 
         All processes must call this method, so that they stop together.
         """
@@ -334,9 +334,9 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Copy a metrics.csv with rows of another run, before the resumed run overwrites it.
+    """Copy a metrics.csv that contains another run's rows, before the resumed run overwrites it.
 
-    Return a sentence that names the copy. Return "" if there is nothing to copy.
+    Return a sentence with the copy's file name, or "" if there is nothing to copy.
     """
     path = Path(logger.log_dir, "metrics.csv")
     if not is_first_process() or not read_table(path).rows:
@@ -380,7 +380,7 @@ def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, with training values first, and without "epoch" and "step"."""
+    """Return the values as numbers, with training values first, and without "epoch" or "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 
@@ -388,8 +388,8 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers that a step returned, keyed by their columns in metrics.csv.
 
-    A tensor becomes ``<prefix>_loss``. Each item of a dict becomes ``<prefix>_<key>``. A pair
-    (loss, accuracy) becomes ``<prefix>_loss`` and ``<prefix>_acc``.
+    The column of a tensor is ``<prefix>_loss``, and that of a dict's item is ``<prefix>_<key>``.
+    The columns of a pair (loss, accuracy) are ``<prefix>_loss`` and ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

@@ -82,7 +82,7 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 def collect_run_config(run: Run) -> dict[str, Any]:
     """Return the content of config.yaml: the options, the model and the data of a run.
 
-    The section "about" describes the values that YAML cannot store.
+    The "about" section describes the values that YAML cannot store.
     """
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
@@ -105,7 +105,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     optimizers = run.optimization.optimizers
-    # Without training batches, the run has never created the training loaders.
+    # If there are no training batches, the run did not create the training loaders.
     loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),

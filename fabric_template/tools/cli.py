@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check in this package raised the error, rather than the user's code."""
+    """Return whether a check in this package, not the user's code, raised the error."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))

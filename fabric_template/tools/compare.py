@@ -203,7 +203,7 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last recorded step to end training."""
+    """Raised to end training after the last recorded step."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:

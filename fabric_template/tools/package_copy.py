@@ -99,7 +99,7 @@ def find_problem(target: Path) -> str:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Print the changes by the user and by the installed version since the copy was made.
+    """Print how the copy and the installed version have changed since the copy was made.
 
     Returns:
         1 if there are changes, otherwise 0.

@@ -126,7 +126,7 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with one panel for each of the first ``most`` quantities."""
+    """Draw a new figure with one panel per quantity, up to ``most`` panels."""
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}
@@ -245,9 +245,9 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether to draw a table by step instead of by epoch.
+    """Return whether to plot a table's values by step instead of by epoch.
 
-    A table is drawn by step if it has several rows per epoch, or only one epoch.
+    They are plotted by step if the table has several rows per epoch, or only one epoch.
     """
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
@@ -507,7 +507,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
 
 
 def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
-    """Return whether a metric was logged at single training steps, and not as an average."""
+    """Return whether a metric was logged at individual training steps rather than as an average."""
     if x == "row" or metric.split != "train" or has_row_per_epoch(table):
         return False
     counts = table.notna().sum()
@@ -523,7 +523,7 @@ def average_steps(values: pd.Series) -> Any:
     """
     import numpy as np
 
-    # Sum in the highest precision, because very large first losses would cause rounding errors.
+    # Sum in the highest precision, because very large initial losses would cause rounding errors.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -601,7 +601,7 @@ class LivePlot:
         self.sizes: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {}, because the plot does not affect the training that a resume continues."""
+        """Return {}, because resumed training does not depend on the plot."""
         return {}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:

@@ -38,9 +38,9 @@ def list_runs(
     """List all runs in a folder and its subfolders, or in a CSV file from any tool.
 
     The column `state` contains "running", "finished", "interrupted", "failed" or "unknown". A
-    killed run is "interrupted", and a run of Trainer is "unknown". `changed` contains options whose
-    values differ between runs with the same name. It also contains settings from hparams= that
-    occur in all runs with different values.
+    killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
+    values differ between runs with the same name. It also contains settings from hparams= that all
+    runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -309,7 +309,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the model class, optimizers and batch size in the section "about" of config.yaml.
+    """Return the model class, optimizers and batch size in the "about" section of config.yaml.
 
     Omit values that are also in ``options``.
     """
@@ -336,7 +336,7 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml.
 
-    Cache each entry of the section "about", because many runs have equal entries.
+    Cache each entry of the "about" section, because many runs have equal entries.
     """
     if not text.startswith("about:\n"):
         return parse_yaml(text)
@@ -348,9 +348,9 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of config.yaml and hparams.yaml as a flat dict, and the section "about".
+    """Return the options of config.yaml and hparams.yaml as a flat dict, and the "about" section.
 
-    The section "about" of config.yaml describes the model, the machine and the versions.
+    The "about" section of config.yaml describes the model, the machine and the versions.
     """
     import yaml
 
@@ -375,6 +375,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A setting from hparams= replaces an option of the same name that has its default value.
+    # If an option has its default value, the setting from hparams= with its name replaces it.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

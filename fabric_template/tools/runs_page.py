@@ -154,7 +154,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Only the first styles have colors, so assign them to the best runs.
+        # Only the first MOST_COLORED styles have colors, so assign them to the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -190,9 +190,9 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a list with the curve of a run's metric, or an empty list without values.
+    """Return a list with the curve of a run's metric, or an empty list if it has no values.
 
-    If there are more than 50 values of single steps, add a second curve of moving averages.
+    If there are more than 50 per-step values, add a second curve of moving averages.
     """
     import numpy as np
     import pandas as pd
@@ -236,7 +236,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Select at most ``most`` values of a curve, and return their indices.
+    """Select up to ``most`` values of a curve, and return their indices.
 
     Divide the curve into equal sections. Keep each section's minimum and maximum, and both ends of
     the curve.

@@ -51,7 +51,7 @@ class StepTimer:
 
     def get_median(self, *parts: str) -> float:
         """Divide the steps into ten groups, and return the median of the mean times in seconds."""
-        # Times of single steps are not comparable, because workers deliver batches in bursts.
+        # Times of individual steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))
@@ -110,7 +110,7 @@ class StepTimer:
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # With manual optimization, training_step still runs after an optimizer step. Count the
+        # With manual optimization, training_step continues after an optimizer step. Count the
         # remaining time as "forward".
         self.switch("forward")
 

@@ -127,7 +127,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Return the speed-up that the settings ``after`` give over the settings ``before``.
+    """Return the speed-up from the settings ``before`` to the settings ``after``.
 
     If the difference may be noise, return 0.0.
     """

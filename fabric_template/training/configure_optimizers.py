@@ -68,7 +68,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return the argument ``optimizer`` of fit or, if it is a function, the function's result.
+    """Return fit's ``optimizer`` argument or, if this is a function, the function's result.
 
     Call a function with the model. Call a ``partial`` of an optimizer class, such as partial(Adam,
     lr=0.1), with the model's parameters.

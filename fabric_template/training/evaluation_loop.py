@@ -235,7 +235,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook that switches between train and eval mode on the callbacks and the module.
+    """Call a hook on the callbacks and the module to switch between train and eval mode.
 
     If the module does not override this hook, call ``default``, which switches the mode.
     """

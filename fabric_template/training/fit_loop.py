@@ -3,8 +3,7 @@
 To understand the code of the package, read this module first.
 
 A checkpoint that a hook saves in the middle of an epoch contains the current phase
-(``run.progress.phase``). A resumed run continues in the phase of its checkpoint. The phases of an
-epoch are:
+(``run.progress.phase``). A resumed run continues in this phase. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step

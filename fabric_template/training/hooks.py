@@ -16,8 +16,8 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, Hooks caches the methods that override a hook. Hooks clears the cache when the list
-    of callbacks changes.
+    For speed, this class caches the methods that override a hook. It clears the cache when the
+    list of callbacks changes.
 
     Args:
         loop: The FabricLoop, which callbacks get as the argument ``trainer``.

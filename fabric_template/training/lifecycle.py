@@ -1,4 +1,4 @@
-"""Run one call of fit, validate, test or predict, with set-up, teardown and error handling."""
+"""Run one call to fit, validate, test or predict, with set-up, teardown and error handling."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states to the device that they had before the run."""
+    """Move the network and the optimizer states to the device where they were before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
@@ -221,8 +221,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, so that a broken validation fails early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check on resume. Trainer does not skip it with a checkpoint that
-    # it saved between two epochs.
+    # Like Trainer, skip the sanity check if a run is resumed, unless it is resumed from a Trainer
+    # checkpoint that was saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

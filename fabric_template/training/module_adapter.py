@@ -186,7 +186,7 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
     """Return the module inside a ``torch.compile`` wrapper, and the wrapper's compile function.
 
     Like Trainer, compile the steps of a LightningModule instead of its ``forward``. If step
-    functions are passed, keep the wrapper of a plain network, because the functions call its
+    functions are passed, keep a plain network wrapped, because the functions call the wrapper's
     compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
@@ -264,7 +264,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether steps can run without the strategy, because it uses one device and float32."""
+    """Return whether steps can bypass the strategy, which is possible on one device in float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -301,7 +301,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's train mode or, in an evaluation, the mode before the evaluation."""
+        """Return each module's ``training`` flag or, in an evaluation, the flag from before it."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -312,16 +312,16 @@ class StepRunner:
                 module.training = modes[name]
 
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return train modes and requires_grad flags, which ``state_dict()`` does not cover."""
+        """Return the training and requires_grad flags, which ``state_dict()`` does not cover."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Store the train modes and requires_grad flags for a later call of ``changed_flags``."""
+        """Store the training and requires_grad flags for a later call to ``changed_flags``."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return each train mode and requires_grad flag that differs from the recorded value."""
+        """Return each training and requires_grad flag that differs from the recorded value."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -329,10 +329,10 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Remember each module's train mode while an evaluation switches to eval mode.
+        """Remember each module's mode (train or eval) while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores the train modes. If the `with` block raises an error, the modes
+            A function that restores these modes. If the `with` block raises an error, the modes
             are restored automatically.
         """
         outer, self._modes = self._modes, self.training_modes()
@@ -377,7 +377,7 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # network.to() does not call to() of submodules, so call to() here if a submodule
+            # network.to() does not call its submodules' to(), so call to() here if a submodule
             # overrides it. Call to(device) last, because it resets the dtype of torchmetrics
             # objects.
             if type(module).to is not nn.Module.to:

@@ -279,7 +279,7 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Autograd then reuses the graph's nodes for parameters,
+        # Keep the loss until the next step. Autograd then reuses the parameters' graph nodes,
         # which saves time. If the module overrides backward, free the loss, because its graph may
         # still occupy memory.
         self.kept_loss = loss if self._module_backward is None else None
@@ -333,7 +333,7 @@ class AutomaticOptimization(Optimization):
             if run.progress.accumulate_grad_batches > 1:
                 loss = loss / run.progress.accumulate_grad_batches
             if run.hooks.is_used("on_train_batch_end"):
-                # Like Trainer, pass hooks the loss divided by the number of accumulated batches.
+                # As in Trainer, hooks get the loss divided by the number of accumulated batches.
                 extras = output if isinstance(output, Mapping) else {}
                 self._outputs = {**extras, "loss": loss.detach()}
         if self.is_backward_skipped:
@@ -360,7 +360,7 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the first batch after a resume needs, keyed by name."""
+        """Return the gradients that a resumed run needs for its first batch, keyed by name."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
             # Save no gradients, because a resumed run repeats the entire accumulation window.
@@ -405,8 +405,8 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Count the steps of all optimizers. Set the callbacks before each batch, because the
-            # module may have replaced its optimizers.
+            # Count the steps of all optimizers. Set the step callbacks again before each batch,
+            # because the module may have replaced its optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Holds the checked arguments of a call of fit, validate, test or predict.
+    """Holds the checked arguments of a call to fit, validate, test or predict.
 
     Each spawned process creates its own Run from the Plan.
 

@@ -152,7 +152,7 @@ class Progress:
         self.total_eval_batches += self.stage != "sanity_check"
 
     def count_eval_step(self, dataloader_idx: int) -> int:
-        """Count a batch of an evaluation loader, and return the number of its earlier batches."""
+        """Count a batch, and return how many batches of the same loader came before it."""
         count = self.eval_batches_by_loader.get(dataloader_idx, 0)
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count
@@ -181,7 +181,7 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether any step after step ``since`` is a multiple of ``every``.
+        """Return whether training has reached a multiple of ``every`` after step ``since``.
 
         In manual optimization, there may be several steps per batch, so it is not enough to check
         only the current step.
@@ -314,8 +314,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # After a resume, do not warn about a missing validation, because the earlier run may have
-        # validated.
+        # If a run is resumed, do not warn about a missing validation, because the earlier run may
+        # have validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -333,7 +333,7 @@ class ValidationSchedule:
         self.restart()
 
     def warn_if_never_due(self) -> None:
-        """Warn if training ended before the first validation, despite a validation loader."""
+        """Warn if training ended before the first validation, although validation is enabled."""
         if self._is_enabled and not self._has_validated:
             step = self.run.progress.global_step
             self.run.warn_once(

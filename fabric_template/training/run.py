@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds the objects of one call of fit, validate, test or predict, such as ``progress``.
+    """Holds the objects of one call to fit, validate, test or predict, such as ``progress``.
 
     Args:
         plan: The checked arguments of the call. Connect the processes first, because the objects
@@ -96,7 +96,7 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Replace ``optimization`` by an AutomaticOptimization or a ManualOptimization."""
+        """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:

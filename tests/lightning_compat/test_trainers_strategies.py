@@ -50,15 +50,15 @@ class OwnPrecision(DoublePrecision):
         (trainers.FSDPStrategy(), "got FSDPStrategy, which FabricLoop does not support"),
         (
             Mine(),
-            "got a Mine of Trainer that FabricLoop cannot convert. Write a strategy from lightning",
+            "got a Trainer Mine that FabricLoop cannot convert. Write a strategy from lightning",
         ),
         (
             trainers.DDPStrategy(ddp_comm_hook=print),
-            "got a DDPStrategy of Trainer that FabricLoop cannot convert",
+            "got a Trainer DDPStrategy that FabricLoop cannot convert",
         ),
         (
             trainers.DDPStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
-            "got a DDPStrategy of Trainer that FabricLoop cannot convert",
+            "got a Trainer DDPStrategy that FabricLoop cannot convert",
         ),
     ],
     ids=["deepspeed", "fsdp", "own", "hook", "precision"],
