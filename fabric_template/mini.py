@@ -1935,9 +1935,9 @@ def check_loader(loader: Any, argument: str) -> None:
     is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
     if is_several or is_array or not isinstance(loader, Iterable | None):
         text = f"{argument}: got a {kind}, expected a loader (an iterable of batches)."
-        fix = "Write DataLoader(dataset, batch_size=32)."
+        fix = "Pass a DataLoader, such as DataLoader(dataset, batch_size=32)."
         if is_array and not isinstance(loader, str | bytes):
-            fix = "Write DataLoader(TensorDataset(x, y), batch_size=32)."
+            fix = "Pass DataLoader(TensorDataset(x, y), batch_size=32)."
         elif is_several:
             fix = "For several loaders, use FabricLoop."
         raise TypeError(f"{text} {fix}")
@@ -2865,7 +2865,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Parts of metric names: of metrics to minimize, to maximize, and of other values.
+# Parts of the names of metrics to minimize, of metrics to maximize, and of other values.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -2903,7 +2903,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 def find_direction(metric: str) -> str | None:
     """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
 
-    If the name does not show which value is best, return None.
+    If the name does not show whether higher or lower is better, return None.
     """
     # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]

@@ -233,7 +233,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the model's weights or the optimizers' parameters, keyed as in a checkpoint."""
+    """Return the model's weights or, for "optimizer_states", the parameters of each optimizer."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}

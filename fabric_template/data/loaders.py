@@ -285,14 +285,12 @@ def find_problem(loader: Any) -> str:
     holds_arrays = isinstance(loader, Mapping | tuple) and loader and all(map(_is_array, parts))
     is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     if isinstance(loader, type | str | bytes) or not is_iterable:
-        return "Write DataLoader(dataset, batch_size=32)."
+        return "Pass a DataLoader, such as DataLoader(dataset, batch_size=32)."
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
-        return "A dataset yields single samples. Write DataLoader(dataset, batch_size=32)."
+        return "A dataset yields single samples. Pass DataLoader(dataset, batch_size=32) instead."
     if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
-        return (
-            "For data in memory, write TensorLoader(x, y, batch_size=32). TensorLoader and"
-            " FabricLoop are in the same package."
-        )
+        package = __name__.removesuffix(".data.loaders")
+        return f"Import TensorLoader from {package}, and pass TensorLoader(x, y, batch_size=32)."
     return ""
 
 

@@ -69,6 +69,8 @@ def join_processes(fabric: Fabric) -> None:
 
 def _leave_group() -> None:
     if is_joined():
+        # In torch 2.5, destroy_process_group() waits forever for a thread that frees a tensor.
+        _finish_gloo_threads()
         torch.distributed.destroy_process_group()
 
 
@@ -203,7 +205,7 @@ def _run_in_process(
         outcome |= {"result": result, "ending": ending}
         torch.save(outcome, Path(folder, "outcome"))
     fabric.barrier()
-    torch.distributed.destroy_process_group()
+    _leave_group()
 
 
 def _outcome_of(run: Run) -> dict[str, Any]:

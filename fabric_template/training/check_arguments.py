@@ -68,7 +68,7 @@ def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule
     if model is None:
         raise TypeError(
             f"`Trainer.{stage}()` requires a `LightningModule` when it hasn't been passed in a"
-            f" previous run. FabricLoop has not trained a model yet. Write {stage}(model, loader)."
+            f" previous run. Pass the model, as in {stage}(model, loader)."
         )
     if datamodule is not None and any(given is not None for given in loaders.values()):
         text = f"You cannot pass both `trainer.{stage}(dataloaders=..., datamodule=...)`"

@@ -110,9 +110,9 @@ def test_how_it_works_md_lists_the_files_used_for_a_batch_a_log_call_and_resumin
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10
-    assert log_call <= named("A call of self.log")
+    assert log_call <= named("A call to self.log")
     assert len(log_call) <= 2
-    assert resume <= named("A resume")
+    assert resume <= named("Resuming a run")
     assert len(resume) <= 24, sorted(resume)
 
 
