@@ -48,11 +48,11 @@ class LoopConfig:
     """Stop after this many epochs. -1 means no limit. If neither max_epochs nor max_steps nor
     max_time is set, training stops after 1000 epochs."""
     min_epochs: int | None = None
-    """Train at least this many epochs, even if a callback sets should_stop earlier."""
+    """Train for at least this many epochs, even if a callback sets should_stop earlier."""
     max_steps: int = -1
     """Stop after this many optimizer steps. -1 means no limit."""
     min_steps: int | None = None
-    """Train at least this many optimizer steps, even if a callback sets should_stop earlier."""
+    """Train for at least this many optimizer steps, even if a callback sets should_stop earlier."""
     max_time: Duration | None = None
     """Stop after a duration, such as "DD:HH:MM:SS", a timedelta, or {"minutes": 30}."""
 
@@ -122,8 +122,8 @@ class LoopConfig:
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. True or None means the CSV logger, and False means none.
-    "tensorboard", "wandb" or "mlflow" means the CSV logger and Lightning's own for that service."""
+    """A logger or a list of loggers. True or None means the CSV logger, False means no logger, and
+    "tensorboard", "wandb" or "mlflow" adds Lightning's logger of that name to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -435,7 +435,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "reload_dataloaders_every_n_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
     "on_nan": ('"warn", "stop" or "off"', _one_of("warn", "stop", "off")),
     "logger": (
-        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with the method log_metrics,"
+        f"True, False, {', '.join(map(repr, LOGGER_NAMES))}, an object with a log_metrics method,"
         " or a list of these",
         _is_logger,
     ),
@@ -470,8 +470,8 @@ class LoopArguments(LoopConfig):
     """All arguments of FabricLoop, including the options of LoopConfig."""
 
     fabric: Any = field(default=None, kw_only=False)
-    """A lightning.Fabric object, which replaces the options accelerator, strategy, devices,
-    num_nodes, precision and plugins."""
+    """A lightning.Fabric object, which replaces the accelerator, strategy, devices,
+    num_nodes, precision and plugins options."""
     accelerator: Any = "auto"
     """Run on "cpu", "gpu", "mps" or "auto", which uses a GPU if there is one."""
     strategy: Any = "auto"

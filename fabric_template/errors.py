@@ -84,7 +84,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     """Return the error message for an option that FabricLoop does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
-    return f"FabricLoop: got the unknown option {name!r}. {_INSTEAD.get(name, advice)}"
+    return f"FabricLoop: unknown option {name!r}. {_INSTEAD.get(name, advice)}"
 
 
 def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
@@ -123,7 +123,7 @@ def unknown_argument(
     advice = f"help(FabricLoop.{method}) lists the arguments."
     if near:
         advice = f"Did you mean {near[0]}{' of FabricLoop' if near[0] in options else ''}?"
-    return f"{method}: got the unknown argument {name!r}. {_INSTEAD.get(name, advice)}"
+    return f"{method}: unknown argument {name!r}. {_INSTEAD.get(name, advice)}"
 
 
 def explain_error(
@@ -170,7 +170,7 @@ def check_object(argument: str, value: Any) -> None:
     """Raise an error if an argument is a class instead of an object."""
     if isinstance(value, type):
         raise ConfigurationTypeError(
-            f"{argument}: got {describe(value)}, expected an object. Write {value.__name__}(...)."
+            f"{argument}: got {describe(value)}, expected an instance. Pass {value.__name__}(...)."
         )
 
 

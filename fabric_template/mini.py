@@ -1754,7 +1754,7 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
     for name in given.keys() - {*known}:
         near = get_close_matches(name, known, n=1)
         kind = "option" if call == "MiniLoop" else "argument"
-        text = f"{call}: got the unknown {kind} {name!r}."
+        text = f"{call}: unknown {kind} {name!r}."
         text += f" Did you mean {near[0]}?" if near else f" FabricLoop has more {kind}s."
         if name in [field.name for field in fields(MiniLoop)]:
             text = f"{call}: got {name}={given[name]!r}, which is an option of MiniLoop."

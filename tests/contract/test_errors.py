@@ -58,13 +58,13 @@ def fitting(root, *args, options=None, **given):
         (
             {"max_epoch": 3, "zzz": 1},
             TypeError,
-            "FabricLoop: got the unknown option 'max_epoch'. Did you mean max_epochs? FabricLoop: got the unknown option"
+            "FabricLoop: unknown option 'max_epoch'. Did you mean max_epochs? FabricLoop: unknown option"
             " 'zzz'. help(FabricLoop) lists the options.",
         ),
         (
             {"acelerator": "cpu"},
             TypeError,
-            "FabricLoop: got the unknown option 'acelerator'. Did you mean accelerator?",
+            "FabricLoop: unknown option 'acelerator'. Did you mean accelerator?",
         ),
     ],
 )

@@ -358,7 +358,7 @@ def test_fit_refuses_an_option_of_the_loop_constructor(name, argument):
     message = rf"^fit: got {argument}=1, which is an option of {name}. Write {name}\({argument}=1\)"
     with pytest.raises(TypeError, match=message):
         fit(name, **{argument: 1})
-    with pytest.raises(TypeError, match="^fit: got the unknown .* 'val_dataloader'. Did you mean val_dataloaders"):
+    with pytest.raises(TypeError, match="^fit: unknown .* 'val_dataloader'. Did you mean val_dataloaders"):
         fit(name, val_dataloader=make_loader())
 
 

@@ -74,7 +74,7 @@ def test_fabric_loop_accepts_every_trainer_option_with_its_default_value(tmp_pat
     loop = FabricLoop(**defaults | {"accelerator": "cpu", "default_root_dir": tmp_path})
     assert loop.config == FabricLoop(accelerator="cpu", default_root_dir=tmp_path).config
     for name, value in {"use_distributed_sampler": False, "sync_batchnorm": True, "model_registry": "lit:3"}.items():
-        with pytest.raises(TypeError, match=f"^FabricLoop: got the unknown option '{name}'\\. "):
+        with pytest.raises(TypeError, match=f"^FabricLoop: unknown option '{name}'\\. "):
             FabricLoop(**defaults | {name: value})
 
 
