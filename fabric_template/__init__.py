@@ -21,7 +21,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Import each name at its first use, so that `fabric-template --help` does not import torch.
+# Import each name on first use, so that `fabric-template --help` does not import torch.
 _MODULES = {
     "AtomicCheckpointIO": "checkpoint.checkpoint_io",
     "CSVLogger": "loggers.csv_logger",

@@ -1,4 +1,4 @@
-"""Make ``python -m fabric_template`` work like the command ``fabric-template``."""
+"""Make ``python -m fabric_template`` work like the ``fabric-template`` command."""
 
 import sys
 

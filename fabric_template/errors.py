@@ -42,7 +42,7 @@ SECOND_BACKWARD = (
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """Raised for a wrong value, an unsupported model, or options that contradict each other.
+    """Raised for an invalid value, an unsupported model, or options that contradict each other.
 
     Code that catches Lightning's MisconfigurationException also catches ConfigurationError.
     """

@@ -57,12 +57,12 @@ class FabricLoop(TrainerAPI):
         fabric: A lightning.Fabric object, to use instead of the next six arguments.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
-        loggers: Fabric's name for the option logger.
+        loggers: Fabric's name for the logger option.
         **options: The fields of LoopConfig, such as max_epochs=10.
 
     Raises:
         TypeError: An option is unknown.
-        ConfigurationError, ConfigurationTypeError: An option has a wrong value.
+        ConfigurationError, ConfigurationTypeError: An option has an invalid value.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The content of config.yaml. The command ``fit`` adds the model and the data.
+        # The content of config.yaml. The ``fit`` command adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -109,7 +109,7 @@ class FabricLoop(TrainerAPI):
         self.seed()
 
     def seed(self) -> None:
-        """Seed the random generators with the option ``seed``. ``fit`` also calls this method."""
+        """Seed the random generators with the ``seed`` option. ``fit`` also calls this method."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -350,8 +350,8 @@ class FabricLoop(TrainerAPI):
         """Log several values by name.
 
         In a step and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for each
-        value. Elsewhere, it writes a row to steps.csv, or to metrics.csv if ``dictionary`` has the
-        key "epoch". During ``fit``, the values of the current epoch are added to the epoch's row.
+        value. Elsewhere, log_dict writes a row to steps.csv, or to metrics.csv if ``dictionary``
+        has an "epoch" key. During ``fit``, the current epoch's values are added to its row.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -553,7 +553,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
     """Log values outside of fit.
 
-    If the values contain the key "epoch", write them to metrics.csv. Otherwise, write them to
+    If the values have an "epoch" key, write them to metrics.csv. Otherwise, write them to
     steps.csv.
     """
     for logger in loggers:

@@ -104,7 +104,7 @@ FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |
 # Arguments of LightningModule.log that MiniLoop ignores if they have these values or are None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Clearer messages for some of torch's errors. Each key is a part of torch's message.
+# Clearer messages for some of torch's errors. Each key is part of torch's message.
 INSTEAD = {
     "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
     " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
@@ -131,11 +131,11 @@ HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
-# Objects of these packages are not saved, because they may hold open files or processes.
+# Do not save objects from these packages, because they may hold open files or processes.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
 # Checkpoints do not contain the attributes of objects of these types.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# Checkpoints contain values of these types unchanged. `encode` converts values of other types.
+# Checkpoints store values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
@@ -279,7 +279,7 @@ class MiniLoop:
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._has_validated = False
         self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
-        # The current training batch's values for steps.csv. None between batches.
+        # The current training batch's values for steps.csv, or None between batches.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The name of the hook or step that is running.
@@ -364,7 +364,7 @@ class MiniLoop:
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
-            # The last row may cover only a part of an epoch. A resumed run replaces this row.
+            # The last row may cover only part of an epoch. A resumed run replaces this row.
             self._end_row(self.current_epoch - 1)
 
     def _is_done(self) -> bool:
@@ -944,7 +944,7 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
-        # Within an epoch, a monitored training metric may not have been logged yet.
+        # In the middle of an epoch, a monitored training metric may not have been logged yet.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or not (is_in_epoch or self.val_loader)
         if self.monitor is not None and is_complete and not can_follow:
@@ -1204,7 +1204,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml. For a new run, also write config.yaml and a start time in .lock."""
+        """Write hparams.yaml. For new runs, also write config.yaml, and the start time to .lock."""
         started, saved = read_times(self.checkpoint_dir)
         self._started_at = max(time.time(), started, saved)
         if is_new:
@@ -1223,7 +1223,7 @@ class MiniLoop:
             write_yaml(self.log_dir / "config.yaml", **options, about=self._describe_run())
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the command, versions, device, model and optimizer of the run, for config.yaml."""
+        """Return the command, package versions, device, model and optimizer, for config.yaml."""
         versions = {"fabric_template": VERSION, "torch": str(torch.__version__)}
         versions |= {"lightning": lightning_version, "python": platform.python_version()}
         about: dict[str, Any] = {"command": shlex.join(sys.argv), "versions": versions}
@@ -1252,7 +1252,7 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
-    # Random states and attributes for an exact resume
+    # Random states and attributes, to resume exactly
 
     def _start_batches(self) -> None:
         """Create the iterator over the epoch's remaining training batches."""
@@ -1369,7 +1369,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # In a loader, skip objects with a state_dict, because the model may also contain them.
+        # Objects in a loader may also be in the model, so do not save their state_dicts here.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -1484,7 +1484,7 @@ class MiniLoop:
         if isinstance(self.fabric.strategy, DDPStrategy):
             atexit.unregister(finish_gloo_threads)
             atexit.register(finish_gloo_threads)
-            # LT_CLI_USED is set by the command `fabric run`, which launches the processes itself.
+            # LT_CLI_USED is set by the `fabric run` command, which launches the processes itself.
             if "LT_CLI_USED" not in os.environ:
                 self.fabric.launch()
             # Like Trainer, give all processes the same RNG state when fit or validate starts.
@@ -1585,7 +1585,7 @@ class MiniLoop:
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Store the state at the start of training, to detect later changes.
 
-        Check the resumed checkpoint, and warn about modules in eval mode.
+        Check the checkpoint to resume from, and warn about modules in eval mode.
         """
         self._given_options = {name: getattr(self, name) for name in SMALLEST}
         self._hparams = find_hparams(self.model)
@@ -1774,7 +1774,7 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return the method ``name`` of a model.
+    """Return the model's method with the given name.
 
     If the method is missing, or is an empty hook of Lightning's base classes, return None.
     """
@@ -1975,7 +1975,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     samplers = ("loader", "sampler", "batch_sampler", "inner sampler")
-    # loader.sampler and loader.batch_sampler.sampler may be one object. Call its set_epoch() once.
+    # The loader and its batch sampler may share a sampler. Call the sampler's set_epoch() once.
     found = {id(part): part for name, part in parts_of(loader).items() if name in samplers}
     for part in found.values():
         if hasattr(part, "set_epoch"):
@@ -1994,7 +1994,7 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers between the items that it yields.
 
-    In the saved run, the model drew random numbers between these items, for example for dropout. A
+    In the saved run, dropout may have drawn random numbers between two of the sampler's items. A
     resumed run skips batches without running the model, so the sampler draws different numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
@@ -2020,9 +2020,9 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one of the processes has no batch left.
+    """Yield batches until one of the processes has no batches left.
 
-    Without this limit, DDP would wait forever for a process that has no batch left.
+    Without this limit, DDP would wait forever for a process that has no batches left.
     """
     while True:
         batch = next(batches, END)
@@ -2050,7 +2050,7 @@ def clear_gradients(optimizer: Any) -> None:
 
 
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and schedulers in the return value of configure_optimizers()."""
+    """Split the return value of configure_optimizers() into optimizers and schedulers."""
     if isinstance(given, Mapping):
         scheduler = given.get("lr_scheduler")
         config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
@@ -2505,7 +2505,7 @@ def change_mark(value: Any, most: int | None) -> ChangeMark | None:
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
-    """Return the shape and a checksum of an array. Above 256 MB, the checksum covers a sample."""
+    """Return an array's shape and checksum. For an array above 256 MB, use only some elements."""
     step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
     items = np.ascontiguousarray(array.reshape(-1)[::step])
     return array.shape, zlib.crc32(items.view(np.uint8).data)

@@ -53,7 +53,7 @@ _COMPARED_ITEMS = 50_000  # The maximum number of items or elements in a digest.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
 _MOST_OBJECTS = 64  # The maximum number of objects whose attributes are saved.
 _MOST_SEARCHED = 500  # The maximum size of a container that is searched for objects.
-# Objects of these packages are not saved, because they may hold open files or processes.
+# Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 # In a checkpoint, this value marks a deleted attribute.
@@ -74,10 +74,10 @@ class TooLargeError(Exception):
 
 
 def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return a digest of a value, to detect later changes of the value.
+    """Return a digest of a value, to detect later changes to it.
 
-    The digest of a large value, such as a GPU tensor of more than 1 MB, contains only a sample of
-    its elements.
+    The digest of a large value, such as a GPU tensor of more than 1 MB, covers only a sample of its
+    elements.
 
     Args:
         most: The maximum number of items in the digest of a container.
@@ -281,7 +281,7 @@ class Encoder:
         return encoded
 
     def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode the class name with an Enum member's name or a named tuple's items."""
+        """Encode an Enum member or a named tuple, together with its class name."""
         place = kind.__module__, kind.__qualname__
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
@@ -584,7 +584,7 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Exclude objects of this package, which users may copy under another name.
+    # Exclude objects from this package, even if a user has copied it under another name.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# The global generators of the modules random and np.random.
+# The global generators of random and np.random.
 _OF_RANDOM: Any = getattr(random.random, "__self__", None)
 _OF_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
 _MOST_ITEMS = 64

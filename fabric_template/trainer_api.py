@@ -122,7 +122,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Some modules step an optimizer without Lightning's wrapper, and increment ``completed``.
+    # Some modules step an unwrapped optimizer, and increment the ``completed`` counter themselves.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -392,7 +392,7 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If a later ``validate`` or ``test`` got another model, save that model instead.
+        If a later ``validate`` or ``test`` was given a different model, save that model instead.
         """
         if self.run is None:
             raise AttributeError(
@@ -589,7 +589,7 @@ class StrategyAPI:
 
 
 def make_profiler(given: Any) -> Any:
-    """Convert the option ``profiler``, such as "simple" or None, to a Lightning profiler."""
+    """Convert the ``profiler`` option, such as "simple" or None, to a Lightning profiler."""
     if given is None:
         return PassThroughProfiler()
     if not isinstance(given, str):

@@ -122,15 +122,15 @@ def describe_content(content: Any) -> str:
 # Conversion of NumPy values
 
 # For safety, NumPy objects are never unpickled. Therefore, checkpoints store NumPy values as
-# tensors and Python values, which Trainer can also read. The key NUMPY_KEY stores their original
-# dtypes.
+# tensors and Python values, which Trainer can also read. The NUMPY_KEY entry stores their
+# original dtypes.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Replace the NumPy values in a checkpoint with Python values and tensors.
 
     Returns:
-        A copy of the checkpoint. The key NUMPY_KEY stores the dtypes of the replaced NumPy values.
+        A copy of the checkpoint. Its NUMPY_KEY entry stores the dtypes of the replaced values.
     """
     plain, dtypes = to_plain(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -141,8 +141,8 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     dtypes = checkpoint.pop(NUMPY_KEY, {})
     try:
         for key, dtypes_of_part in dtypes.items():
-            # Do not use checkpoint[key] here. It raises an error if the value contains an object of
-            # an unknown class.
+            # Do not use checkpoint[key] here, because it raises an error if the value contains an
+            # object of an unknown class.
             part = dict.__getitem__(checkpoint, key)
             dict.__setitem__(checkpoint, key, to_numpy(part, dtypes_of_part))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

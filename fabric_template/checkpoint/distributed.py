@@ -71,7 +71,7 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
     """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        A copy of the checkpoint, with a placeholder for each sharded tensor. The key SHARDS_KEY
+        A copy of the checkpoint, with a placeholder for each sharded tensor. Its SHARDS_KEY entry
         contains the name of the shard folder, and the sizes of its files.
     """
     if not run.steps.is_model_parallel:

@@ -44,7 +44,7 @@ def find_start_point(
     """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
     Args:
-        given: The values of the arguments ``resume``, ``load`` and ``ckpt_path``. ``resume`` also
+        given: The values of the ``resume``, ``load`` and ``ckpt_path`` arguments. ``resume`` also
             restores optimizers and counters, and ``load`` reads only the weights. ``ckpt_path``
             acts like ``resume`` in fit, and like ``load`` in other calls.
     """
@@ -363,7 +363,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def find_file_of_callback(plan: Plan) -> Path | None:
-    """If this loop has no ModelCheckpoint, return a checkpoint that one saved in an earlier run."""
+    """If this loop has no ModelCheckpoint, return a checkpoint saved by one in an earlier run."""
     if callbacks_of(plan, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)

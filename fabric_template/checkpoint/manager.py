@@ -32,7 +32,7 @@ class CheckpointManager:
     cannot be written at the end of training, ``finish`` raises an error.
 
     Args:
-        config: The options monitor, mode, save_top_k, save_last and save_every_n_steps.
+        config: The monitor, mode, save_top_k, save_last and save_every_n_steps options.
 
     Attributes:
         folder: The folder of the checkpoints, or None if no checkpoints are saved.

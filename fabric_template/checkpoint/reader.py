@@ -47,8 +47,8 @@ class Placeholder:
             # A pickle calls getattr to look up a nested class or a method. Return a placeholder
             # class instead.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
-        # Pickles create many objects by calling functions of the module copyreg. Their first
-        # argument is the class of the object.
+        # Pickles create many objects by calling copyreg functions, whose first argument is the
+        # object's class.
         is_of_copyreg = cls.__name__.startswith("copyreg.")
         return object.__new__(kind_of(args[0]) if is_of_copyreg and args else cls)
 
@@ -174,7 +174,7 @@ def read_plain(
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
     """For each key of a checkpoint, describe the first placeholder in its value.
 
-    Omit hyperparameters, and keys whose values contain no placeholder.
+    Omit hyperparameters, and keys whose values contain no placeholder for an unknown object.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
@@ -324,7 +324,7 @@ class Builder:
 
 
 def build_tensor_of_type(function: Builder, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a saved tensor. Ignore the extra attributes that the user had set on it."""
+    """Rebuild a saved tensor without any extra attributes that the user set on it."""
     return function(*args) if kind_of(kind).__name__ == "torch.Tensor" else kind_of(kind)()
 
 

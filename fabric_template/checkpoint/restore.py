@@ -74,7 +74,7 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a missing Timer, because the option max_time may have added it to the saved
+    # Do not warn about a missing Timer, because the max_time option may have added it to the saved
     # run. Do not warn about a missing ModelCheckpoint if FabricLoop saves the checkpoints itself.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
@@ -337,8 +337,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # The limits max_epochs and max_steps are already restored. Now restore the other options that
-    # hooks have changed.
+    # max_epochs and max_steps are already restored. Now restore the other options that hooks have
+    # changed.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     if own["writer"] == "MiniLoop":
@@ -435,7 +435,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # The key "param_groups" may be missing, because a custom optimizer may save its state in
+        # The "param_groups" key may be missing, because a custom optimizer may save its state in
         # another format.
         groups = state.get("param_groups", ())
         added = zip(groups[known:], names[known:], strict=False)
@@ -448,7 +448,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 def check_replaced_parameters(run: Run) -> None:
     """Raise an error if a hook of the saved run replaced a trained parameter.
 
-    The checkpoint does not contain the original parameter.
+    In the saved run, the optimizer trained a parameter that was no longer in the model.
     """
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)

@@ -43,7 +43,7 @@ class RunFolders:
 
     A new run records its start time. New and resumed runs record the time of each save.
     ``resume="last"`` continues the run with the latest recorded time. Runs with the same
-    ``version=`` share a folder. The times show which of its checkpoints are from an older run.
+    ``version=`` share a folder. The times show which checkpoints are from an older run.
     """
 
     def __init__(self) -> None:
@@ -199,8 +199,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may be a copy in another folder. Then the .lock file of the original folder
-    # still lists the save time of the checkpoint.
+    # The checkpoint may be a copy in another folder. In this case, the .lock file of the original
+    # folder still lists the checkpoint's save time.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

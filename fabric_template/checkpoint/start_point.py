@@ -1,6 +1,6 @@
 """Store the checkpoint that a run starts from, and convert it to FabricLoop's layout.
 
-The key "writer" names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
+The "writer" key names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
 """
 
 from __future__ import annotations

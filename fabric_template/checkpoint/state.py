@@ -1,7 +1,7 @@
 """Build a checkpoint in Lightning's layout.
 
 ``LitModel.load_from_checkpoint(path)`` and ``Trainer.fit(ckpt_path=path)`` can read the checkpoint.
-The key OWN_KEY contains the state that Trainer does not save: random generators, loaders, running
+The OWN_KEY entry contains the state that Trainer does not save: random generators, loaders, running
 metrics and the number of CSV rows.
 """
 
@@ -110,14 +110,14 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # If state_dict() returns vars(self), remove the methods log and log_dict. The loop has set them
-    # on the object.
+    # If state_dict() returns vars(self), remove the log and log_dict methods, which the loop has
+    # set on the object.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the state that Trainer does not save. The key "ranks" lists each process's state."""
+    """Return the state that Trainer does not save. Its "ranks" entry lists each process's state."""
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),

@@ -1,7 +1,7 @@
 """Find the stateful objects in a loader, and restore loaders that have a ``state_dict``.
 
-In this module, a "stream" is a loader or an IterableDataset that has the methods ``state_dict`` and
-``load_state_dict``.
+In this module, a "stream" is a loader or an IterableDataset with ``state_dict`` and
+``load_state_dict`` methods.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search also skips objects of these packages, such as a FabricLoop.
+# The search also skips objects whose classes are in these packages, such as a FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -60,7 +60,7 @@ def find_stateful_part(loader: Any) -> Any:
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state_dict() does not contain the order in which this sampler shuffles.
+            # The loader's state_dict() does not contain the order of this sampler's indices.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
@@ -86,7 +86,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because checkpoints contain only attributes of objects."""
+    """Wrap a list in an object, because only the attributes of objects are saved."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -205,8 +205,8 @@ class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
     After ``load_state_dict``, some loaders skip the finished batches in every later epoch, too. To
-    prevent this, StreamState resets the loader's position at the end of the resumed epoch. It does
-    not reset other values, such as the epoch number.
+    prevent this, StreamState resets the loader's position at the end of the resumed epoch,
+    but not other values, such as the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -259,7 +259,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return new values for the attributes to reset, except those that reading has changed."""
+        """Return new values for the attributes to reset, unless reading batches changed them."""
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

@@ -85,7 +85,7 @@ class ResumableLoader:
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them the resumed run has read.
         self._resumed: tuple[int, int] | None = None
-        # Whether the loader skips as many batches again in the epoch after the resumed epoch.
+        # Whether the loader skips the same number of batches again after the resumed epoch.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -121,7 +121,7 @@ class ResumableLoader:
         self._restore(state)
         if state["passes"] > 0:
             return self._reader
-        # If the resumed iterator has no batch left, start a new one. Otherwise, CombinedLoader
+        # If the resumed iterator has no batches left, start a new one. Otherwise, CombinedLoader
         # would end the epoch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
@@ -252,7 +252,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the loader skips as many batches again in the epoch after the resumed epoch."""
+        """Warn if the loader skips the same number of batches again after the resumed epoch."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -329,7 +329,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's current attributes to a copy of a saved position."""
+        """Return a saved position together with the loader's current attributes."""
         if self._stream is None or "stream" not in state:
             return state
         return {

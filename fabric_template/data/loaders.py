@@ -91,7 +91,7 @@ class DataConnector:
     def request(self, stage: str) -> Any:
         """Return the loaders that the user passed, or call a method such as train_dataloader()."""
         if stage in self.given:
-            # These loaders have already been checked in make_plan.
+            # The user's loaders have already been checked in make_plan.
             return self.given[stage]
         name, provider = f"{stage}_dataloader", self.source
         kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
@@ -128,7 +128,7 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the RNG states and attributes before a hook creates loaders.
+        """Record the RNG states, and attributes such as the model's, before a hook creates loaders.
 
         In a resumed run, restore the recorded states, so that the hook creates the same loaders.
         """
@@ -428,7 +428,7 @@ class StageLoaders:
         self._check_empty_loaders()
 
     def _until_first_end(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until one of the processes has no batch left."""
+        """Yield batches until one of the processes has no batches left."""
         for item in chain(items, repeat(END)):
             is_end = item is END
             has_end, has_item = self.run.signals.find_largest([int(is_end), int(not is_end)])

@@ -1,6 +1,6 @@
 """Compress each image of a digit to eight numbers, without using labels.
 
-The model is an nn.Module with step methods. The images come from the class DigitsData in digits.py.
+The model is an nn.Module with step methods. The images come from the DigitsData class in digits.py.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class SplitData:
-    """A datamodule that returns loaders for the datasets in its attribute ``splits``.
+    """A datamodule that returns loaders for the datasets in its ``splits`` attribute.
 
-    In ``setup()``, a subclass fills ``splits`` with the datasets "train", "val" and "test".
+    In ``setup()``, a subclass fills ``splits`` with the "train", "val" and "test" datasets.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -43,7 +43,7 @@ class SplitData:
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return the datasets "train", "val" (the last tenth of the training samples) and "test"."""
+    """Return the "train", "val" and "test" datasets. "val" is the last tenth of ``train``."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
@@ -53,7 +53,7 @@ def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
 
 
 def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np.ndarray]:
-    """Split ``range(count)`` at random: 70 % "train", 20 % "val" and 10 % "test".
+    """Split ``range(count)`` at random: 70% "train", 20% "val" and 10% "test".
 
     If the NumPy array ``labels`` is given, every split has the same class proportions.
     """

@@ -41,7 +41,7 @@ def judge(points: Tensor) -> dict[str, float]:
     """Return the fraction of centers with enough points, and the fraction of points near a center.
 
     A point is near a center if it is less than four standard deviations away. A center has enough
-    points if at least 2.5 % of all points are near this center.
+    points if at least 2.5% of all points are near this center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

@@ -1,6 +1,6 @@
 """Train a small GPT on the bytes of a text file, and generate new text.
 
-The default text comes from Python's help topics. Also try the options ``--compile true``,
+The default text comes from Python's help topics. Also try ``--compile true``,
 ``--precision bf16-mixed`` and ``--max_steps 5000``.
 """
 

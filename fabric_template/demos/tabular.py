@@ -17,7 +17,7 @@ from torchmetrics import R2Score
 
 from .data import SplitData, split_indices
 
-# The rent per square metre in each district.
+# The rent per square meter in each district.
 RENTS = {"harbour": 16, "old town": 21, "hills": 25, "station": 13}
 Batch = tuple[Tensor, Tensor]
 
@@ -88,7 +88,7 @@ class TabularNet(LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         )
-        # Buffers are saved with the weights, so a loaded model predicts in the target's unit.
+        # Buffers are saved with the weights, so a loaded model predicts in the target's units.
         self.mean = nn.Buffer(torch.tensor(0.0))
         self.std = nn.Buffer(torch.tensor(1.0))
         self.val_r2 = R2Score()

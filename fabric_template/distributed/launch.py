@@ -52,7 +52,7 @@ def join_processes(fabric: Fabric) -> None:
     atexit.unregister(_finish_gloo_threads)
     atexit.register(_finish_gloo_threads)
     if os.environ.get("LT_CLI_USED") == "1":
-        # The command `fabric run` has launched the processes, and Fabric's constructor has
+        # The `fabric run` command has launched the processes, and Fabric's constructor has
         # connected them.
         return
     store = None

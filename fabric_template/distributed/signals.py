@@ -25,11 +25,11 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 class SignalHandler:
-    """Records the first signal during a run, and ends the program at the second signal.
+    """Records the first signal during a run, and ends the program on the second.
 
-    SIGTERM and SIGUSR1 also call the user's own handlers. A handler that the user has set for
-    Ctrl-C stays in place. Signals that the user ignores stay ignored. At the end of the run, the
-    previous handlers are restored.
+    The user's own handlers for SIGTERM and SIGUSR1 are also called. A handler that the user has set
+    for Ctrl-C stays in place. Signals that the user ignores stay ignored. At the end of the run,
+    the previous handlers are restored.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.

@@ -29,14 +29,14 @@ def overridden(part: Any, name: str) -> Callable | None:
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object's class, or one of its base classes, has one of the names.
 
-    Unlike isinstance(), this function also recognizes Lightning's classes from the package
-    ``pytorch_lightning``.
+    Unlike isinstance(), this function also recognizes Lightning's classes from the
+    ``pytorch_lightning`` package.
     """
     return any(base.__name__ in class_names for base in type(part).__mro__)
 
 
 def has_state(part: Any) -> bool:
-    """Return whether an object has the methods ``state_dict`` and ``load_state_dict``."""
+    """Return whether an object has ``state_dict`` and ``load_state_dict`` methods."""
     names = ("state_dict", "load_state_dict")
     return all(callable(getattr(part, name, None)) for name in names)
 

@@ -1,6 +1,6 @@
 """Read and set private attributes of Lightning's objects.
 
-The module trainer_api.py defines the private attributes that Lightning reads from a Trainer.
+The trainer_api.py module defines the private attributes that Lightning reads from a Trainer.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Each redraw sends all lines to the notebook, so limit the table to its newest rows.
 MAX_NOTEBOOK_LINES = 20
-# These columns come last in the table. "waiting" is shown only if batches are often late.
+# The columns that come last in the table. "waiting" is shown only if batches are often late.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -270,7 +270,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the texts that fit beside the progress bar in the terminal, such as "loss=0.25"."""
+    """Return the strings that fit beside the progress bar in the terminal, such as "loss=0.25"."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:

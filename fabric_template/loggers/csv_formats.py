@@ -18,7 +18,7 @@ KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
 
 
-# Conversion of the text
+# Converting text
 
 
 def decode(content: bytes) -> str:
@@ -54,7 +54,7 @@ def has_number(cells: Iterable[Any]) -> bool:
     return False
 
 
-# Conversion of the columns
+# Converting columns
 
 
 def to_wide(columns: Columns) -> Columns:
@@ -159,7 +159,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return unique column names. For example, rename a second column "loss" to "loss.1".
+    """Return unique column names. For example, rename a second "loss" column to "loss.1".
 
     If the file has no header, the names are "column 1", "column 2" and so on.
     """

@@ -235,7 +235,7 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Append all rows in memory to the file.
+        """Append all waiting rows to the file.
 
         If writing fails, raise an error, leave the file unchanged, and keep the rows in memory.
         """
@@ -275,7 +275,7 @@ class Table:
         self._set_content(columns, rows, len(content))
 
     def sync(self) -> None:
-        """Append the rows in memory, and flush the file to disk."""
+        """Append the waiting rows to the file, and flush it to disk."""
         self.write_waiting()
         if not self._is_synced:
             with self.path.open("rb+") as file:

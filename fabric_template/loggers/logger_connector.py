@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoggerConnector:
-    """Sends the values of steps, epochs and evaluations to a run's loggers."""
+    """Sends the values from steps, epochs and evaluations to a run's loggers."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -55,7 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Send the values of an evaluation to the loggers.
+        """Send the values from an evaluation to the loggers.
 
         Values that are not part of a row of metrics.csv go to steps.csv.
         """
@@ -80,8 +80,8 @@ class LoggerConnector:
 
         Args:
             step: The step to log the values at. If None, use the value logged as "step". If "step"
-                was not logged, use the run's own count of steps plus ``step_offset``. The column
-                "step" of steps.csv always contains the number of optimizer steps.
+                was not logged, use the run's own count of steps plus ``step_offset``. The "step"
+                column of steps.csv always contains the number of optimizer steps.
             row: The row that the CSV logger writes to steps.csv. If None, write no row.
         """
         self.run.results.logged_metrics.update(metrics)

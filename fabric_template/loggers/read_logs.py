@@ -1,4 +1,4 @@
-"""Read the CSV files of one or several runs into one table."""
+"""Read the CSV files of one or more runs into one table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 
 
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
-    """Return the rows of one or several runs as one table: `name, version, epoch, step, ...`.
+    """Return the rows of one or more runs as one table: `name, version, epoch, step, ...`.
 
     Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
     per validation within an epoch. read_logs also reads CSV files from other tools.
@@ -63,7 +63,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def require_runs(path: Any) -> list[Any]:
-    """Return (name, version, metrics.csv) of each run in ``path``, or raise an error."""
+    """Return each run's name, version and CSV file. If there are no runs, raise an error."""
     if not isinstance(path, str | os.PathLike):
         # fabric_template.errors imports Lightning, which would slow the plot command.
         from ..errors import describe
@@ -85,7 +85,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
-    Use pandas only to merge rows, because it is slow for the thousands of files that the command
+    Use pandas only to merge rows, because it is slow for the thousands of files that
     `fabric-template runs` may read.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
@@ -184,8 +184,7 @@ def read_table(path: Path) -> CSVTable:
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
-        # Other tools may write no line break after the last line. Add one, so that the line counts
-        # as complete.
+        # Other tools may omit the last line break. Add it, so that the last row counts as complete.
         text = text.rstrip("\r\n") + "\n"
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
@@ -255,7 +254,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows that follow the last one get its number, too.
+        # Number the validations of each epoch. Rows after the last validation also get its number.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

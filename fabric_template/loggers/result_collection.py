@@ -244,7 +244,7 @@ class CurrentValues(NamedTuple):
 
 
 class EvaluationValues(NamedTuple):
-    """Holds the values of an evaluation.
+    """Holds the values from an evaluation.
 
     Attributes:
         results: A dict of values for each DataLoader.
@@ -448,7 +448,7 @@ class ResultCollection:
     def kept_apart(self) -> Iterator[None]:
         """Restore the run's logged values and torchmetrics objects after the `with` block.
 
-        Use this block for an additional validation that must not change the run's metrics.
+        An additional validation inside the `with` block does not change the run's metrics.
         """
         own = dict(vars(self))
         dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
@@ -499,7 +499,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> EvaluationValues:
-        """Return the values of the evaluation.
+        """Return the values from the evaluation.
 
         Call this method after the evaluation's last hook.
         """
@@ -511,8 +511,8 @@ class ResultCollection:
         parts = [*self._loader_values, at_end]
         row = {name: value for values in parts for name, value in values.row.items()}
         self.evaluated = set(row).union(*[values.logged for values in parts])
-        # Like Trainer, if several loaders log the same name, send the first loader's value to
-        # loggers.
+        # If several loaders log the same name, send the first loader's value to loggers, as Trainer
+        # does.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return EvaluationValues(results, dict(logged), row)
 

@@ -50,7 +50,7 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The values of evaluations and of loop.log_dict for the next row of metrics.csv.
+        # The values from evaluations and loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # How many training samples this process has used since the last row of metrics.csv.
@@ -97,12 +97,12 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the time of a validation or a save from ``samples_per_second``."""
+        """Exclude the duration of a validation or a save from ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
         finally:
-            # A save within a validation is part of the validation's time. Do not count it twice.
+            # A validation's duration includes the saves during it, so do not count them twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values for the next rows
@@ -167,7 +167,7 @@ class RowWriter:
     # Writing rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation within an epoch.
+        """Write a row after a validation in the middle of an epoch.
 
         In an epoch-based run, only print the row.
         """

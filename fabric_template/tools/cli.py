@@ -1,4 +1,4 @@
-"""Parse the command line, and run the commands fit, validate, test, predict and verify.
+"""Parse the command line, and run the fit, validate, test, predict and verify commands.
 
 Each command's module is imported when the command runs, so that `--help` does not import torch.
 """
@@ -288,7 +288,7 @@ def resolve_config(path: str) -> str:
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError):
-        # ``path`` may be YAML text, which jsonargparse's option --config also accepts.
+        # ``path`` may be YAML text, which jsonargparse's --config option also accepts.
         return path
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)

@@ -257,7 +257,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training steps of a `with` block in a JSON file for `compare`.
+    """Record the training steps inside a `with` block to a JSON file for `compare`.
 
     Args:
         path: The file to write.

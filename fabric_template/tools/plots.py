@@ -32,7 +32,7 @@ MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
 # Draw at most 18 panels, which take about a second, unless the user chooses metrics.
 MOST_PANELS = 18
-# The largest number of characters in a panel's label. A longer label is cut at its start.
+# The maximum number of characters in a panel's label. A longer label is cut at its start.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
@@ -58,7 +58,7 @@ def plot_logs(
     log: bool = False,
     seeds: bool = True,
 ) -> Axes | np.ndarray:
-    """Draw the logs of one or several runs with a panel for each quantity.
+    """Plot the logs of one or more runs, with a panel for each quantity.
 
     Args:
         logs: A path that `read_logs` accepts, a DataFrame that `fit` returned, a list of these,
@@ -156,7 +156,7 @@ def draw_panels(
 
 
 def load_runs(logs: Any, seeds: bool) -> list[Run]:
-    """Convert the argument ``logs`` of ``plot_logs`` to a list of runs."""
+    """Convert the ``logs`` argument of ``plot_logs`` to a list of runs."""
     import pandas as pd
 
     if isinstance(logs, str | os.PathLike):
@@ -228,7 +228,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x``, or raise an error if no table has a column ``x``.
+    """Return ``x``, or raise an error if it is not a column of any table.
 
     If ``x`` is None, return "step", "epoch" or "row", depending on the columns of the tables.
     """
@@ -247,7 +247,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 def is_step_based_table(table: pd.DataFrame) -> bool:
     """Return whether to plot a table's values by step instead of by epoch.
 
-    They are plotted by step if the table has several rows per epoch, or only one epoch.
+    Return True if the table has several rows per epoch, or only one epoch.
     """
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
@@ -315,7 +315,7 @@ def name_axis(runs: list[Run], x: str) -> str:
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return all numeric columns of the runs' tables, and the columns that are metrics."""
+    """Return all numeric columns of the runs' tables and, separately, those that are metrics."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -359,9 +359,9 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Treat a column such as "f1" as a training metric if there is also a column "val_f1".
+    """Treat a column such as "f1" as a training metric if there is also a "val_f1" column.
 
-    A column "loss" is always a training metric, as in Keras logs.
+    A "loss" column is always a training metric, as in Keras logs.
     """
     splits: dict[str, set[str]] = {}
     for metric in metrics:
@@ -518,7 +518,7 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    Each average covers at most 4 % of the values. At the start of a curve, it covers only
+    Each average covers at most 4% of the values. At the start of a curve, it covers only
     the last quarter of the values so far, to exclude the high losses of the first steps.
     """
     import numpy as np
@@ -542,7 +542,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         if label == "best" or label.endswith(" other runs"):
             entries[label] = entries.pop(label)
     figure: Any = axes[0].figure
-    # Estimate how many legend entries fit into a line. A letter is about 1/14 inch wide.
+    # Estimate how many legend entries fit on a line. A letter is about 1/14 inch wide.
     letters = int(figure.get_figwidth() * 14)
     labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
     width = max(1, letters // (max(map(len, entries)) + 10))
@@ -594,7 +594,7 @@ class LivePlot:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.display: Any = None
-        # The folder of the CSV files. It is None in all processes except the main process.
+        # The folder of the CSV files, or None in all processes except the main process.
         self.folder: Path | None = None
         self.next_time = 0.0
         # The sizes of the CSV files when the curves were last drawn.
@@ -611,7 +611,7 @@ class LivePlot:
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Redraw the curves at most once per second, and use at most 5 % of the training time."""
+        """Redraw the curves at most once per second, and use at most 5% of the training time."""
         start = time.monotonic()
         if self.folder is None or start < self.next_time:
             return
@@ -623,7 +623,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Count at most 0.1 s for the first drawing, which also imports matplotlib.
+                # Count at most 0.1 s for the first plot, which also imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

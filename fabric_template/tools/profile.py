@@ -82,7 +82,7 @@ def profile(
 
     Args:
         loop: The loop with the training options.
-        model: The argument `model` of `fit`.
+        model: The `model` argument of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
         datamodule: A datamodule to use instead of the loader.
         steps: The number of timed batches.

@@ -37,10 +37,10 @@ def list_runs(
 ) -> pd.DataFrame:
     """List all runs in a folder and its subfolders, or in a CSV file from any tool.
 
-    The column `state` contains "running", "finished", "interrupted", "failed" or "unknown". A
+    The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
     killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
-    values differ between runs with the same name. It also contains settings from hparams= that all
-    runs have, but with different values.
+    values differ between runs with the same name. `changed` also contains settings from hparams=
+    that all runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -184,7 +184,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Most logs count epochs from 0, so add 1 to the last. Others count from 1 or in fractions.
+        # Most logs count from 0, so add 1 to the last epoch. Others count from 1 or in fractions.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -199,7 +199,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics.
 
-    Prefer the metric in the option ``monitor`` if the run logged it, and then validation metrics.
+    Prefer the metric in the ``monitor`` option if the run logged it, and then validation metrics.
     """
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
@@ -218,7 +218,7 @@ def choose_metric(run: Run) -> str | None:
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
     """Return "min" if a metric's smallest value is best, "max" if the largest is, or None.
 
-    If the metric is the run's ``monitor``, the option ``mode`` decides. Otherwise, or if ``mode``
+    If the metric is the run's ``monitor``, the ``mode`` option decides. Otherwise, or if ``mode``
     is not set, the metric's name decides.
     """
     mode = options.get("mode") if metric == options.get("monitor") else None
@@ -336,7 +336,7 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml.
 
-    Cache each entry of the "about" section, because many runs have equal entries.
+    Cache each entry of the "about" section, because many runs have identical entries.
     """
     if not text.startswith("about:\n"):
         return parse_yaml(text)
@@ -348,9 +348,9 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of config.yaml and hparams.yaml as a flat dict, and the "about" section.
+    """Return the options in config.yaml and hparams.yaml as a flat dict, and the "about" section.
 
-    The "about" section of config.yaml describes the model, the machine and the versions.
+    The "about" section of config.yaml describes the model, the machine and the package versions.
     """
     import yaml
 
@@ -375,6 +375,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If an option has its default value, the setting from hparams= with its name replaces it.
+    # A setting of the same name in hparams= replaces an option that has its default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -1,4 +1,4 @@
-"""Implement the command ``runs``, which lists, compares and ranks runs, or writes an HTML page."""
+"""Implement the ``runs`` command, which lists, compares and ranks runs, or writes an HTML page."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def diff_runs(a: Run, b: Run) -> list[tuple[str, ...]]:
 
 
 def describe_record(run: Run) -> dict[str, str]:
-    """Return a run's command, git commit, versions, device and model size as a dict of strings."""
+    """Return a run's command, commit, package versions, device and model size as strings."""
     texts = {}
     for part in ("command", "git", "versions", "device", "processes", "model"):
         value = run["about"].get(part)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The largest number of points on a page. Their data takes up about a megabyte.
+# The maximum number of points on a page. Their data takes up about a megabyte.
 MOST_POINTS = 60_000
-# The largest number of panels above the table.
+# The maximum number of panels above the table.
 MOST_MAIN = 3
 # At most eight options get their own column. The other options, and those with values of more than
 # 24 characters, share the last column.

@@ -104,7 +104,7 @@ class StepTimer:
         self.switch("backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        # Count gradient clipping as a part of the optimizer step.
+        # Count gradient clipping as part of the optimizer step.
         self.switch("optimizer")
 
     on_before_zero_grad = on_after_backward

@@ -71,7 +71,7 @@ def tune(
 
     Args:
         loop: The loop with the training options. tune does not change this loop.
-        model: The argument `model` of `fit`.
+        model: The `model` argument of `fit`.
         train_dataloaders: One loader, such as a DataLoader.
         datamodule: A datamodule to use instead of the loader.
         only: The settings to try, such as ["threads", "batch_size"].

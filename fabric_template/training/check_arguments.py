@@ -37,7 +37,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if the model, a step, the optimizer or a loader is missing or invalid."""
     if plan.stage == "fit":
-        # Training must use all launched processes. An evaluation may use only one of them.
+        # Training must use all launched processes. An evaluation can also use just one of them.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)

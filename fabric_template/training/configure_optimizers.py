@@ -48,7 +48,7 @@ def is_optimizer(item: Any) -> bool:
 
 
 def has_several_optimizers(given: Any) -> bool:
-    """Return whether the argument ``optimizer`` of fit contains several optimizers."""
+    """Return whether fit's ``optimizer`` argument contains several optimizers."""
     if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple):
         given = given[0]
     return isinstance(given, list | tuple) and sum(map(is_optimizer, given)) > 1

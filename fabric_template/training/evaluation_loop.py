@@ -119,7 +119,7 @@ def run_batches(
 def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
     """Run an additional validation, for example of averaged weights, without affecting the run.
 
-    Call the module's hooks on_validation_epoch_start and on_validation_epoch_end. Do not call
+    Call the module's on_validation_epoch_start and on_validation_epoch_end hooks. Do not call
     callbacks or loggers. At the end, restore the logged values, the torchmetrics objects and the
     RNG states.
 

@@ -3,7 +3,7 @@
 To understand the code of the package, read this module first.
 
 A checkpoint that a hook saves in the middle of an epoch contains the current phase
-(``run.progress.phase``). A resumed run continues in this phase. The phases of an epoch are:
+(``run.progress.phase``). A resumed run continues with the saved phase. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -11,7 +11,7 @@ A checkpoint that a hook saves in the middle of an epoch contains the current ph
 - "end_epoch": the hooks after the last batch
 - None: between two batches or two epochs.
 
-A run that resumes in the phase "train_batch" repeats all batches since the last optimizer step.
+A run that resumes in the "train_batch" phase repeats all batches since the last optimizer step.
 """
 
 from __future__ import annotations

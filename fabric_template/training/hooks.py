@@ -16,13 +16,13 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, this class caches the methods that override a hook. It clears the cache when the
-    list of callbacks changes.
+    For speed, this class caches the methods that override a hook, until the list of
+    callbacks changes.
 
     Args:
-        loop: The FabricLoop, which callbacks get as the argument ``trainer``.
+        loop: The FabricLoop, which callbacks get as the ``trainer`` argument.
         module: The LightningModule or ModuleAdapter of the run.
-        model: The model passed to the loop. Callbacks get it as the argument ``pl_module``, but
+        model: The model passed to the loop. Callbacks get it as the ``pl_module`` argument, but
             Lightning's own callbacks get ``module`` instead.
         datamodule: The datamodule of the run, or None.
 
@@ -110,7 +110,7 @@ class Hooks:
                 method(*args, **kwargs)
 
     def call_with_stage(self, name: str, stage: str) -> None:
-        """Call ``setup`` or ``teardown`` of the datamodule, the callbacks and the module."""
+        """Call ``setup`` or ``teardown`` on the datamodule, the callbacks and the module."""
         function = TrainerFn(stage)
         self.call_datamodule(name, stage=function)
         self.call_callbacks(name, stage=function)
@@ -131,7 +131,7 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook with the arguments trainer and pl_module already bound.
+        """Return a callback's hook with its trainer and pl_module arguments already bound.
 
         If the callback does not override the hook, return None.
         """
@@ -143,7 +143,7 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the object that a callback's hooks get as the argument ``pl_module``.
+        """Return the object that a callback's hooks get as the ``pl_module`` argument.
 
         Lightning's own callbacks get the LightningModule or ModuleAdapter. All other callbacks get
         the model that was passed to the loop.

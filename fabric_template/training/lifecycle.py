@@ -272,7 +272,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set the attribute ``trainer`` of a module or datamodule to the loop of the run.
+    """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
     If this run takes place inside another loop's run, restore the other loop afterwards.
     """

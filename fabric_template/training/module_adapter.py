@@ -1,8 +1,8 @@
 """Give functions and objects the interface of a LightningModule, and run their steps.
 
 On one device, plain Fabric calls ``model.training_step`` without autocast, so ``bf16-mixed``
-silently trains in float32. StepRunner runs every step with the precision, strategy and
-torch.compile of the run.
+silently trains in float32. StepRunner runs every step with the run's precision,
+strategy and torch.compile setting.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def takes_argument(method: Callable, name: str) -> bool:
-    """Return whether a method has an argument ``name`` or ``*args``."""
+    """Return whether a method has ``*args`` or an argument with the given name."""
     parameters = parameters_of(method)
     return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
@@ -275,7 +275,7 @@ class StepRunner:
     Args:
         module: The LightningModule or adapter whose methods are the steps.
         network: The module that holds the parameters.
-        compile: The option ``compile`` or, if torch.compile has wrapped the model, its compiler.
+        compile: The ``compile`` option or, if torch.compile has wrapped the model, its compiler.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag or, in an evaluation, the flag from before it."""
+        """Return each module's ``training`` flag or, during an evaluation, its previous value."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}

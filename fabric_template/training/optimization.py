@@ -48,7 +48,7 @@ class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
     The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    this base class. Training also uses it until the hook on_fit_start has returned.
+    this base class. Training also uses it until the on_fit_start hook has returned.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
@@ -218,8 +218,8 @@ class AutomaticOptimization(Optimization):
     """Trains on a batch with automatic optimization, in which the loop steps the optimizer.
 
     After training_step, hooks run in Trainer's order: on_before_zero_grad, on_before_backward,
-    on_after_backward and on_before_optimizer_step. The loop clears the gradients in the first batch
-    of an accumulation window, and steps the optimizer in the last batch.
+    on_after_backward and on_before_optimizer_step. The loop clears the gradients on the first batch
+    of an accumulation window, and steps the optimizer on the last batch.
     """
 
     def setup(self) -> None:
@@ -240,7 +240,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # In the first batch, check whether the step calls backward(). The check cannot compare the
+        # On the first batch, check whether the step calls backward(). The check cannot compare the
         # gradients of sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
@@ -354,7 +354,7 @@ class AutomaticOptimization(Optimization):
             self._optimizer.zero_grad()
         else:
             # Unlike Optimizer.zero_grad(), this loop does not call record_function(), which takes
-            # 20 microseconds even if no profiler runs.
+            # 20 microseconds even when no profiler is running.
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -509,7 +509,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, complex or sharded."""
     if gradient.layout is torch.sparse_coo:
-        # A sparse gradient may contain an index several times. coalesce() adds up its values.
+        # A sparse gradient may contain an index more than once. coalesce() sums an index's values.
         gradient = gradient.coalesce().values()
     elif gradient.layout is not torch.strided:
         gradient = gradient.values()

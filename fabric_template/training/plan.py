@@ -36,10 +36,10 @@ class Plan:
         model: The model passed to the loop, without the wrapper of Fabric or torch.compile.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
-        compile: The option ``compile`` or, if torch.compile has wrapped the model, its compiler.
+        compile: The ``compile`` option or, if torch.compile has wrapped the model, its compiler.
         loaders: The loaders passed to the loop, keyed by "train", "val", "test" and "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
-        optimizer: The argument ``optimizer`` of fit, or None.
+        optimizer: The ``optimizer`` argument of fit, or None.
         is_model_given: Whether a model was passed. If not, the model is from the previous call.
         start: The checkpoint that the call starts from.
     """
@@ -103,7 +103,7 @@ def make_plan(
         model: The model passed to the loop. If None, an evaluation uses the model of the previous
             call.
         functions: The step functions passed to the loop, keyed by name.
-        start: The arguments ``resume``, ``load`` and ``ckpt_path``.
+        start: The ``resume``, ``load`` and ``ckpt_path`` arguments.
     """
     check_idle(loop, stage)
     last = loop.run if stage != "fit" else None

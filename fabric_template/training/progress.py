@@ -103,7 +103,7 @@ class Progress:
         self.phase = "start_epoch"
 
     def enter(self, phase: str | None) -> None:
-        """Record the current phase of the epoch, so that a resumed run can continue in it."""
+        """Record the current phase of the epoch, so that a resumed run can continue from there."""
         self.phase = phase
 
     def start_batch(self, is_last: bool) -> int:

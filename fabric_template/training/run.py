@@ -75,7 +75,7 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        Each process saves its own state_dict of an object whose class attribute ``is_per_process``
+        Each process saves its own state_dict of an object whose ``is_per_process`` class attribute
         is True.
         """
         parts = vars(self).items()
@@ -110,7 +110,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step so that it runs with the precision, strategy and profiler of the run.
+        """Wrap a step so that it runs with the run's precision, strategy and profiler.
 
         While the step runs, ``hooks.current`` is the name of the step.
         """

@@ -82,7 +82,7 @@ def test_a_nan_score_is_never_the_best(tmp_path, top_k, kept):
     assert FabricLoop(**quiet()).checkpoint_path("best") is None
 
 
-def test_a_run_stopped_during_a_validation_keeps_its_best_checkpoints(tmp_path):
+def test_a_run_stopped_during_validation_keeps_its_best_checkpoints(tmp_path):
 
     class Stops(Callback):
         def on_validation_end(self, trainer, module):
@@ -165,7 +165,7 @@ def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
 
 @pytest.mark.parametrize("second", [1, 2, 3, -1])
 @pytest.mark.parametrize("first", [1, 2, -1])
-def test_resuming_with_another_save_top_k_keeps_the_best_checkpoints(tmp_path, first, second):
+def test_resuming_with_a_different_save_top_k_keeps_the_best_checkpoints(tmp_path, first, second):
     """The best checkpoints of both runs are kept, except those that the first run removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}

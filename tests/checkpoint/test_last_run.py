@@ -226,7 +226,7 @@ def test_a_new_run_removes_the_replaced_runs_checkpoints_at_its_first_save(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_never_continues_an_older_run_that_was_replaced_by_a_killed_run(tmp_path, step):
+def test_resume_auto_never_continues_an_older_run_whose_replacement_was_killed(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -101,7 +101,7 @@ def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_pat
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_restored_attributes_share_values_as_in_the_saved_run(tmp_path):
+def test_restored_attributes_share_objects_as_in_the_saved_run(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
     history = []
@@ -143,7 +143,7 @@ def test_plain_state_detects_a_single_changed_number_in_a_large_attribute():
     assert sorted(changed) == ["array", "items", "large", "small", "texts"]
 
 
-def test_both_loops_detect_a_change_of_one_tensor_in_a_long_list():
+def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
     tensors = [torch.ones(1) for _ in range(60_000)]
     for mark in (digest, mark_value):
         before = mark(tensors)

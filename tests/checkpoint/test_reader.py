@@ -248,7 +248,7 @@ def test_an_error_while_resuming_names_the_key_and_class_of_a_saved_object(tmp_p
     assert fit(tmp_path, SavesColor, max_epochs=2, resume="last")[0].current_epoch == 2
 
 
-def test_resuming_a_callback_whose_state_contains_an_object_is_refused(tmp_path):
+def test_resuming_is_refused_if_a_callback_state_contains_a_custom_object(tmp_path):
     options = {"callbacks": [Colored()]}
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):

@@ -94,7 +94,7 @@ def test_a_run_with_step_functions_resumes_exactly(tmp_path):
     compare_with_resume(tmp_path, make, given=given)
 
 
-def test_resuming_within_an_epoch_starts_with_the_next_batch(tmp_path):
+def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     """No hook of an earlier batch is called again."""
     seen = []
 

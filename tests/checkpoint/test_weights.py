@@ -185,7 +185,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_load_explains_why_weights_do_not_fit_the_model(tmp_path, kind):
+def test_load_explains_why_weights_do_not_match_the_model(tmp_path, kind):
     content, message = WRONG[kind]
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=message):
@@ -243,7 +243,7 @@ def test_resume_restores_modules_created_by_a_hook(tmp_path, hook):
     assert_same_weights(run("parts", 3, resume="last"), whole)
 
 
-def test_resuming_is_refused_if_the_model_lacks_a_module_of_the_checkpoint(tmp_path):
+def test_resuming_is_refused_if_the_model_lacks_a_saved_module(tmp_path):
     fit(tmp_path, BuildsAverage, max_epochs=1)
     with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")

@@ -83,7 +83,7 @@ def test_the_test_scripts_cannot_import_the_original_fabric_template(tmp_path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_the_package_imports_its_own_modules_only_by_relative_imports(path):
+def test_the_package_uses_only_relative_imports_for_its_own_modules(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):

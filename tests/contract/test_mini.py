@@ -418,7 +418,7 @@ def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
         fit("MiniLoop", "run", 2, make_module=Hooked, **options)
 
 
-def test_mini_loop_refuses_to_resume_torchmetrics_objects_within_an_epoch():
+def test_mini_loop_refuses_to_resume_mid_epoch_with_torchmetrics_objects():
     class StoppingModule(Hooked):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = True
@@ -711,7 +711,7 @@ def train_on_uneven_streams(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes")
-def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends():
+def test_an_epoch_with_two_processes_ends_when_the_shorter_loader_ends():
     """Otherwise, the process with the longer loader would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors

@@ -175,7 +175,7 @@ def test_training_continues_if_the_files_of_the_run_are_deleted(kind, change):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_run_writes_into_one_folder_after_the_working_directory_changed(kind, tmp_path):
+def test_a_run_writes_to_the_same_folder_after_the_working_directory_changes(kind, tmp_path):
     class Moves(ChangesFiles):
         @staticmethod
         def change():

@@ -42,7 +42,7 @@ def check_picture(picture):
     assert "the same rows, bit for bit" in lines
 
 
-def test_the_terminal_picture_in_the_readme_shows_a_killed_and_resumed_run():
+def test_the_terminal_recording_in_the_readme_shows_a_killed_and_resumed_run():
     path = DOCS / "terminal.svg"
     check_picture(path.read_text(encoding="utf-8"))
     assert path.stat().st_size < 1_000_000

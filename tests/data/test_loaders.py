@@ -147,7 +147,7 @@ def test_an_object_that_is_not_a_loader_is_refused(call, name):
         getattr(FabricLoop(**quiet(max_epochs=1)), call)(module)
 
 
-def test_a_wrong_validation_loader_is_refused_before_training():
+def test_an_invalid_validation_loader_is_refused_before_training():
     module = RecordingModule()
     with pytest.raises(TypeError, match=r"An invalid dataloader was passed to `Trainer.fit\(val_dataloaders="):
         FabricLoop(**quiet(max_epochs=1)).fit(module, ones(4), object())

@@ -160,7 +160,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ddp_gives_the_same_weights_and_metrics_as_with_trainer(name):
+def test_ddp_gives_the_same_weights_and_metrics_as_trainer(name):
     options = {"max_epochs": 2, **FORK, **CASES[name]}
     trainer, expected = run_trainer(lambda: Synced(by_step), train, val, **options)
     loop, module = run_loop(lambda: Synced(by_step), train, val, **options)
@@ -325,7 +325,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", [1.0, 4, 6])
-def test_an_epoch_of_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
+def test_an_epoch_with_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
     """Otherwise, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)

@@ -33,7 +33,7 @@ HOOKS = ["on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_
 
 
 @pytest.mark.parametrize("hook", HOOKS[::2])
-def test_log_dict_with_an_epoch_adds_values_to_the_csv_row_of_this_epoch(tmp_path, hook):
+def test_log_dict_with_an_epoch_adds_values_to_the_csv_row_of_that_epoch(tmp_path, hook):
     options = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
     copies = Snapshots(tmp_path / "run", tmp_path / "killed")
     fit(tmp_path / "run", Plain, callbacks=[Logs(hook, **EPOCH), copies], **options)

@@ -135,7 +135,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_neither_help_nor_the_commands_runs_and_plot_import_torch():
+def test_help_and_the_runs_and_plot_commands_do_not_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -373,7 +373,7 @@ def test_fit_resumes_a_run_or_loads_its_weights(capsys):
          "EarlyStopping': "),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_prints_one_line_and_writes_nothing(capsys, argv, expected):
+def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, argv, expected):
     assert expected in refused(capsys, *argv)
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 

@@ -107,7 +107,7 @@ def test_eighteen_runs_differ_in_color_or_dash_pattern():
     assert len({(line.get_color(), line.get_linestyle()) for line in runs}) == 18
 
 
-def test_plot_logs_adds_a_label_for_each_run_of_a_list_or_dict():
+def test_plot_logs_adds_a_label_for_each_run_in_a_list_or_dict():
     write_run("digits", 0, [1.0])
     path = Path("logs/digits/version_0")
     for logs, labels in (
@@ -338,7 +338,7 @@ def test_plot_logs_draws_infinite_values_and_unusual_column_names():
         (".", {}, ValueError, "got '.', expected a folder with a metrics.csv"),
     ],
 )
-def test_plot_logs_refuses_arguments_that_it_cannot_draw(logs, options, error, message):
+def test_plot_logs_refuses_invalid_arguments(logs, options, error, message):
     with pytest.raises(error, match=message):
         plot_logs(logs, **options)
     assert pyplot.get_fignums() == []

@@ -232,7 +232,7 @@ def test_profile_leaves_no_worker_process(monkeypatch):
         gc.enable()
 
 
-def test_the_profile_command_writes_a_picture(tmp_path, capsys):
+def test_the_profile_command_writes_an_image(tmp_path, capsys):
     loop = FabricLoop(accelerator="cpu")
     assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")

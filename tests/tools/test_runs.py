@@ -229,7 +229,7 @@ def test_the_runs_diff_command_compares_two_runs(capsys):
         (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
-def test_errors_of_the_runs_command_fit_on_one_line(capsys, arguments, error):
+def test_errors_from_the_runs_command_fit_on_one_line(capsys, arguments, error):
     make_run()
     Path("empty").mkdir()
     code, out, err = run_command(capsys, *arguments)

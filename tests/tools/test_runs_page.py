@@ -146,7 +146,7 @@ def test_the_runs_page_has_no_panels_for_runs_without_csv_rows(rows):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
-def test_the_runs_page_shows_a_csv_file_of_another_tool(path):
+def test_the_runs_page_shows_a_csv_file_from_another_tool(path):
     page = make_page(str(path))
     assert len(page.rows) == len(page.data["labels"]) == (2 if path.stem == "wandb_chart" else 1)
     assert page.data["panels"][0]["is_main"]

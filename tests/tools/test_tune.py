@@ -154,7 +154,7 @@ def test_change_loader_refuses_a_loader_that_it_cannot_change():
 # Errors and the command
 
 
-def test_tune_refuses_a_failing_run_and_an_unknown_setting():
+def test_tune_raises_an_error_for_a_failing_run_or_an_unknown_setting():
     with pytest.raises(ValueError, match="tune: training fails with the current settings"):
         tuned([torch.zeros(4, 2)], lambda net, batch: 1 / 0)
     with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):

@@ -155,7 +155,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
 
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_an_error_leaves_no_worker_process(stage):
+def test_an_error_leaves_no_worker_process_running(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**with_files(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
