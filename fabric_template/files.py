@@ -163,7 +163,7 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return when a run last started and last saved in a version folder, in seconds since 1970.
+    """Return the Unix timestamps of a run's last start and last save in a version folder.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
     Saving a checkpoint appends a line such as "saved 1764277700.25". If one of the two lines is

@@ -36,7 +36,7 @@ def docstrings(source):
 
 
 def comments(source):
-    """Yield each block of comment lines. A comment at the end of a code line starts a block."""
+    """Yield each comment at the end of a code line, and each block of other comment lines."""
     block, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if (
@@ -49,7 +49,7 @@ def comments(source):
                 yield " ".join(block)
                 block = []
             block.append(token.string.lstrip("# "))
-            last = token.start[0]
+            last = 0 if is_beside_code else token.start[0]
     yield " ".join(block)
 
 

@@ -98,7 +98,7 @@ def read_checkpoint(
         checkpoint = read_archive(path, map_location, is_trusted=not weights_only)
     except FileNotFoundError as error:
         raise MissingCheckpointError(
-            f"Checkpoint file not found: {path}. Check the path, or write 'last' or 'best'."
+            f"Checkpoint file not found: {path}. Check the path, or pass 'last' or 'best'."
         ) from error
     except OSError as error:
         raise CheckpointError(

@@ -77,7 +77,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 def rank_runs(runs: Sequence[Run]) -> list[int]:
     """Return the indices of the runs, from the best run to the worst.
 
-    Sort by the metric that most runs use for their ranking. Runs that use another metric come last.
+    Rank the runs by their most common metric. Runs with a different metric come last.
     """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)

@@ -410,7 +410,7 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        DDP's forward usually prepares the averaging of gradients. In manual optimization,
+        DDP's forward usually sets up gradient averaging. In manual optimization,
         ``loop.backward(loss)`` prepares it instead.
         """
         ddp = self.ddp

@@ -177,7 +177,7 @@ def test_help_of_fit_documents_every_option(capsys):
 # Options
 
 
-def test_options_of_model_data_and_fabric_take_effect(capsys):
+def test_model_data_and_fabric_options_take_effect(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
