@@ -1114,8 +1114,7 @@ class MiniLoop:
             path = Path(given).absolute()
             if not path.is_file():
                 raise FileNotFoundError(
-                    f"Checkpoint file not found: {given}. Check the path, or pass 'last' or"
-                    " 'best'."
+                    f"Checkpoint file not found: {given}. Check the path, or pass 'last' or 'best'."
                 )
             check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
             return path, read_checkpoint(path)

@@ -458,8 +458,8 @@ def check_replaced_parameters(run: Run) -> None:
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
                 f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r},"
-                " but the optimizer still trained the original one, which was no longer in the model."
-                " Use load= to start a new run from the weights."
+                " but the optimizer still trained the original one, which was no longer in the"
+                " model. Use load= to start a new run from the weights."
             )
 
 
