@@ -215,11 +215,6 @@ class DataConnector:
         with self.run.progress.in_stage("validate"):
             self.setup_eval_loaders("val")
 
-    def prepare_apart(self, source: Any) -> StageLoaders:
-        """Return loaders for a validation that leaves the run's state unchanged."""
-        check_loaders(source, "evaluate_apart: got {}, expected a loader (an iterable of batches).")
-        return StageLoaders(self.run, "val", combine_loaders(source))
-
     def teardown(self) -> None:
         for loaders in self.created.values():
             loaders.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numbers
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -443,25 +442,6 @@ class ResultCollection:
         """Treat values that are logged from now on as evaluation results."""
         self.update_metrics()
         self.active, self._loader_values = self.evaluation, []
-
-    @contextmanager
-    def kept_apart(self) -> Iterator[None]:
-        """Restore the run's logged values and torchmetrics objects after the `with` block.
-
-        An additional validation inside the `with` block does not change the run's metrics.
-        """
-        own = dict(vars(self))
-        dicts = {name: dict(value) for name, value in own.items() if isinstance(value, dict)}
-        vars(self).update(dicts)
-        metrics = find_torchmetrics(self.run.network)
-        attributes = {name: plain_attributes(metric) for name, metric in metrics.items()}
-        self.evaluation = self.active = LoopResults()
-        self._loader_values = []
-        try:
-            yield
-        finally:
-            vars(self).update(own)
-            load_torchmetrics(self.run.network, attributes)
 
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active

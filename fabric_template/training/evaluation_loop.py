@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..lightning_compat.overrides import overridden
-from ..loggers.result_collection import to_numbers
 from ..loggers.row import name_outputs
-from ..rng_state import unchanged_rng_state
 from .module_adapter import takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
@@ -114,40 +112,6 @@ def run_batches(
         results.end_batch()
         run.loggers.log_evaluation_step(dataloader_idx)
         run.console.update(run)
-
-
-def evaluate_apart(run: Run, source: Any = None) -> dict[str, Any]:
-    """Run an additional validation, for example of averaged weights, without affecting the run.
-
-    Call the module's on_validation_epoch_start and on_validation_epoch_end hooks. Do not call
-    callbacks or loggers. At the end, restore the logged values, the torchmetrics objects and the
-    RNG states.
-
-    Args:
-        source: A loader, or a list or dict of loaders. If None, use the run's validation loaders.
-
-    Returns:
-        The means of the values that were logged or returned, keyed by name.
-    """
-    with run.progress.in_stage("validate"), run.results.kept_apart(), unchanged_rng_state():
-        loaders = run.data.eval_loaders if source is None else run.data.prepare_apart(source)
-        has_several, method = loaders.has_several, run.module.validation_step
-        step = evaluation_step(run, "validation", method, has_several)
-        loaders.start()
-        with torch.no_grad(), run.steps.captured_modes() as restore_modes:
-            run.network.eval()
-            run.hooks.call_module("on_validation_epoch_start")
-            for batch, batch_idx, dataloader_idx in loaders.batches():
-                run.results.start_batch(batch, dataloader_idx if has_several else None)
-                output = step(batch, batch_idx, dataloader_idx)
-                run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
-                run.results.end_batch()
-            run.results.end_loader()
-            run.hooks.call_module("on_validation_epoch_end")
-            restore_modes()
-        if source is not None:
-            loaders.close()
-        return to_numbers(run.results.end_evaluation().row)
 
 
 def name_step_values(

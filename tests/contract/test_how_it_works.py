@@ -1,4 +1,4 @@
-"""Test the file lists and the diffs in docs/how-it-works.md."""
+"""Test the file lists and the diff in docs/how-it-works.md."""
 
 import os
 import re
@@ -124,18 +124,16 @@ def test_files_named_in_how_it_works_md_exist():
     assert {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")} <= entries
 
 
-# The documented changes
+# The documented change
 
 START = """
 import torch
-from NAME import FabricLoop, TensorLoader, read_logs
+from NAME import FabricLoop, TensorLoader
 
 def train(name, epochs=2, resume=None, **options):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))
     data = TensorLoader(torch.randn(32, 4), torch.randn(32, 1), batch_size=8, shuffle=True)
-    second = TensorLoader(*data.tensors, batch_size=8)
-    net.second_val_dataloader = lambda: second
     step = lambda net, batch: torch.nn.functional.mse_loss(net(batch[0]), batch[1])
     options = {"accelerator": "cpu", "name": name, "enable_progress_bar": False, "enable_model_summary": False, **options}
     loop = FabricLoop(max_epochs=epochs, **options)
@@ -197,57 +195,6 @@ assert torch.allclose(tokens, batches, atol=1e-6) and loop.global_step == 4
 whole = train("whole", epochs=3, max_steps=5)[1]
 train("cut", epochs=3, max_steps=3)
 assert torch.equal(train("cut", epochs=3, max_steps=5, resume="last")[1], whole)
-""",
-    "A second validation set every N steps": """
-import lightning.pytorch as pl
-import torchmetrics
-
-class Lit(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net, self.error = torch.nn.Linear(4, 1), torchmetrics.MeanSquaredError()
-
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.error.update(self.net(batch[0]), batch[1])
-        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-        self.log("val_error", self.error)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def second_val_dataloader(self):
-        return TensorLoader(torch.ones(6, 4), torch.full((6, 1), 5.0), batch_size=4)
-
-def train_lit(name, with_second=True, **options):
-    torch.manual_seed(0)
-    lit, data = Lit(), TensorLoader(torch.randn(32, 4), torch.randn(32, 1), batch_size=8, shuffle=True)
-    if not with_second:
-        lit.second_val_dataloader = lambda: data
-    loop = FabricLoop(accelerator="cpu", name=name, max_epochs=2, enable_progress_bar=False,
-                      enable_model_summary=False, **options)
-    loop.fit(lit, data, TensorLoader(torch.randn(8, 4), torch.randn(8, 1), batch_size=8))
-    return lit, read_logs(f"logs/{name}/version_0"), read_logs(f"logs/{name}/version_0/steps.csv")
-
-for options in ({}, {"strategy": "ddp_fork", "devices": 2}):
-    kind = str(len(options))
-    lit, rows, steps = train_lit("lit" + kind, **options)
-    plain = train_lit("plain" + kind, with_second=False, **options)[1]
-    assert rows["val_loss"].tolist() == plain["val_loss"].tolist()
-    assert rows["val_error"].tolist() == plain["val_error"].tolist()
-    expected = torch.nn.functional.mse_loss(lit.net(torch.ones(1, 4)), torch.full((1, 1), 5.0)).item()
-    last = steps["second_val_loss"].dropna().iloc[-1], steps["second_val_error"].dropna().iloc[-1]
-    assert all(abs(value - expected) < 1e-4 for value in last), (last, expected)
-train("second")
-rows = read_logs("logs/second/version_0/steps.csv")
-assert rows["step"].tolist() == [2, 4, 6, 8]
-last = read_logs("logs/second/version_0/metrics.csv")["val_loss"].iloc[-1]
-assert abs(rows["second_val_loss"].iloc[-1] - last) < 1e-6
-train("cut", epochs=1)
-train("cut", resume="last")
-assert read_logs("logs/cut/version_0/steps.csv").equals(rows.assign(name="cut"))
 """,
 }
 

@@ -137,6 +137,85 @@ def test_every_python_block_of_the_documentation_runs(page, tmp_path):
     assert codes == [0], errors[0][-3000:]
 
 
+# The recipe for a second validation set
+
+SECOND = """
+import sys
+
+import lightning.pytorch as pl
+import torchmetrics
+from fabric_template import read_logs
+
+data = TensorLoader(x[:64], x[:64].sum(1, keepdim=True), batch_size=8, shuffle=True)
+other = TensorLoader(torch.ones(6, 8), torch.full((6, 1), 5.0), batch_size=4)
+
+
+def same(net, other):
+    return all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+        self.net, self.error = nn.Sequential(*layers), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx=0):
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.error(self.net(batch[0]), batch[1])
+        self.log_dict({"val_loss": mse_loss(self.net(batch[0]), batch[1]), "val_error": self.error})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train_lit(name, has_second=True, epochs=2, is_plain=False, resume=None, **options):
+    torch.manual_seed(0)
+    lit = Lit()
+    given, functions = {}, {}
+    if is_plain:
+        lit = lit.net
+        functions = {"validation_step": lambda net, batch: mse_loss(net(batch[0]), batch[1])}
+        given = {"training_step": functions["validation_step"], "optimizer": torch.optim.SGD(lit.parameters(), 0.01)}
+    callbacks = [ValidateSecond(other, **functions)] if has_second else []
+    loop = FabricLoop(accelerator="cpu", name=name, max_epochs=epochs, callbacks=callbacks, **options)
+    loop.fit(lit, data, data, resume=resume, **functions, **given)
+    return lit, read_logs(f"logs/{name}/version_0")
+
+
+def steps_of(name):
+    return read_logs(f"logs/{name}/version_0/steps.csv")
+
+
+plain, _ = train_lit("plain", has_second=False, is_plain=True)
+assert same(plain, train_lit("with", is_plain=True)[0])
+settings = [{}, {"val_check_interval": 3, "accumulate_grad_batches": 2}, {"strategy": "ddp_fork", "devices": 2}]
+for index, options in enumerate(settings if sys.platform == "linux" else settings[:2]):
+    lit, rows = train_lit(f"lit{index}", **options)
+    alone, expected = train_lit(f"alone{index}", has_second=False, **options)
+    assert same(lit, alone)
+    for name in ("train_loss", "val_loss", "val_error"):
+        assert rows[name].tolist() == expected[name].tolist(), (options, name)
+    loss = mse_loss(lit.eval().net(torch.ones(1, 8)), torch.full((1, 1), 5.0)).item()
+    last = steps_of(f"lit{index}").dropna(axis=1, how="all").iloc[-1]
+    assert abs(last["second_val_loss"] - loss) < 1e-4 and abs(last["second_val_error"] - loss) < 1e-4
+assert steps_of("lit0")["step"].tolist() == [4, 8, 12, 16]
+train_lit("cut", epochs=1)
+train_lit("cut", resume="last")
+assert steps_of("cut").equals(steps_of("lit0").assign(name="cut"))
+"""
+
+
+def test_the_second_validation_in_recipes_md_does_not_change_the_training(tmp_path):
+    text = PAGES["docs/recipes.md"]
+    recipe = section(text, "## Validate on a second loader within an epoch")
+    sources = [blocks(text, "python")[0], *blocks(recipe, "python"), (0, SECOND)]
+    codes, errors = run_processes(run_page, "recipes", sources, "True", ranks=1, is_launched=False)
+    assert codes == [0], errors[0][-3000:]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_each_documentation_page_starts_with_code_and_has_no_broken_markdown(page):
     """On the site, <name> outside of code is an HTML tag.
