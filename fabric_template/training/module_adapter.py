@@ -335,20 +335,15 @@ class StepRunner:
             A function that restores these modes. If the `with` block raises an error, the modes
             are restored automatically.
         """
-        outer, self._modes = self._modes, self.training_modes()
-        modes = [(module, module.training) for module in self.network.modules()]
-
-        def restore() -> None:
-            for module, is_training in modes:
-                module.training = is_training
-
+        self._modes = self.training_modes()
+        restore = partial(self.set_training_modes, self._modes)
         try:
             yield restore
         except BaseException:
             restore()
             raise
         finally:
-            self._modes = outer
+            self._modes = None
 
     def convert_network(self) -> None:
         if self.converts_dtype:
