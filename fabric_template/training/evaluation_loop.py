@@ -84,14 +84,12 @@ def run_batches(
     method: Callable,
     loaders: StageLoaders,
     max_batches: int | float = math.inf,
-    before_batch: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Any, int]]:
     """Run an evaluation step with its hooks on every batch, and yield (output, dataloader_idx).
 
     Args:
         name: "validation", "test" or "predict".
         method: The module's method to call on each batch, such as validation_step.
-        before_batch: A function to call with (batch_idx, dataloader_idx) before a batch's hooks.
     """
     hooks, results, has_several = run.hooks, run.results, loaders.has_several
     step = evaluation_step(run, name, method, has_several)
@@ -103,8 +101,8 @@ def run_batches(
         run.progress.count_eval_batch()
         indices = (batch_idx, dataloader_idx) if has_several else (batch_idx,)
         results.start_batch(batch, dataloader_idx if has_several else None)
-        if before_batch is not None:
-            before_batch(batch_idx, dataloader_idx)
+        if name == "predict":
+            run.data.predictions.start_batch(batch_idx, dataloader_idx)
         hooks.call(f"on_{name}_batch_start", batch, *indices)
         output = step(batch, batch_idx, dataloader_idx)
         yield output, dataloader_idx
@@ -153,8 +151,7 @@ def predict(run: Run) -> list[Any] | None:
         run.hooks.call("on_predict_epoch_start")
         run.console.start_evaluation(run, num_batches)
         method = overridden(run.module, "predict_step") or run.model.forward
-        batches = run_batches(run, "predict", method, loaders, before_batch=predictions.start_batch)
-        for output, dataloader_idx in batches:
+        for output, dataloader_idx in run_batches(run, "predict", method, loaders):
             if output is None:
                 run.warn_once("predict returned None if it was on purpose, ignore this warning...")
             predictions.end_batch(output, dataloader_idx, is_kept)
