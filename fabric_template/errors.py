@@ -1,4 +1,4 @@
-"""Define the package's exceptions, and show each warning only once."""
+"""Define the package's exceptions and error messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -172,16 +171,3 @@ def check_object(argument: str, value: Any) -> None:
         raise ConfigurationTypeError(
             f"{argument}: got {describe(value)}, expected an instance. Pass {value.__name__}(...)."
         )
-
-
-class WarnOnce:
-    """Show each warning once per run, and only in the main process."""
-
-    def __init__(self, is_enabled: bool = True) -> None:
-        self.is_enabled = is_enabled
-        self._shown: set[str] = set()
-
-    def __call__(self, message: str, category: type[Warning] = UserWarning) -> None:
-        if self.is_enabled and message not in self._shown:
-            self._shown.add(message)
-            warnings.warn(message, category, stacklevel=3)

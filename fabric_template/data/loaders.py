@@ -171,7 +171,7 @@ class DataConnector:
                 f"The number of training batches ({self.train.num_batches}) is smaller than the"
                 f" logging interval {run.plan.loop_name}(log_every_n_steps={every}). Set a lower"
                 " value for log_every_n_steps if you want to see logs for the training epoch.",
-                PossibleUserWarning,
+                category=PossibleUserWarning,
             )
         is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):

@@ -141,7 +141,7 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
         run.warn_once(
             f"Your `{stage}_dataloader`'s sampler has shuffling enabled, it is strongly recommended"
             " that you turn shuffling off for val/test dataloaders.",
-            PossibleUserWarning,
+            category=PossibleUserWarning,
         )
     if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
         run.warn_once(
@@ -155,7 +155,7 @@ def warn_of_loader(run: Run, loader: DataLoader, stage: str) -> None:
             f"The '{stage}_dataloader' does not have many workers which may be a bottleneck."
             f" Consider increasing the value of the `num_workers` argument` to `num_workers={most}`"
             " in the `DataLoader` to improve performance.",
-            PossibleUserWarning,
+            category=PossibleUserWarning,
         )
 
 

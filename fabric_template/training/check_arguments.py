@@ -280,5 +280,5 @@ def warn_of_eval_modules(run: Run) -> None:
             f"Found {count} module(s) in eval mode at the start of training. This may lead to"
             " unexpected behavior during training. If this is intentional, you can ignore this"
             " warning.",
-            PossibleUserWarning,
+            category=PossibleUserWarning,
         )

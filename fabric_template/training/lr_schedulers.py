@@ -54,7 +54,7 @@ def step_scheduler(run: Run, config: LRSchedulerConfig) -> None:
             )
             if config.strict:
                 raise ConfigurationError(f"{text}. Available metrics are: {sorted(metrics)}.")
-            run.warn_once(f"{text} but strict is set to `False`.", RuntimeWarning)
+            run.warn_once(f"{text} but strict is set to `False`.", category=RuntimeWarning)
             return
     module_step = run.hooks.module_method("lr_scheduler_step")
     if module_step is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.rank_zero import WarningCache
+
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import make_plain_state
 from ..data.loaders import DataConnector
 from ..distributed.signals import SignalHandler
-from ..errors import WarnOnce
 from ..loggers.console import Console
 from ..loggers.logger_connector import LoggerConnector
 from ..loggers.result_collection import ResultCollection
@@ -70,7 +71,8 @@ class Run:
         self.checkpoints: CheckpointManager = CheckpointManager(config)
         if last is not None:
             self.checkpoints = last.checkpoints
-        self.warn_once = WarnOnce(fabric.is_global_zero)
+        # Show each warning once per run, and only in the main process.
+        self.warn_once = WarningCache().warn
 
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
