@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 # Advice for argument names that are common in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
@@ -84,31 +81,6 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     advice = f"Did you mean {near[0]}?" if near else "help(FabricLoop) lists the options."
     return f"FabricLoop: unknown option {name!r}. {_INSTEAD.get(name, advice)}"
-
-
-def refuse_options(options: Callable[[], Iterable[str]]) -> Callable[[Method], Method]:
-    """Return a decorator that makes a method such as fit raise a TypeError for unknown arguments.
-
-    The error message suggests what to write instead.
-
-    Args:
-        options: A function that returns the names of FabricLoop's options.
-    """
-
-    def decorate(method: Method) -> Method:
-        name, known = method.__name__, inspect.signature(method).parameters
-
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **given: Any) -> Any:
-            for argument in given:
-                if argument not in known:
-                    value = describe(given[argument])
-                    raise TypeError(unknown_argument(name, argument, value, known, options()))
-            return method(self, *args, **given)
-
-        return cast(Method, call)
-
-    return decorate
 
 
 def unknown_argument(

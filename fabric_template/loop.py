@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pickle
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -27,7 +28,7 @@ from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .distributed.process_group import join_by_default
 from .distributed.strategies import convert_plugin, convert_strategy
-from .errors import ConfigurationError, ConfigurationTypeError, describe, refuse_options
+from .errors import ConfigurationError, ConfigurationTypeError, describe, unknown_argument
 from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
@@ -47,7 +48,23 @@ from .training.module_adapter import needs_no_strategy
 from .training.plan import Plan, make_plan
 from .training.run import Run
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
+
+
+def refuse_unknown(method: Method) -> Method:
+    """Make a method such as fit raise a TypeError for unknown arguments, with advice."""
+    name, known = method.__name__, inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        for argument in given:
+            if argument not in known:
+                value = describe(given[argument])
+                raise TypeError(unknown_argument(name, argument, value, known, option_names()))
+        return method(self, *args, **given)
+
+    return cast(Method, call)
 
 
 class FabricLoop(TrainerAPI):
@@ -131,7 +148,7 @@ class FabricLoop(TrainerAPI):
                 given.append("csv")
         return [make_logger(logger, self.own_logger) for logger in given]
 
-    @refuse_options(option_names)
+    @refuse_unknown
     def fit(
         self,
         model: Any,
@@ -173,7 +190,7 @@ class FabricLoop(TrainerAPI):
         run_plan(make_plan(self, "fit", *given, add_scheduler(optimizer, scheduler)))
         return self.require_run("fit").row.frame()
 
-    @refuse_options(option_names)
+    @refuse_unknown
     def validate(
         self,
         model: Any = None,
@@ -190,7 +207,7 @@ class FabricLoop(TrainerAPI):
         parts = (model, {"val": dataloaders}, datamodule, {"validation_step": validation_step})
         return self._evaluate(make_plan(self, "validate", *parts, start, weights_only), verbose)
 
-    @refuse_options(option_names)
+    @refuse_unknown
     def test(
         self,
         model: Any = None,
@@ -214,7 +231,7 @@ class FabricLoop(TrainerAPI):
             print(table)
         return results
 
-    @refuse_options(option_names)
+    @refuse_unknown
     def predict(
         self,
         model: Any = None,
