@@ -200,13 +200,8 @@ class CheckpointManager:
         if self.config.save_top_k == 1:
             return self._path("best.ckpt")
         step, monitor = run.progress.global_step, self.config.monitor
-        name = f"epoch={self._epoch(run)}-step={step}-{monitor}={value:.4g}"
+        name = f"epoch={run.progress.newest_epoch}-step={step}-{monitor}={value:.4g}"
         return self._path(re.sub(r"[^\w.=+-]", "_", name) + ".ckpt")
-
-    def _epoch(self, run: Run) -> int:
-        """Return the current epoch's index or, between epochs, the last finished epoch's index."""
-        progress = run.progress
-        return max(0, progress.epochs_done - (not progress.is_in_epoch))
 
     def _sort_key(self, value: float) -> float:
         return value if self._metric[1] == "min" else -value
@@ -241,7 +236,7 @@ class CheckpointManager:
                 logger.sync()
         if not self._has_saved:
             check_optimizer_states(run)
-        checkpoint = build_checkpoint(run, epoch=self._epoch(run))
+        checkpoint = build_checkpoint(run, epoch=run.progress.newest_epoch)
         reason = part = None
         try:
             with run.hooks.profiled("save_checkpoint"), run.row.excluded():

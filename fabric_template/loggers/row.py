@@ -156,13 +156,8 @@ class RowWriter:
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
     def _coordinates(self) -> dict[str, Any]:
-        """Return the global step and the epoch index.
-
-        Between two epochs, return the index of the epoch that just ended.
-        """
         progress = self.run.progress
-        epoch = max(0, progress.epochs_done - (not progress.is_in_epoch))
-        return {"epoch": epoch, "step": progress.global_step}
+        return {"epoch": progress.newest_epoch, "step": progress.global_step}
 
     # Writing rows
 

@@ -157,11 +157,12 @@ class Progress:
         self.eval_batches_by_loader[dataloader_idx] = count + 1
         return count
 
-    def end_validation(self) -> None:
-        """Record that the validation is complete, so that a resumed run does not repeat it."""
-        self.phase = "report_validation"
-
     # Conditions
+
+    @property
+    def newest_epoch(self) -> int:
+        """The current epoch's index or, between epochs, the last finished epoch's index."""
+        return max(0, self.epochs_done - (not self.is_in_epoch))
 
     @property
     def is_epoch_complete(self) -> bool:
