@@ -25,8 +25,7 @@ from .config import LoopConfig
 from .data.samplers import Predictions
 from .distributed.launch import join_processes, starts_processes
 from .errors import ConfigurationError, describe
-from .lightning_compat.callbacks import find_callbacks
-from .lightning_compat.overrides import overridden
+from .lightning_compat.overrides import find_callbacks, overridden
 from .training.optimization import clip_gradients, is_logging_due
 from .training.progress import Progress, StopCondition
 

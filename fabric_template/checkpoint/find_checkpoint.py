@@ -22,7 +22,7 @@ from ..errors import (
     describe,
 )
 from ..files import list_names, number_of, read_times, version_folder
-from ..lightning_compat.overrides import is_instance_of
+from ..lightning_compat.overrides import find_callbacks
 from ..lightning_compat.private import last_checkpoints
 from .checkpoint_io import restore_numpy
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
@@ -114,16 +114,12 @@ def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
     return name, value
 
 
-def callbacks_of(plan: Plan, kind: str) -> list[Any]:
-    return [callback for callback in plan.loop.callbacks if is_instance_of(callback, kind)]
-
-
 def default_keyword(plan: Plan) -> str | None:
     """Return the checkpoint that Trainer uses by default: "last", "best" or None."""
     loop = plan.loop
     if plan.stage == "fit":
-        return "last" if callbacks_of(plan, "OnExceptionCheckpoint") else None
-    has_monitor = callbacks_of(plan, "Checkpoint") or loop.config.monitor
+        return "last" if find_callbacks(loop.callbacks, "OnExceptionCheckpoint") else None
+    has_monitor = find_callbacks(loop.callbacks, "Checkpoint") or loop.config.monitor
     best = getattr(loop.checkpoint_callback, "best_model_path", None)
     if plan.is_model_given or not has_monitor or not best:
         return None
@@ -193,7 +189,7 @@ def best_of_loop(plan: Plan) -> str:
     """Return the path of the best checkpoint that this loop has saved, or "" if there is none."""
     saver = plan.loop.checkpoint_callback
     best = getattr(saver, "best_model_path", None)
-    if not best and (saver is None or callbacks_of(plan, "Checkpoint")):
+    if not best and (saver is None or find_callbacks(plan.loop.callbacks, "Checkpoint")):
         raise ValueError(
             f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to'
             " save the best model. Give the path of a checkpoint instead."
@@ -250,7 +246,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
 def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     """List the version folders in which to search for a checkpoint, with the newest run first."""
     loop = plan.loop
-    savers = callbacks_of(plan, "Checkpoint")
+    savers = find_callbacks(loop.callbacks, "Checkpoint")
     if not savers:
         return list_versions(plan, run_folder(plan), "*.ckpt")
     save_dir = loop.loggers[0].save_dir if loop.loggers else None
@@ -264,8 +260,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         found = list_versions(plan, folder, f"checkpoints/{name}")
         if any(version.files for version in found):
             return found
-    paths = [saver.ckpt_path for saver in callbacks_of(plan, "OnExceptionCheckpoint")]
-    savers = callbacks_of(plan, "ModelCheckpoint")
+    paths = [saver.ckpt_path for saver in find_callbacks(loop.callbacks, "OnExceptionCheckpoint")]
+    savers = find_callbacks(loop.callbacks, "ModelCheckpoint")
     paths += [path for saver in savers for path in last_checkpoints(saver, loop)]
     if keyword == "auto":
         default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
@@ -364,7 +360,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 def find_file_of_callback(plan: Plan) -> Path | None:
     """If this loop has no ModelCheckpoint, return a checkpoint saved by one in an earlier run."""
-    if callbacks_of(plan, "Checkpoint"):
+    if find_callbacks(plan.loop.callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)
 
@@ -389,7 +385,7 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
         )
     if (argument, keyword) != ("ckpt_path", "last"):
         kind, advice = "checkpoint", "Train first"
-        if keyword == "last" and callbacks_of(plan, "ModelCheckpoint"):
+        if keyword == "last" and find_callbacks(plan.loop.callbacks, "ModelCheckpoint"):
             kind, advice = "last.ckpt", "Train with ModelCheckpoint(save_last=True)"
         if keyword == "best":
             kind, advice = "best checkpoint", "Train with monitor='val_loss'"

@@ -29,7 +29,7 @@ from ..files import (
 from ..loggers.csv_logger import FILES
 from ..loggers.row import REPLACED_LOGS
 from .distributed import remove_checkpoint
-from .find_checkpoint import callbacks_of, is_in_log_folder, run_folder, version_of_checkpoint
+from .find_checkpoint import is_in_log_folder, run_folder, version_of_checkpoint
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -168,7 +168,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 def warn_of_reused_callbacks(run: Run) -> None:
     """Warn about a ModelCheckpoint that still saves to the log folder of another run."""
-    savers = callbacks_of(run.plan, "ModelCheckpoint")
+    savers = run.hooks.callbacks_of("ModelCheckpoint")
     loggers = run.loop.loggers if savers else []
     paths = [getattr(logger, "log_dir", None) for logger in loggers]
     log_folders = [Path(path).resolve() for path in paths if path]

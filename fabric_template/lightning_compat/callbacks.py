@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelSummary, Timer
 
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
-from .overrides import as_list, is_instance_of, overridden
+from .overrides import as_list, find_callbacks, is_instance_of, overridden
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
@@ -67,10 +67,6 @@ def print_summary(
 @cache
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group="lightning.pytorch.callbacks_factory"))
-
-
-def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:

@@ -35,6 +35,11 @@ def is_instance_of(part: Any, *class_names: str) -> bool:
     return any(base.__name__ in class_names for base in type(part).__mro__)
 
 
+def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
+    """Return the callbacks whose class or base class has the name ``kind``."""
+    return [callback for callback in callbacks if is_instance_of(callback, kind)]
+
+
 def has_state(part: Any) -> bool:
     """Return whether an object has ``state_dict`` and ``load_state_dict`` methods."""
     names = ("state_dict", "load_state_dict")

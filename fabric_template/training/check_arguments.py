@@ -19,8 +19,7 @@ from ..errors import (
     MissingDataError,
     check_object,
 )
-from ..lightning_compat.callbacks import find_callbacks
-from ..lightning_compat.overrides import overridden
+from ..lightning_compat.overrides import find_callbacks, overridden
 from ..loggers.run_config import check_own_hparams
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx

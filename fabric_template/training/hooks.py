@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..lightning_compat.overrides import is_instance_of, overridden
+from ..lightning_compat.overrides import find_callbacks, is_instance_of, overridden
 
 
 class Hooks:
@@ -100,10 +100,9 @@ class Hooks:
         return None if method is None else method(*args, **kwargs)
 
     def callbacks_of(self, kind: str) -> list[Any]:
-        """Return the callbacks whose class or base class has the name ``kind``."""
-        return [callback for callback in self.callbacks if is_instance_of(callback, kind)]
+        return find_callbacks(self.callbacks, kind)
 
-    def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
         method = getattr(self.datamodule, name, None)
         if callable(method):
             with self.profiled(f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"):
