@@ -112,10 +112,11 @@ def version_folder(version: int | str) -> str:
     return f"version_{version}" if isinstance(version, int) else version
 
 
-def number_of(name: str) -> int | None:
-    """Return the number in a folder name such as "version_3", or None for any other name."""
-    match = re.fullmatch(r"version_(0|[1-9][0-9]*)", name)
-    return int(match[1]) if match else None
+def version_of(name: str) -> int | str:
+    """Return 3 for the folder name "version_3". Return any other name unchanged."""
+    # Do not use a regular expression, because it is slow for thousands of versions.
+    text = name[8:] if name.startswith("version_") else ""
+    return int(text) if text.isdecimal() and str(int(text)) == text else name
 
 
 def sort_key(name: str) -> list[tuple[int, str]]:
@@ -128,11 +129,8 @@ def sort_key(name: str) -> list[tuple[int, str]]:
 
 def next_version(*folders: Path) -> int:
     """Return the highest version number in the given folders, plus one."""
-    # Do not use a regular expression, because it is slow for thousands of versions.
-    names = [name for folder in folders for name in list_names(folder)]
-    suffixes = [name[8:] for name in names if name.startswith("version_")]
-    numbers = [int(text) for text in suffixes if text.isdecimal() and str(int(text)) == text]
-    return max(numbers, default=-1) + 1
+    versions = [version_of(name) for folder in folders for name in list_names(folder)]
+    return max((version for version in versions if isinstance(version, int)), default=-1) + 1
 
 
 def list_names(folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ from ..errors import (
     MissingCheckpointError,
     describe,
 )
-from ..files import list_names, number_of, read_times, version_folder
+from ..files import list_names, read_times, version_folder, version_of
 from ..lightning_compat.overrides import find_callbacks
 from ..lightning_compat.private import last_checkpoints
 from .checkpoint_io import restore_numpy
@@ -299,8 +299,8 @@ def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
         found.append(version)
 
     def age(version: Version) -> tuple[float, int, str]:
-        number = number_of(version.name)
-        return version.time, -1 if number is None else number, version.name
+        number = version_of(version.name)
+        return version.time, number if isinstance(number, int) else -1, version.name
 
     return sorted(found, key=age, reverse=True)
 
@@ -352,9 +352,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
         # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.
         folders = run_folder(plan, kind).resolve()
         if folders in file.parents[1:]:
-            folder = file.relative_to(folders).parts[0]
-            number = number_of(folder)
-            return folder if number is None else number
+            return version_of(file.relative_to(folders).parts[0])
     return None
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files import number_of, sort_key, walk
+from ..files import sort_key, version_of, walk
 from ..metric_names import find_axis, parse_metric
 from .csv_formats import RUN, decode, has_number, name_columns, split_runs, to_commas, to_wide
 
@@ -144,9 +144,9 @@ def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
 
 def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
     """Return a run's name and version, such as ("digits", 0) for the folder digits/version_0."""
-    parent, number = folder.parent, number_of(folder.name)
+    parent = folder.parent
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
-    return name, folder.name if number is None else number
+    return name, version_of(folder.name)
 
 
 def find_files(root: Path) -> list[Path]:
