@@ -20,12 +20,7 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
     """Make an optimizer call ``callback`` after each step."""
-    optimizer._on_before_step = _do_nothing
     optimizer._on_after_step = callback
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:

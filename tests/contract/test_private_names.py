@@ -47,7 +47,6 @@ def trained_optimizer():
 # Names that lightning_compat/private.py uses, each with the object that has it.
 OF_LIGHTNING = {
     "_strategy": trained_optimizer,
-    "_on_before_step": wrapped_optimizer,
     "_on_after_step": wrapped_optimizer,
     "_current_fx_name": pl.LightningModule,
     "_hparams_name": lambda: WithHyperparameters({"a": 1}),
