@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import find_shared_parameters
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
@@ -125,17 +126,14 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any) -> None:
     """Raise an error if tied parameters of the model have different values in the checkpoint."""
-    tied: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        if type(weights.get(name)) in (torch.Tensor, nn.Parameter):
-            tied[id(parameter)].append(name)
-    for first, *others in tied.values():
-        for other in others:
-            one, two = weights[first], weights[other]
+    for names in find_shared_parameters(network):
+        saved = [name for name in names if type(weights.get(name)) in (Tensor, nn.Parameter)]
+        for other in saved[1:]:
+            one, two = weights[saved[0]], weights[other]
             if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
                 raise OtherModelError(
-                    f"{path}: got different values of {first!r} and {other!r}, but in this model,"
-                    " both are names of one parameter. Create the model with two separate"
+                    f"{path}: got different values of {saved[0]!r} and {other!r}, but in this"
+                    " model, both are names of one parameter. Create the model with two separate"
                     " parameters, as in the saved run."
                 )
 
