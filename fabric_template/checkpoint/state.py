@@ -306,14 +306,14 @@ def check_saved_state(run: Run) -> None:
     for part in (run.model, run.datamodule):
         add_hyperparameters(run, {}, part)
     optimization = run.optimization
-    states = {
+    states: dict[str, list[Any]] = {
         "optimizers": [
             [{**group, "params": []} for group in optimizer.param_groups]
             for optimizer in optimization.optimizers
         ],
         "lr_schedulers": [item.scheduler.state_dict() for item in optimization.lr_schedulers],
     }
-    check_scheduler_states(run)
+    check_scheduler_states(run, states["lr_schedulers"])
     if (place := find_unpicklable(states)) is not None:
         raise CheckpointError(
             f"{place}: got a value that cannot be pickled, so a checkpoint cannot contain it."
@@ -327,14 +327,13 @@ def check_saved_state(run: Run) -> None:
         )
 
 
-def check_scheduler_states(run: Run) -> None:
+def check_scheduler_states(run: Run, states: list[Any]) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
     A resumed run would replace the parameters with copies, which are not trained.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
-    states = [item.scheduler.state_dict() for item in run.optimization.lr_schedulers]
     found: list[Any] = []
     apply_to_collection(states, torch.nn.Parameter, found.append)
     if any(id(parameter) in trained for parameter in found):

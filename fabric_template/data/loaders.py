@@ -93,10 +93,9 @@ class DataConnector:
         if stage in self.given:
             # The user's loaders have already been checked in make_plan.
             return self.given[stage]
-        name, provider = f"{stage}_dataloader", self.source
-        kind = "LightningDataModule" if provider is self.run.datamodule else "LightningModule"
-        with self.run.hooks.profiled(f"[{kind}]{type(provider).__name__}.{name}"):
-            source = self.run.hooks.inside(name, getattr(provider, name))()
+        name, provider, hooks = f"{stage}_dataloader", self.source, self.run.hooks
+        call = hooks.call_datamodule if provider is self.run.datamodule else hooks.call_module
+        source = call(name)
         where = f"returned from `{type(provider).__name__}.{name}()`"
         found = f"{name}: got {{}}, expected a loader (an iterable of batches)."
         check_loaders(source, f"An invalid dataloader was {where}. {found}")

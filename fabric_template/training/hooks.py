@@ -104,9 +104,10 @@ class Hooks:
 
     def call_datamodule(self, name: str, *args: Any, **kwargs: Any) -> Any:
         method = getattr(self.datamodule, name, None)
-        if callable(method):
-            with self.profiled(f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"):
-                method(*args, **kwargs)
+        if not callable(method):
+            return None
+        action = f"[LightningDataModule]{type(self.datamodule).__name__}.{name}"
+        return self.inside(name, self.with_profiler(action, method))(*args, **kwargs)
 
     def call_with_stage(self, name: str, stage: str) -> None:
         """Call ``setup`` or ``teardown`` on the datamodule, the callbacks and the module."""

@@ -358,13 +358,12 @@ class StepRunner:
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)
             return
-        has_parameters = any(parameter.requires_grad for parameter in self.network.parameters())
         self.fabric.to_device(self.network)
         is_alone = isinstance(self.fabric.strategy, SingleDeviceStrategy)
         if not is_training and isinstance(self.fabric.strategy, DDPStrategy):
             broadcast_network(self.fabric, self.network)
         if is_training and not is_alone:
-            if not has_parameters:
+            if not any(parameter.requires_grad for parameter in self.network.parameters()):
                 raise ConfigurationError(
                     f"strategy: got {type(self.fabric.strategy).__name__} for a model in which no"
                     " parameter requires a gradient, expected at least one that does. The buffers"

@@ -383,7 +383,7 @@ class ValidationSchedule:
 
     def is_due(self) -> bool:
         """Return whether to validate after the current batch."""
-        if not self._is_enabled or not self.is_in_this_epoch():
+        if not self.is_in_this_epoch():
             return False
         stop = self.run.stop
         return self.is_planned() or (stop.should_stop and stop.can_stop_early)
