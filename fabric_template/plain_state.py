@@ -58,6 +58,7 @@ _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"
 _LIBRARIES |= sys.stdlib_module_names
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
+_NOT_CREATED = "the saved run, but not this run, created it during training"
 
 Place = tuple[str, str]
 
@@ -744,7 +745,7 @@ class PlainState:
         for name, state in states.items():
             with self._guarded(f"the generator {name}"):
                 if name not in generators:
-                    raise ValueError("the saved run, but not this run, created it during training")
+                    raise ValueError(_NOT_CREATED)
                 set_generator_state(generators[name], state)
 
     def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
@@ -791,8 +792,8 @@ class PlainState:
         """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
-                with self._guarded(f"the attribute {'.'.join(place)}"):
-                    raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
+                reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
+                self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
         """Return whether objects were added to a list or dict in a loader."""
@@ -833,9 +834,8 @@ class PlainState:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
         """
         missing = [name for name, _ in saved if name not in self._parts]
-        with self._guarded(f"the object {missing[0]}" if missing else ""):
-            if missing:
-                raise ValueError("the saved run, but not this run, created it during training")
+        if missing:
+            self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
         decoder = Decoder(self._device, self._network)
         replacements = self._find_replacements(saved)
         covered = self.addresses_of_network()
@@ -930,18 +930,20 @@ class PlainState:
             yield
         except (NotPlainError, RecursionError):
             pass
+        except TooLargeError:
+            self._warn(what, f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items")
         except Exception as error:
-            if what in self._warned:
-                return
-            self._warned.add(what)
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, TooLargeError):
-                reason = f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items"
-            # Ignore the error that a warning filter may raise, because it must not end the run.
-            with suppress(Warning):
-                warnings.warn(
-                    f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run"
-                    " may differ. Save the value in on_save_checkpoint, or as a buffer of a"
-                    " module.",
-                    stacklevel=4,
-                )
+            self._warn(what, f"{type(error).__name__}: {error}")
+
+    def _warn(self, what: str, reason: str) -> None:
+        """Warn once about an attribute or a generator."""
+        if what in self._warned:
+            return
+        self._warned.add(what)
+        # Ignore the error that a warning filter may raise, because it must not end the run.
+        with suppress(Warning):
+            warnings.warn(
+                f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"
+                " differ. Save the value in on_save_checkpoint, or as a buffer of a module.",
+                stacklevel=5,
+            )
