@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError
-from ..lightning_compat.overrides import is_instance_of, overridden
+from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
 from ..plain_state import Part, PlainState, address_of, is_plain_tensor, refers_to
@@ -46,7 +46,6 @@ _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_coun
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 # The checkpoint keys that a resumed run reads.
 _KEYS_READ_ON_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
-_LIGHTNINGS_CALLBACKS = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
 
 
 def build_checkpoint(
@@ -463,7 +462,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
     for callback in run.hooks.callbacks:
         name = type(callback).__qualname__
         counts[name] = counts.get(name, 0) + 1
-        is_lightnings = type(callback).__module__.startswith(_LIGHTNINGS_CALLBACKS)
+        is_lightnings = type(callback).__module__.startswith(CALLBACK_MODULES)
         has_state = overridden(callback, "state_dict") is not None
         has_attributes = not (is_lightnings or has_state or is_instance_of(callback, "ProgressBar"))
         path = f"callbacks.{name}.{counts[name]}"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
+from ..lightning_compat.overrides import LIGHTNING_PACKAGES
 from ..lightning_compat.private import has_communication_hook
 
 try:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 
-_OF_TRAINER = ("lightning.pytorch.", "pytorch_lightning.")
+_OF_TRAINER = tuple(f"{package}." for package in LIGHTNING_PACKAGES)
 _CONVERTED = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
+# The names under which Lightning's Trainer, modules and callbacks can be imported.
+LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
 # The modules that define Lightning's base classes. Their hooks have empty bodies, so a method from
 # these modules does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
-    for package in ("lightning.pytorch", "pytorch_lightning")
+    for package in LIGHTNING_PACKAGES
     for module in ("callbacks.callback", "core.hooks", "core.module", "core.datamodule")
 )
 

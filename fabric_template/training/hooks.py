@@ -10,7 +10,12 @@ from typing import Any
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..lightning_compat.overrides import find_callbacks, is_instance_of, overridden
+from ..lightning_compat.overrides import (
+    CALLBACK_MODULES,
+    find_callbacks,
+    is_instance_of,
+    overridden,
+)
 
 
 class Hooks:
@@ -148,9 +153,8 @@ class Hooks:
         Lightning's own callbacks get the LightningModule or ModuleAdapter. All other callbacks get
         the model that was passed to the loop.
         """
-        packages = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.")
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
-        is_lightnings = any(base.__module__.startswith(packages) for base in bases)
+        is_lightnings = any(base.__module__.startswith(CALLBACK_MODULES) for base in bases)
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:

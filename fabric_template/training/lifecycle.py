@@ -29,7 +29,7 @@ from ..distributed.launch import (
 )
 from ..distributed.signals import error_of_signal, is_notebook
 from ..errors import explain_error
-from ..lightning_compat.overrides import as_list, is_instance_of
+from ..lightning_compat.overrides import LIGHTNING_PACKAGES, as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
 from ..loggers.result_collection import ResultCollection
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..config import LoopConfig
     from .plan import Plan
 
-_LIGHTNING_MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+_LIGHTNING_MODULES = tuple(f"{package}.core.module" for package in LIGHTNING_PACKAGES)
 
 
 def run_plan(plan: Plan) -> Any:
