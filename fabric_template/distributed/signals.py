@@ -175,5 +175,10 @@ def error_of_signal(number: int) -> BaseException:
 
 def is_notebook() -> bool:
     """Return whether Python keeps running after Ctrl-C, as in a notebook or a Python shell."""
+    return hasattr(sys, "ps1") or find_shell() is not None
+
+
+def find_shell() -> Any:
+    """Return the shell of IPython or of a notebook, or None in a script."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return hasattr(sys, "ps1") or (get_ipython is not None and get_ipython() is not None)
+    return None if get_ipython is None else get_ipython()

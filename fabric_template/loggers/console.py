@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from ..distributed.signals import find_shell
 from ..lightning_compat.overrides import is_instance_of
 from .result_collection import to_numbers
 from .row import train_values_first
@@ -261,10 +262,9 @@ class Console:
 
 def detect_output() -> str:
     """Return where the run prints its progress: "notebook", "terminal" or "log file"."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
+    is_in_kernel = getattr(find_shell(), "kernel", None) is not None
     # A child process of a notebook cannot display its output in the notebook's cells.
-    if getattr(shell, "kernel", None) is not None and multiprocessing.parent_process() is None:
+    if is_in_kernel and multiprocessing.parent_process() is None:
         return "notebook"
     return "terminal" if sys.stderr.isatty() else "log file"
 
