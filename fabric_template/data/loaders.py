@@ -292,12 +292,6 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__array_interface__")
 
 
-def loader_argument(call: str, stage: str) -> str:
-    if call == "fit":
-        return "train_dataloaders" if stage == "train" else "val_dataloaders"
-    return "dataloaders"
-
-
 class StageLoaders:
     """The loaders of a stage, adapted to the number of processes and to the run's options.
 

@@ -10,8 +10,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from ..data.loaders import check_loaders as check_source
-from ..data.loaders import has_loader, loader_argument
+from ..data.loaders import check_loaders, has_loader
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
@@ -47,7 +46,7 @@ def check_call(plan: Plan) -> None:
         check_optimization(plan)
         check_own_hparams(plan.config.hparams or {}, plan.model, plan.datamodule)
         warn_of_options(plan)
-    check_loaders(plan)
+    check_loader_arguments(plan)
 
 
 def check_idle(loop: FabricLoop, stage: str) -> None:
@@ -199,7 +198,7 @@ def check_optimization(plan: Plan) -> None:
             raise ConfigurationError(f"{text} the gradient {what} in training_step.")
 
 
-def check_loaders(plan: Plan) -> None:
+def check_loader_arguments(plan: Plan) -> None:
     """Raise an error if a loader is missing or does not yield batches."""
     call, stage = plan.stage, LOADER_OF_STAGE[plan.stage]
     argument = loader_argument(call, stage)
@@ -214,11 +213,17 @@ def check_loaders(plan: Plan) -> None:
             )
         raise MissingDataError(f"{text} Write {call}(model, loader), or {remedy}.")
     for given_stage, loaders in plan.loaders.items():
-        check_source(loaders, found_loader(plan, given_stage))
+        check_loaders(loaders, found_loader(plan, given_stage))
     given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         kind = type(given).__name__
         raise ConfigurationError(f"{argument}: got an empty {kind}, expected at least one batch.")
+
+
+def loader_argument(call: str, stage: str) -> str:
+    if call == "fit":
+        return "train_dataloaders" if stage == "train" else "val_dataloaders"
+    return "dataloaders"
 
 
 def found_loader(plan: Plan, stage: str) -> str:
