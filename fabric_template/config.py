@@ -312,7 +312,7 @@ def _convert_option(name: str, value: Any) -> Any:
     return value
 
 
-def to_plain(value: Any, is_strict: bool = False) -> Any:
+def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
     """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
@@ -326,14 +326,14 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
     if isinstance(value, Mapping | Namespace):
         items = (value if isinstance(value, Mapping) else vars(value)).items()
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
-        return {key: to_plain(item, is_strict) for key, item in named.items()}
+        return {key: to_yaml_value(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
         # Sort a set, because its order differs between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
-        return [to_plain(item, is_strict) for item in value]
+        return [to_yaml_value(item, is_strict) for item in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return to_plain(value.item())
+        return to_yaml_value(value.item())
     if is_strict and not isinstance(value, Path):
         raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
     # Remove memory addresses from reprs, because addresses differ between processes.
@@ -343,7 +343,7 @@ def to_plain(value: Any, is_strict: bool = False) -> Any:
 def _to_setting(value: Any) -> Any:
     """Convert a setting to types that YAML supports or, if that fails, to its class name."""
     try:
-        return to_plain(value)
+        return to_yaml_value(value)
     except Exception:
         return type(value).__name__
 

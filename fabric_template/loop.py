@@ -35,7 +35,7 @@ from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.logger_connector import make_logger
 from .loggers.run_config import (
-    attempt,
+    call_or_none,
     describe_batch_size,
     describe_model,
     describe_optimizer,
@@ -307,10 +307,10 @@ class FabricLoop(TrainerAPI):
 
     def _describe_parts(self, model: Any, optimizer: Any, loaders: tuple[Any, ...]) -> None:
         own = self._own_parts
-        own["model"].append(attempt(describe_model, model, model))
+        own["model"].append(call_or_none(describe_model, model, model))
         if optimizer is not None:
-            own["optimizer"].append(attempt(describe_optimizer, optimizer))
-        own["batch_size"] += [attempt(describe_batch_size, loader) for loader in loaders[:1]]
+            own["optimizer"].append(call_or_none(describe_optimizer, optimizer))
+        own["batch_size"] += [call_or_none(describe_batch_size, loader) for loader in loaders[:1]]
 
     def _setup_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoader):

@@ -13,7 +13,7 @@ import torch
 # The global generators of random and np.random.
 _OF_RANDOM: Any = getattr(random.random, "__self__", None)
 _OF_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
-_MOST_ITEMS = 64
+_LARGEST_SEARCHED = 64
 
 
 def capture_rng_state() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
     for name, value in attributes.items():
         if is_generator(value):
             found[name] = value
-        elif type(value) in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
+        elif type(value) in (list, tuple, dict) and 0 < len(value) <= _LARGEST_SEARCHED:
             items = value if type(value) is dict else dict(enumerate(value))
             found.update({f"{name}.{key}": v for key, v in items.items() if is_generator(v)})
     return found

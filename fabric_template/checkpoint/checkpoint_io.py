@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
+_SEARCHED_TYPES = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
 # Values of these types need no conversion. Skipping them saves time, because Python's RNG state
 # alone has 625 numbers.
-_PLAIN_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
+_UNCHANGED_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -132,7 +132,7 @@ def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Returns:
         A copy of the checkpoint. Its NUMPY_KEY entry stores the dtypes of the replaced values.
     """
-    plain, dtypes = to_plain(checkpoint, [])
+    plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
 
@@ -153,7 +153,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
+def replace_numpy_values(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     """Convert the NumPy values in nested containers to Python values and tensors.
 
     Args:
@@ -171,13 +171,13 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
-    if type(value) not in _CONTAINERS or any(value is parent for parent in parents):
+    if type(value) not in _SEARCHED_TYPES or any(value is parent for parent in parents):
         return value, None
     replaced, dtypes, parents = {}, {}, [*parents, value]
     for key, item in items_of(value):
-        if type(item) in _PLAIN_TYPES:
+        if type(item) in _UNCHANGED_TYPES:
             continue
-        plain, dtype = to_plain(item, parents)
+        plain, dtype = replace_numpy_values(item, parents)
         if plain is not item:
             replaced[key] = plain
         if dtype:
@@ -186,7 +186,7 @@ def to_plain(value: Any, parents: list[Any]) -> tuple[Any, Any]:
 
 
 def to_numpy(value: Any, dtypes: Any) -> Any:
-    """Undo ``to_plain``, using the dtypes that it returned."""
+    """Undo ``replace_numpy_values``, using the dtypes that it returned."""
     if isinstance(dtypes, str):
         return numpy_value(value, dtypes)
     replaced = {key: to_numpy(value[key], dtype) for key, dtype in dtypes.items()}

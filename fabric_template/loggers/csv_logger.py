@@ -19,7 +19,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from ..config import to_plain
+from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
@@ -124,7 +124,7 @@ class CSVLogger(Logger):
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Add hyperparameters to hparams.yaml."""
         for hparams in (params or {}, *args):
-            self._hparams.update(to_plain(hparams))
+            self._hparams.update(to_yaml_value(hparams))
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ RETURNED = "returned"
 # total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) loads by default.
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
+_LOADABLE_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
 # The attributes of LoopResults that a checkpoint contains.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
@@ -702,4 +702,4 @@ def is_plain(value: Any) -> bool:
         return all(is_plain(part) for part in [*value.keys(), *value.values()])
     if type(value) in (list, tuple):
         return all(is_plain(part) for part in value)
-    return isinstance(value, Tensor) or type(value) in _PLAIN_TYPES
+    return isinstance(value, Tensor) or type(value) in _LOADABLE_TYPES

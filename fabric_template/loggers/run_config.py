@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .. import __version__
-from ..config import to_plain
+from ..config import to_yaml_value
 from ..errors import ConfigurationError, describe
 from ..files import write_yaml
 from ..lightning_compat.private import logs_hyperparameters
@@ -109,9 +109,9 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),
-        "model": attempt(describe_model, run.model, run.network),
-        **number_parts("optimizer", [attempt(describe_optimizer, o) for o in optimizers]),
-        "batch_size": attempt(describe_batch_size, loaders),
+        "model": call_or_none(describe_model, run.model, run.network),
+        **number_parts("optimizer", [call_or_none(describe_optimizer, o) for o in optimizers]),
+        "batch_size": call_or_none(describe_batch_size, loaders),
         "unknown": unknown,
     }
     return {**config, "about": about}
@@ -123,8 +123,8 @@ def collect_run_config(run: Run) -> dict[str, Any]:
 def describe_process(fabric: Any) -> dict[str, Any]:
     """Return the command, git commit, package versions, device and number of processes."""
     return {
-        "command": attempt(read_command),
-        "git": attempt(read_git, os.getcwd()),
+        "command": call_or_none(read_command),
+        "git": call_or_none(read_git, os.getcwd()),
         "versions": {
             "fabric_template": __version__,
             "torch": str(torch.__version__),
@@ -136,7 +136,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
     }
 
 
-def attempt(describe: Callable[..., Any], *parts: Any) -> Any:
+def call_or_none(describe: Callable[..., Any], *parts: Any) -> Any:
     """Call ``describe``. If it raises an error, return None, so that the run continues."""
     try:
         return describe(*parts)
@@ -184,7 +184,9 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
         # A scheduler may already have changed "lr", but "initial_lr" keeps the first value.
-        values = [to_plain(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups]
+        values = [
+            to_yaml_value(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups
+        ]
         described[name] = values if any(value != values[0] for value in values) else values[0]
     return described
 
@@ -228,7 +230,7 @@ def keep_plain(
     kept = {}
     for name, value in values.items():
         try:
-            kept[name] = to_plain(value, is_strict=True)
+            kept[name] = to_yaml_value(value, is_strict=True)
         except TypeError:
             unknown[prefix + name] = describe(value)
     return kept
@@ -248,7 +250,7 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
     for part in parts:
         saved = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
         for name in hparams.keys() & saved.keys():
-            value = to_plain(saved[name])
+            value = to_yaml_value(saved[name])
             if value != hparams[name] and repr(value) != repr(hparams[name]):
                 kind = type(part).__name__
                 raise ConfigurationError(

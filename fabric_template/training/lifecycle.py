@@ -389,7 +389,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
     run.stop.fail(error)
     run.hooks.leave()
 
-    def attempt(what: str, function: Callable[..., Any], *args: Any) -> None:
+    def call_or_warn(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
         except Exception as other:
@@ -401,13 +401,13 @@ def handle_exception(run: Run, error: BaseException) -> None:
 
     for callback in list(run.hooks.callbacks):
         call = partial(run.hooks.call_callbacks, callbacks=[callback])
-        attempt(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
+        call_or_warn(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
     call = partial(run.hooks.call_datamodule, "on_exception")
-    attempt("on_exception of the datamodule", call, error)
-    attempt("closing the loggers", run.loggers.finalize, "failed")
-    attempt("closing the loaders", run.data.teardown)
-    attempt("closing the checkpoint files", run.loop.checkpoint_io.teardown)
-    attempt("reading the last values", run.results.end)
+    call_or_warn("on_exception of the datamodule", call, error)
+    call_or_warn("closing the loggers", run.loggers.finalize, "failed")
+    call_or_warn("closing the loaders", run.data.teardown)
+    call_or_warn("closing the checkpoint files", run.loop.checkpoint_io.teardown)
+    call_or_warn("reading the last values", run.results.end)
     run.optimization.release()
     run.steps.unwrap()
     if run.stop.signal is None:

@@ -27,7 +27,7 @@ from ..errors import ConfigurationError, ConfigurationTypeError, check_object, d
 from ..lightning_compat.overrides import is_instance_of, overridden
 
 # A model that is not an nn.Module may keep its modules in containers of these types.
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The names of LightningModule methods that the loop also calls on models of other classes.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
@@ -115,11 +115,11 @@ class ObjectNetwork(nn.Module):
             self._parameters[name] = value
         elif isinstance(value, nn.Module):
             self._modules[name] = value
-        elif isinstance(value, _CONTAINERS) and id(value) not in containers:
+        elif isinstance(value, _MODULE_CONTAINERS) and id(value) not in containers:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             parts, containers = ObjectNetwork(), containers | {id(value)}
             for key, part in items:
-                if isinstance(part, (nn.Parameter, nn.Module, *_CONTAINERS)):
+                if isinstance(part, (nn.Parameter, nn.Module, *_MODULE_CONTAINERS)):
                     parts._add(str(key), part, f"{path}[{key!r}]", containers)
             if not parts.is_empty():
                 check_container(value, path)
