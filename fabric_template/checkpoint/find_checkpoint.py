@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
 from ..distributed.launch import gather_objects
 from ..errors import (
     CheckpointError,
@@ -123,7 +125,7 @@ def default_keyword(plan: Plan) -> str | None:
     best = getattr(loop.checkpoint_callback, "best_model_path", None)
     if plan.is_model_given or not has_monitor or not best:
         return None
-    plan.warn(
+    rank_zero_warn(
         f"`.{plan.stage}(ckpt_path=None)` was called without a model. The best model of the"
         " previous `fit` call will be used."
     )
@@ -152,7 +154,7 @@ def find_checkpoint(
     if path is None and keyword != "auto":
         report_missing(plan, argument, keyword, versions)
     if path is None and (other := find_file_of_callback(plan)) is not None:
-        plan.warn(
+        rank_zero_warn(
             f"{argument}: a new run starts, although a ModelCheckpoint saved {other}. To continue"
             " that run, pass the same ModelCheckpoint in callbacks=, or the path of the file."
         )
@@ -218,7 +220,7 @@ def read_newest(
                 continue
             if time_of(checkpoint, default=version.started) >= version.started:
                 if version.name and index > 0 and versions[0].time > version.time:
-                    plan.warn(
+                    rank_zero_warn(
                         f"{argument}: {versions[0].name} was started later but has no checkpoint,"
                         f" so {version.name} continues. To continue another run, pass version= or"
                         " the path of a checkpoint."
@@ -393,7 +395,7 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
             f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
             f" {advice}, or pass the path of a checkpoint."
         )
-    plan.warn(
+    rank_zero_warn(
         f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
         " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
     )

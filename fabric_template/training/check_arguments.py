@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
@@ -240,26 +241,26 @@ def warn_of_options(plan: Plan) -> None:
     """Warn about conflicting options, or a missing max_epochs, validation step or loader."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
-        plan.warn(
+        rank_zero_warn(
             "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit,"
             " set `max_epochs=-1`.",
-            PossibleUserWarning,
+            category=PossibleUserWarning,
         )
     if plan.config.deterministic and plan.config.benchmark:
-        plan.warn(
+        rank_zero_warn(
             "You passed `deterministic=True` and `benchmark=True`. Note that PyTorch ignores"
             " torch.backends.cudnn.deterministic=True when torch.backends.cudnn.benchmark=True."
         )
     has_step = overridden(plan.module, "validation_step") is not None
     has_val_loader = has_loader(plan.loaders, plan.source, "val")
     if has_val_loader and not has_step:
-        plan.warn(
+        rank_zero_warn(
             "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
         )
     if has_step and not has_val_loader and plan.is_lightning_module:
-        plan.warn(
+        rank_zero_warn(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
-            PossibleUserWarning,
+            category=PossibleUserWarning,
         )
     warn_of_unused_options(plan)
 
@@ -270,7 +271,7 @@ def warn_of_unused_options(plan: Plan) -> None:
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
     if given and savers:
-        plan.warn(
+        rank_zero_warn(
             f"{', '.join(given)}: ignored, because the callback {type(savers[0]).__name__} saves"
             " the checkpoints. Pass the values to the callback, as in"
             " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."

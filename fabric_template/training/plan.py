@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -67,11 +66,6 @@ class Plan:
     def loop_name(self) -> str:
         """The loop's name in messages: "Trainer" for a LightningModule, otherwise "FabricLoop"."""
         return "Trainer" if self.is_lightning_module else "FabricLoop"
-
-    def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Show a warning, in the main process only."""
-        if self.loop.fabric.is_global_zero:
-            warnings.warn(message, category, stacklevel=3)
 
     def copied(self) -> Plan:
         """Return a Plan with copies of the model and optimizer.
