@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ..config import LoopConfig
     from .plan import Plan
 
+# The objects of a run that a checkpoint contains, in the order in which they are restored.
+SAVED_PARTS = ["progress", "stop", "results", "row", "data", "validation_schedule"]
+SAVED_PARTS += ["plain_state", "checkpoints"]
+
 
 class Run:
     """Holds the objects of one call to fit, validate, test or predict, such as ``progress``.
@@ -80,8 +84,7 @@ class Run:
         Each process saves its own state_dict of an object whose ``is_per_process`` class attribute
         is True.
         """
-        parts = vars(self).items()
-        return {name: part for name, part in parts if hasattr(type(part), "is_per_process")}
+        return {name: getattr(self, name) for name in SAVED_PARTS}
 
     def set_options(self, config: LoopConfig) -> None:
         """Replace the options for the rest of the run."""
@@ -98,7 +101,10 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def start_optimization(self) -> None:
-        """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization."""
+        """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization.
+
+        Until on_fit_start, the module may still change ``automatic_optimization``.
+        """
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
