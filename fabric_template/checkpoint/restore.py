@@ -33,6 +33,22 @@ from .state import key_of, names_of_groups, run_settings
 if TYPE_CHECKING:
     from ..training.run import Run
 
+# The order in which fit restores a checkpoint:
+#
+# | function         | restores                          | not earlier, because                |
+# |------------------|-----------------------------------|-------------------------------------|
+# | restore_model    | datamodule, weights, callbacks    | setup() and configure_model() may   |
+# |                  |                                   | still create layers                 |
+# | restore_training | optimizers, schedulers, counters, | configure_optimizers creates the    |
+# |                  | max_epochs, max_steps, CSV files  | optimizers                          |
+# | restore_states   | other options, flags, gradients,  | on_train_start sees the values of   |
+# |                  | running means, loader positions,  | the script, and may draw random     |
+# |                  | and last the RNG states           | numbers                             |
+# | restore_position | iterators of the loaders,         | iterators need their positions, the |
+# |                  | and then attributes               | RNG states and the old attributes   |
+#
+# The other stages call only restore_model.
+
 # The keys under which Lightning, Fabric and PyTorch's tutorials save the weights.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
 # The attributes in which DistributedDataParallel and torch.compile store the wrapped module.
