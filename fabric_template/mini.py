@@ -2451,8 +2451,15 @@ def is_library_iterator(value: Any) -> bool:
 def encode_or_mark(
     value: Any, device: torch.device, most: int | None, weights: dict[Any, str]
 ) -> Any:
+    """Encode a value, or return a checksum if the value is large."""
+    if most is not None and type(value) in (list, tuple, set, dict):
+        # marshal is faster than encode. It raises a ValueError for items such as tensors.
+        with suppress(ValueError):
+            content = marshal.dumps(value, 2)
+            if len(content) > most:
+                return ChangeMark((zlib.crc32(content),))
     try:
-        return change_mark(value, most) or encode(value, device, most, weights)
+        return encode(value, device, most, weights)
     except LargeValueError:
         return ChangeMark((mark_value(value),))
 
@@ -2484,23 +2491,6 @@ class ChangeMark(tuple[Any, ...]):
 
 class LargeValueError(TypeError):
     """Raised if a value is too large to encode, so that the caller stores a checksum instead."""
-
-
-def change_mark(value: Any, most: int | None) -> ChangeMark | None:
-    """Return a checksum of a large tensor, array or container, or None for any other value."""
-    kind = type(value)
-    if most is not None and kind in (list, tuple, set, dict):
-        # marshal raises a ValueError for items such as tensors and objects.
-        with suppress(ValueError):
-            content = marshal.dumps(value, 2)
-            return ChangeMark((zlib.crc32(content),)) if len(content) > most else None
-    if most is None or kind not in (Tensor, np.ndarray) or math.prod(value.shape) <= most:
-        return None
-    if kind is Tensor:
-        return ChangeMark((id(value), mark_tensor(value)))
-    if value.dtype.hasobject or value.dtype.names:
-        return None
-    return ChangeMark(mark_array(value))
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
@@ -2633,8 +2623,10 @@ def encode_tensor(
 
 
 def encode_array(value: Any, most: int | None) -> Any:
-    if value.dtype.hasobject or value.dtype.names or (most is not None and value.size > most):
+    if value.dtype.hasobject or value.dtype.names:
         raise TypeError("ndarray")
+    if most is not None and value.size > most:
+        raise LargeValueError("ndarray")
     data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
     name = "array" if isinstance(value, np.ndarray) else "scalar"
     return name, data, value.dtype.str, list(value.shape)
