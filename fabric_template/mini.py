@@ -118,6 +118,10 @@ INSTEAD = {
 }
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
+UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({}). Leave it out of"
+UNREADABLE_STATE += " state_dict()."
+UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
+UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -974,7 +978,7 @@ class MiniLoop:
             # Check the first checkpoint only, as optimizers create their state in the first step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
-            check_readable(apply_to_collection(states, Tensor, Tensor.dim))
+            check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
         own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
@@ -1577,7 +1581,7 @@ class MiniLoop:
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
         }
-        check_readable(apply_to_collection(states, NUMPY, to_python))
+        check_readable(apply_to_collection(states, NUMPY, to_python), UNREADABLE_STATE)
         check_scheduler_states(states["lr_schedulers"], self.optimizer)
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
@@ -2966,17 +2970,20 @@ def is_intact(path: Path) -> bool:
     return False
 
 
-def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint. Raise an error if weights or states contain arbitrary Python objects."""
-    name = name or str(file)
     try:
-        checkpoint = load_file(file)
+        checkpoint = load_file(path)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{name}: got objects that torch.load does not read, such as objects of nested classes."
+            f"{path}: got objects that torch.load does not read, such as objects of nested classes."
             " Use FabricLoop."
         ) from error
+    refuse_objects(checkpoint, str(path))
+    return checkpoint
 
+
+def refuse_objects(checkpoint: dict[str, Any], name: str) -> None:
     def refuse(value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
         check(
@@ -2987,39 +2994,26 @@ def read_checkpoint(file: Path | io.BytesIO, name: str = "") -> dict[str, Any]:
 
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
-    return checkpoint
 
 
-def check_readable(states: dict[str, Any]) -> None:
+def check_readable(states: dict[str, Any], text: str) -> None:
     """Raise an error if ``states`` cannot be saved to a checkpoint and read again."""
     file = io.BytesIO()
     try:
         torch.save(states, file)
+        file.seek(0)
+        checkpoint = load_file(file)
     except Exception as error:
-        raise ValueError(
-            f"optimizer: got a state that cannot be pickled ({error}). Leave it out of"
-            " state_dict()."
-        ) from error
-    file.seek(0)
-    read_checkpoint(file, "the state of the optimizer or a scheduler")
+        is_read = isinstance(error, pickle.UnpicklingError)
+        reason = "torch.load does not read objects of nested classes" if is_read else error
+        raise ValueError(text.format(reason)) from error
+    refuse_objects(checkpoint, "the state of the optimizer or a scheduler")
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
     """Return a model's hyperparameters, with the keys that Lightning's checkpoints use."""
-    hparams, file = dict(getattr(model, "hparams", {})), io.BytesIO()
-    try:
-        torch.save(hparams, file)
-        if hparams:
-            file.seek(0)
-            load_file(file)
-    except Exception as error:
-        is_read = isinstance(error, pickle.UnpicklingError)
-        reason = "torch.load does not read objects of nested classes" if is_read else error
-        raise ValueError(
-            f"hparams: got values that a checkpoint cannot contain ({reason}). Write"
-            " save_hyperparameters(ignore=...), or use FabricLoop."
-        ) from error
-    name = vars(model).get("_hparams_name")
+    hparams, name = dict(getattr(model, "hparams", {})), vars(model).get("_hparams_name")
+    check_readable({"hyper_parameters": hparams}, UNREADABLE_HPARAMS)
     return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
 
 
