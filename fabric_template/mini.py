@@ -993,6 +993,7 @@ class MiniLoop:
         options = {
             name: (value, getattr(self, name)) for name, value in self._given_options.items()
         }
+        current, start = flags_of(self._unwrapped).items(), self._start_flags
         return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
@@ -1012,7 +1013,7 @@ class MiniLoop:
             "checkpoints": dict(self._best),
             # The original and the current value of each option that hooks changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
-            "flags": changed_flags(self._start_flags, flags_of(self._unwrapped)),
+            "flags": {kind: dict(flags.items() - start[kind].items()) for kind, flags in current},
             "settings": self._run_settings(),
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
@@ -1208,10 +1209,8 @@ class MiniLoop:
 
     def _start_version(self, is_new: bool) -> None:
         """Write hparams.yaml. For new runs, also write config.yaml, and the start time to .lock."""
-        started, saved = read_times(self.checkpoint_dir)
-        self._started_at = max(time.time(), started, saved)
+        self._started_at = max(time.time(), max(read_times(self.checkpoint_dir)) + 0.001)
         if is_new:
-            self._started_at = max(time.time(), max(started, saved) + 0.001)
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
                 # Remove the rows of an earlier run that ended before it saved a checkpoint.
@@ -1977,10 +1976,11 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    samplers = ("loader", "sampler", "batch_sampler", "inner sampler")
+    batches = getattr(loader, "batch_sampler", None)
+    sampler, inner = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
+    parts: Any = (loader, sampler, batches, inner)
     # The loader and its batch sampler may share a sampler. Call the sampler's set_epoch() once.
-    found = {id(part): part for name, part in parts_of(loader).items() if name in samplers}
-    for part in found.values():
+    for part in {id(part): part for part in parts}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
@@ -2096,7 +2096,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
-    if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+    if not isinstance(scheduler, LRScheduler):
         kind = type(scheduler).__name__
         raise TypeError(
             f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers, use"
@@ -2707,12 +2707,7 @@ def load_plain_state(
             text += " but this run has not created it. A resumed run may differ. Create it in"
             warnings.warn(f"{text} __init__.", stacklevel=2)
         elif isinstance(value, tuple) and value[0] == "shared":
-            check(
-                isinstance(current, SynchronizedBase),
-                f"resume: got a value of {name!r} from shared memory, but this run has no such"
-                " object. Create it in __init__.",
-            )
-            set_shared(current, decode(value[1], device, weights))
+            set_shared(name, current, decode(value[1], device, weights))
         elif isinstance(value, tuple) and value[0] == "state":
             load_object(name, current, decode(value[1], device, weights))
         else:
@@ -2734,8 +2729,10 @@ def load_object(name: str, current: Any, state: Any) -> None:
         current.load_state_dict(state)
 
 
-def set_shared(current: Any, value: Any) -> None:
+def set_shared(name: str, current: Any, value: Any) -> None:
     """Write a value into shared memory, or raise an error if its type or length differs."""
+    text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
+    check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
     if hasattr(content, "value"):
         content.value = value
@@ -2802,10 +2799,6 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
     }
-
-
-def changed_flags(start: dict[str, Any], current: dict[str, Any]) -> dict[str, dict[str, bool]]:
-    return {kind: dict(current[kind].items() - start[kind].items()) for kind in current}
 
 
 def random_state(generator: Any) -> Any:
