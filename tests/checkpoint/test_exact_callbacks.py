@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from modules import Classifier, assert_same_weights, by_epoch, make_loader, sgd
+from modules import Classifier, assert_same_weights, by_epoch, make_loader, sgd, weight_averaging
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -67,8 +67,8 @@ CALLBACKS = {
     "backbone": (Backbone, lambda: cb.BackboneFinetuning(1, lambda epoch: 2.0, train_bn=False)),
     "unfreezes layers": (TwoLayers, Unfreezes),
     "freezes layer": (Normed, FreezesLayer),
-    "ema": (Normed, lambda: cb.EMAWeightAveraging(decay=0.9, update_every_n_steps=2)),
-    "mean": (Normed, lambda: cb.WeightAveraging(use_buffers=False)),
+    "ema": (Normed, lambda: weight_averaging("EMAWeightAveraging", decay=0.9, update_every_n_steps=2)),
+    "mean": (Normed, lambda: weight_averaging(use_buffers=False)),
     "early_stopping": (
         Normed,
         lambda: cb.EarlyStopping("val_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=False),
@@ -108,8 +108,8 @@ def test_a_killed_run_with_each_callback_resumes_exactly(tmp_path, name):
 AVERAGES = {
     "swa": (Classifier, lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=1)),
     "swa_batchnorm": (Normed, lambda: cb.StochasticWeightAveraging(0.05, swa_epoch_start=0.5)),
-    "ema": (Normed, lambda: cb.EMAWeightAveraging(decay=0.8, update_every_n_steps=2)),
-    "mean": (Classifier, cb.WeightAveraging),
+    "ema": (Normed, lambda: weight_averaging("EMAWeightAveraging", decay=0.8, update_every_n_steps=2)),
+    "mean": (Classifier, weight_averaging),
 }
 
 

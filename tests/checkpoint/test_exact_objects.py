@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
+from fabric_template.plain_state import can_save_dtype
 
 
 class NoisySGD(torch.optim.SGD):
@@ -394,6 +395,18 @@ class HasPhases(Model):
         return super().training_step(batch, batch_idx) * scale * self.phase.value
 
 
+class Rotates(Model):
+    """Scales its loss with a complex number."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = 1 + 0j
+
+    def training_step(self, batch, batch_idx):
+        self.phase *= 1 + 0.3j
+        return super().training_step(batch, batch_idx) * abs(self.phase)
+
+
 class Recorder:
     """A forward hook that scales outputs by the mean of earlier outputs."""
 
@@ -483,6 +496,7 @@ CASES = {
     "objects of a model": shuffled(HasHelpers),
     "hidden modules": shuffled(HasHiddenModules),
     "enums and named tuples": shuffled(HasPhases),
+    "complex number": shuffled(Rotates),
     "slots and shared memory": faded(0),
     "shared memory of workers": faded(1),
     "object of a hook": shuffled(HasHook),
@@ -535,6 +549,45 @@ def test_a_scheduler_state_that_cannot_be_read_back_is_refused_before_training(t
     with pytest.raises(ValueError, match="got .*Generator"):
         train(kind, tmp_path, shuffled(Curved))
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+class Unsigned(Model):
+    """Changes a tensor of a dtype that torch 2.5 cannot save, in an attribute or in a buffer."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.bits = torch.nn.Buffer(make_bits(0)) if is_buffer else make_bits(0)
+
+    def on_train_batch_end(self, *args):
+        self.bits = make_bits(self.global_step)
+        self.add(int(self.bits[0]))
+
+
+def make_bits(value):
+    return torch.full((2,), value, dtype=torch.int32).to(torch.uint16)
+
+
+@pytest.mark.skipif(not can_save_dtype(torch.uint16), reason="torch.save of torch 2.5 refuses torch.uint16")
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("kind", SAVES)
+def test_unsigned_tensors_are_restored(tmp_path, kind, is_buffer):
+    make = shuffled(partial(Unsigned, is_buffer))
+    whole = train(kind, tmp_path / "whole", make)
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "parts", make, kill_at=6)
+    assert train(kind, tmp_path / "parts", make, resume="last") == whole
+
+
+@pytest.mark.skipif(can_save_dtype(torch.uint16), reason="torch.save supports torch.uint16")
+def test_the_first_save_names_tensors_that_torch_cannot_save(tmp_path):
+    """FabricLoop trains with such an attribute, and warns that a resumed run may differ."""
+    for is_buffer in (False, True):
+        with pytest.raises(ValueError, match=r"bits.*: got a tensor that torch.save .*refuses .*uint16"):
+            train(MiniLoop, tmp_path / f"mini {is_buffer}", shuffled(partial(Unsigned, is_buffer)))
+    with pytest.warns(UserWarning, match="model.bits is neither saved nor restored .*refuses torch.uint16"):
+        train(FabricLoop, tmp_path / "attribute", shuffled(partial(Unsigned, False)))
+    with pytest.raises(CheckpointError, match="the part 'state_dict/bits' of the checkpoint cannot be pickled"):
+        train(FabricLoop, tmp_path / "buffer", shuffled(partial(Unsigned, True)))
 
 
 class Note:

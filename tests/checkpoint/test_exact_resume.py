@@ -14,6 +14,7 @@ import runs
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modules import weight_averaging
 from parameters import leave
 from resume_loaders import LOADERS, PERSISTENT, Endless, loader, seeded, tensors, with_sampler
 from runs import Snapshots, assert_same_end, logs_of, python_command, tree, with_files
@@ -284,10 +285,9 @@ def test_momentum_still_moves_frozen_parameters_in_a_resumed_run(tmp_path):
     assert runs.same(train(3, "parts", "last"), expected)
 
 
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="needs WeightAveraging of a newer Lightning")
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
     """The averaged model has copies of the buffers. The final model takes these copies."""
-    make = lambda: [pl.callbacks.WeightAveraging()]  # noqa: E731
+    make = lambda: [weight_averaging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     options = {"make_module": WithBank, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[*make(), snapshots], **options)

@@ -275,7 +275,10 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
         module = Classifier()
         loop.fit(module, EagerLoader(), EagerLoader(), **{RESUME_ARGUMENT[kind]: saver.best_model_path})
         ends.append((counter.checks, end(loop, module, [])))
-    assert same(*ends), ends
+    assert ends[0][0] == ends[1][0]
+    if hasattr(trainer.fit_loop, "is_resuming"):
+        # When Trainer of Lightning 2.4 resumes, it creates the iterator of the training loader twice.
+        assert same(*ends), ends
     assert ends[0][0] == (where == "train_epoch_end" and not limit)
 
 

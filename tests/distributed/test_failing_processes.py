@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from modules import Classifier, make_loader, sgd
+from modules import Classifier, make_loader, needs_fsdp2, sgd, shard_module
 from processes import run_processes
 from runs import with_files
 
@@ -18,12 +18,6 @@ from fabric_template.checkpoint.distributed import SHARDS_KEY, verify_shards
 from fabric_template.distributed import signals
 
 LAST = Path("checkpoints/run/version_0/last.ckpt")
-
-
-def shard(model, mesh):
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=mesh["data_parallel"])
 
 
 class Fails(Classifier):
@@ -55,14 +49,17 @@ def train(rank, name, mode):
     torch.set_num_threads(1)
     signals.SECONDS_BETWEEN_CHECKS = 0
     warnings.simplefilter("ignore")
-    strategy = DDPStrategy() if mode == "ddp" else ModelParallelStrategy(shard, 2, 1)
+    strategy = DDPStrategy() if mode == "ddp" else ModelParallelStrategy(shard_module, 2, 1)
     loop = FabricLoop(**with_files(".", devices=2, max_epochs=2, seed=1, save_every_n_steps=2), strategy=strategy)
     loop.fit(Fails(EVENTS[name][0]), make_loader(40))
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "ddp") for name in EVENTS), ("SIGKILL", "sharded"), ("SIGTERM", "sharded")],
+    [
+        *((name, "ddp") for name in EVENTS),
+        *(pytest.param(name, "sharded", marks=needs_fsdp2) for name in ("SIGKILL", "SIGTERM")),
+    ],
 )
 def test_all_processes_end_if_one_process_fails(name, mode):
     _, expected, text, step = EVENTS[name]

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).p
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import seed_everything
-from modules import make_data
+from modules import make_data, shard_module
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -83,11 +83,8 @@ class Victim(nn.Module):
 def sharded_strategy(ranks=2, **options):
     """Return the strategy that shards the victim's weights over `ranks` ranks (FSDP2)."""
     from lightning.fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
 
-    return ModelParallelStrategy(
-        lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ranks, 1, **options
-    )
+    return ModelParallelStrategy(shard_module, ranks, 1, **options)
 
 
 def train(root, make=Victim, batch_size=4, **options):

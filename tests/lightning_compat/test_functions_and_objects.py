@@ -5,14 +5,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelSummary,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
-from modules import assert_same_weights, make_data
+from modules import assert_same_weights, make_data, weight_averaging
 from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -164,8 +162,8 @@ class Summary(ModelSummary):
 
 
 CALLBACKS = {
-    "ema": lambda: EMAWeightAveraging(decay=0.5),
-    "average": lambda: WeightAveraging(avg_fn=lambda averaged, new, n: averaged + (new - averaged) / (n + 1)),
+    "ema": lambda: weight_averaging("EMAWeightAveraging", decay=0.5),
+    "average": lambda: weight_averaging(avg_fn=lambda averaged, new, n: averaged + (new - averaged) / (n + 1)),
     "swa": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
     "scheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
     "summary": lambda: Summary(max_depth=2),

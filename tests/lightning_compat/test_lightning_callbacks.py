@@ -9,7 +9,7 @@ import pytest
 import torch
 from both import Notes, assert_same_files, plain, run_both
 from lightning.pytorch import callbacks as cb
-from modules import Classifier, by_epoch, by_step, make_loader, sgd
+from modules import Classifier, by_epoch, by_step, make_loader, sgd, weight_averaging
 from runs import same, val_loader
 from torch import nn
 
@@ -115,8 +115,8 @@ def test_stochastic_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: cb.EMAWeightAveraging(decay=0.9, update_every_n_steps=3, update_starting_at_step=5),
-        lambda: cb.WeightAveraging(use_buffers=False),
+        lambda: weight_averaging("EMAWeightAveraging", decay=0.9, update_every_n_steps=3, update_starting_at_step=5),
+        lambda: weight_averaging(use_buffers=False),
     ],
     ids=["ema", "mean"],
 )

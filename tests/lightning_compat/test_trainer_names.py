@@ -144,7 +144,11 @@ def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(recorded,
 
 def test_attributes_match_trainer_except_for_listed_names(tmp_path):
     expected, ours = read_both(tmp_path, OPTIONS["plain"])
-    assert {name for name in NAMES if expected[name] != ours[name]} == set(DIFFERENT)
+    different = set(DIFFERENT)
+    if not hasattr(pl.Trainer(**quiet()), "val_check_batch"):
+        # Before fit, Trainer of Lightning 2.4 also raises an error.
+        different.remove("val_check_batch")
+    assert {name for name in NAMES if expected[name] != ours[name]} == different
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)

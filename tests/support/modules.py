@@ -4,7 +4,9 @@ import logging
 import warnings
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from lightning_utilities.core.imports import RequirementCache
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,6 +14,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+needs_fsdp2 = pytest.mark.skipif(not RequirementCache("torch>=2.6"), reason="FSDP2 of torch 2.5 needs CUDA")
+
+
+def weight_averaging(name="WeightAveraging", **options):
+    """Return Lightning's callback with this name. If Lightning is too old to have it, skip the test."""
+    if not hasattr(pl.callbacks, name):
+        pytest.skip(f"needs {name} of a newer Lightning")
+    return getattr(pl.callbacks, name)(**options)
+
+
+def shard_module(module, mesh):
+    """Call fully_shard, which torch 2.5 has in another module."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        from torch.distributed._composable.fsdp import fully_shard
+    return fully_shard(module, mesh=mesh["data_parallel"])
 
 
 def sgd(module):
