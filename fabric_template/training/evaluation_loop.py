@@ -55,7 +55,6 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
                 warn_of_silent_step(run, name)
             if run.stage == "fit" and stage == "validate":
                 run.row.collect_validation(values.row)
-                # The validation is complete, so a resumed run does not repeat it.
                 run.progress.enter("report_validation")
             run.hooks.call(f"on_{name}_end")
             run.results.reset()
