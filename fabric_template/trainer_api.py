@@ -10,7 +10,7 @@ from copy import copy
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import accelerators, profilers
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -424,6 +424,13 @@ def created_loaders(run: Run | None, kind: str) -> Any:
     return None if run is None else run.data.created.get(kind)
 
 
+class Loaders(NamedTuple):
+    """Provide the two attributes of Lightning's CombinedLoader that LightningModules read."""
+
+    iterables: Any
+    flattened: tuple[Any, ...]
+
+
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
@@ -471,13 +478,11 @@ class LoopAPI:
         loops = make_loop_counters(Progress(), None, True, []) if run is None else loops_state(run)
         return loops[self._key]
 
-    def find_loaders(self) -> SimpleNamespace | None:
-        """Return the attributes of CombinedLoader that modules read, or None before the set-up."""
+    def find_loaders(self) -> Loaders | None:
+        """Return the training or evaluation loaders, or None before the run creates them."""
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
-        if loaders is None:
-            return None
-        return SimpleNamespace(iterables=loaders.as_given, flattened=tuple(loaders.loaders))
+        return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()
