@@ -35,7 +35,6 @@ import marshal
 import math
 import os
 import pickle
-import pickletools
 import platform
 import random
 import re
@@ -46,7 +45,6 @@ import time
 import warnings
 import zipfile
 import zlib
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -948,7 +946,7 @@ class MiniLoop:
         if self.fabric.is_global_zero:
             for name in names:
                 with replaced(self.checkpoint_dir / name) as file:
-                    save_file(checkpoint, file)
+                    torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
         # In the middle of an epoch, a monitored training metric may not have been logged yet.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
@@ -2947,52 +2945,11 @@ class Placeholder:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
-def save_file(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
-    try:
-        torch.save(checkpoint, file)
-    except KeyError as error:
-        # torch 2.5 does not save tensors of the dtype torch.uint16.
-        raise ValueError(
-            f"{find_unsaved(checkpoint)}: got a tensor that torch.save of torch"
-            f" {torch.__version__} refuses ({error}). Use another dtype, such as torch.int32."
-        ) from error
-
-
-def find_unsaved(value: Any, name: str = "") -> str:
-    """Return a path such as "state_dict/counts" to the first value that torch.save refuses."""
-    items: Any = value.items() if isinstance(value, dict) else ()
-    for key, item in enumerate(value) if isinstance(value, list | tuple) else items:
-        try:
-            torch.save(item, io.BytesIO())
-        except KeyError:
-            return find_unsaved(item, f"{name}/{key}" if name else str(key))
-    return name
-
-
-def find_placeholders(file: Path | io.BytesIO) -> list[Any]:
-    """Return a placeholder class for each class and function that torch.load refuses."""
-    # Pass a copy of an io.BytesIO, because reading the names moves the read position.
-    file = copy.copy(file)
-    if hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        return [(type(name, (Placeholder,), {}), name) for name in names]
-    # torch 2.5 has no such function. It prefers its own classes to the placeholders.
-    with zipfile.ZipFile(file) as archive:
-        pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        operations = [*pickletools.genops(archive.read(pickled))]
-    found: list[Any] = []
-    for full_name in [text for kind, text, _ in operations if kind.name == "GLOBAL"]:
-        place: Any = tuple(str(full_name).split(" "))
-        # Pickle protocol 2 uses the module names of Python 2.
-        module, name = NAME_MAPPING.get(place, (IMPORT_MAPPING.get(place[0], place[0]), place[1]))
-        found.append(type(name, (Placeholder,), {"__module__": module}))
-    # Later versions of torch also load these types.
-    return [*found, complex, set]
-
-
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file saved by torch.save, with placeholders for objects that torch.load refuses."""
-    kinds = find_placeholders(file)
+    # Pass a copy of an io.BytesIO, because reading the names moves the read position.
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
+    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
         loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return loaded

@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from itertools import count, islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import SimpleNamespace
@@ -57,7 +56,6 @@ _MOST_SEARCHED = 500  # The maximum size of a container that is searched for obj
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
-_SAVE_YOURSELF = "Save the value in on_save_checkpoint, or as a buffer of a module."
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
 _NOT_CREATED = "the saved run, but not this run, created it during training"
@@ -71,10 +69,6 @@ class NotPlainError(Exception):
 
 class TooLargeError(Exception):
     """Raised if an attribute is too large to be saved."""
-
-
-class DtypeError(Exception):
-    """Raised if torch.save does not support a tensor's dtype."""
 
 
 # Comparing values
@@ -161,16 +155,6 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has data, so that its values can be copied."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta"
-
-
-@cache
-def can_save_dtype(dtype: torch.dtype) -> bool:
-    """Return whether torch.save supports a dtype. torch 2.5 does not support torch.uint16."""
-    try:
-        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
-    except KeyError:
-        return False
-    return True
 
 
 def address_of(tensor: Tensor) -> int:
@@ -327,8 +311,6 @@ class Encoder:
             return "weight", self._covered[address_of(tensor)], type(tensor) is nn.Parameter, *place
         if not (is_plain_tensor(tensor) or tensor.layout is torch.sparse_coo):
             raise NotPlainError
-        if not can_save_dtype(tensor.dtype):
-            raise DtypeError(f"torch.save of torch {torch.__version__} refuses {tensor.dtype}")
         self._count(size=tensor.numel() * tensor.element_size())
         copied = tensor.detach().to("cpu", copy=True)
         has_gradient = tensor.requires_grad and tensor.is_leaf
@@ -950,12 +932,10 @@ class PlainState:
             pass
         except TooLargeError:
             self._warn(what, f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items")
-        except DtypeError as error:
-            self._warn(what, str(error), "Use another dtype, such as torch.int32.")
         except Exception as error:
             self._warn(what, f"{type(error).__name__}: {error}")
 
-    def _warn(self, what: str, reason: str, fix: str = _SAVE_YOURSELF) -> None:
+    def _warn(self, what: str, reason: str) -> None:
         """Warn once about an attribute or a generator."""
         if what in self._warned:
             return
@@ -964,6 +944,6 @@ class PlainState:
         with suppress(Warning):
             warnings.warn(
                 f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"
-                f" differ. {fix}",
+                " differ. Save the value in on_save_checkpoint, or as a buffer of a module.",
                 stacklevel=5,
             )

@@ -31,8 +31,7 @@ NOTEBOOKS = ["nbmake", "nbclient", "ipykernel"]
 
 # name: (pip's arguments for torch, and those for the other packages)
 ROWS = {
-    "lowest": ("torch==2.5.1", ["-c", "constraints-lowest.txt", "lightning", "pytorch-lightning"]),
-    "lightning 2.4": ("torch==2.13.0", ["lightning==2.4.0", "pytorch-lightning==2.4.0"]),
+    "lowest": ("torch==2.6.0", ["-c", "constraints-lowest.txt", "lightning", "pytorch-lightning"]),
     "lightning 2.5": ("torch==2.13.0", ["lightning==2.5.5", "pytorch-lightning==2.5.5"]),
     "constraints": ("torch==2.13.0", ["-c", "constraints.txt", "lightning", "pytorch-lightning"]),
     "newest": ("torch", ["lightning", "pytorch-lightning"]),

@@ -14,7 +14,6 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, MissingCheckpointError
 from ..files import local_path, replaced_file
-from ..plain_state import can_save_dtype
 from .reader import is_placeholder, kind_of, read_archive
 
 if TYPE_CHECKING:
@@ -240,12 +239,7 @@ def plain_array(array: np.ndarray) -> Any:
         return array.tolist()
     is_time = array.dtype.kind in "mM"
     dtype = np.dtype("i8") if is_time else array.dtype.newbyteorder("=")
-    converted = np.array(array.astype(dtype), order="C")
-    tensor = torch.from_numpy(converted)
-    if can_save_dtype(tensor.dtype):
-        return tensor
-    # torch 2.5 cannot save torch.uint16. A signed integer of the same size has the same bits.
-    return torch.from_numpy(converted.view(f"i{dtype.itemsize}"))
+    return torch.from_numpy(np.array(array.astype(dtype), order="C"))
 
 
 def numpy_value(plain: Any, dtype: str) -> Any:

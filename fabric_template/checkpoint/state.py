@@ -23,14 +23,7 @@ from ..errors import CheckpointError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import (
-    Part,
-    PlainState,
-    address_of,
-    can_save_dtype,
-    is_plain_tensor,
-    refers_to,
-)
+from ..plain_state import Part, PlainState, address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
@@ -236,11 +229,9 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 
 
 class _TrialPickler(pickle.Pickler):
-    """Tests whether an object can be pickled. Of tensors, only the dtype is checked."""
+    """Tests whether an object can be pickled. Skips tensors, which can always be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, torch.Tensor) and not can_save_dtype(value.dtype):
-            raise pickle.PicklingError(f"torch.save refuses {value.dtype}")
         is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
         return "tensor" if is_tensor else None
 

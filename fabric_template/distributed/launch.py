@@ -69,7 +69,7 @@ def join_processes(fabric: Fabric) -> None:
 
 def _leave_group() -> None:
     if is_joined():
-        # In torch 2.5, destroy_process_group() waits forever for a thread that frees a tensor.
+        # In torch 2.6, destroy_process_group() waits forever for a thread that frees a tensor.
         _finish_gloo_threads()
         torch.distributed.destroy_process_group()
 

@@ -14,16 +14,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
 from ..lightning_compat.overrides import LIGHTNING_PACKAGES
 from ..lightning_compat.private import has_communication_hook
-
-try:
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-except ImportError:  # torch 2.5
-    from torch.distributed._composable.fsdp import FSDPModule, register_fsdp_forward_method
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

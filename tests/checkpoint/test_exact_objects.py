@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
-from fabric_template.plain_state import can_save_dtype
 
 
 class NoisySGD(torch.optim.SGD):
@@ -552,7 +551,7 @@ def test_a_scheduler_state_that_cannot_be_read_back_is_refused_before_training(t
 
 
 class Unsigned(Model):
-    """Changes a tensor of a dtype that torch 2.5 cannot save, in an attribute or in a buffer."""
+    """Changes a tensor of the dtype torch.uint16, in an attribute or in a buffer."""
 
     def __init__(self, is_buffer):
         super().__init__()
@@ -567,7 +566,6 @@ def make_bits(value):
     return torch.full((2,), value, dtype=torch.int32).to(torch.uint16)
 
 
-@pytest.mark.skipif(not can_save_dtype(torch.uint16), reason="torch.save of torch 2.5 refuses torch.uint16")
 @pytest.mark.parametrize("is_buffer", [False, True])
 @pytest.mark.parametrize("kind", SAVES)
 def test_unsigned_tensors_are_restored(tmp_path, kind, is_buffer):
@@ -576,18 +574,6 @@ def test_unsigned_tensors_are_restored(tmp_path, kind, is_buffer):
     with pytest.raises(KilledError):
         train(kind, tmp_path / "parts", make, kill_at=6)
     assert train(kind, tmp_path / "parts", make, resume="last") == whole
-
-
-@pytest.mark.skipif(can_save_dtype(torch.uint16), reason="torch.save supports torch.uint16")
-def test_the_first_save_names_tensors_that_torch_cannot_save(tmp_path):
-    """FabricLoop trains with such an attribute, and warns that a resumed run may differ."""
-    for is_buffer in (False, True):
-        with pytest.raises(ValueError, match=r"bits.*: got a tensor that torch.save .*refuses .*uint16"):
-            train(MiniLoop, tmp_path / f"mini {is_buffer}", shuffled(partial(Unsigned, is_buffer)))
-    with pytest.warns(UserWarning, match="model.bits is neither saved nor restored .*refuses torch.uint16"):
-        train(FabricLoop, tmp_path / "attribute", shuffled(partial(Unsigned, False)))
-    with pytest.raises(CheckpointError, match="the part 'state_dict/bits' of the checkpoint cannot be pickled"):
-        train(FabricLoop, tmp_path / "buffer", shuffled(partial(Unsigned, True)))
 
 
 class Note:

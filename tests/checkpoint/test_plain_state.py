@@ -33,9 +33,7 @@ def restored(before, after, fresh, tmp_path):
     saving, loading = PlainState({"a": Part(holder)}), PlainState({"a": Part(new)})
     vars(holder).update(after)
     torch.save(saving.state_dict(), tmp_path / "state")
-    # torch 2.5 does not load complex numbers by default.
-    with torch.serialization.safe_globals([complex]):
-        loading.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    loading.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     return new
 
 

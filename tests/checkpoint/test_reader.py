@@ -23,7 +23,6 @@ from torch import nn
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
 from fabric_template.checkpoint.reader import is_placeholder
 from fabric_template.errors import CheckpointError, DamagedCheckpointError
-from fabric_template.plain_state import can_save_dtype
 
 LAST = "checkpoints/run/version_0/last.ckpt"
 
@@ -110,9 +109,7 @@ MATRIX = torch.arange(12.0).reshape(3, 4)
 TENSORS = {
     "views": [MATRIX, MATRIX.t(), MATRIX[1:, ::2], torch.ones(1).expand(5)],
     "empty": [torch.empty(0, 3), torch.tensor(3)],
-    "dtypes": [MATRIX.bfloat16(), MATRIX > 3, MATRIX.to(torch.complex64)],
-    # torch 2.5 cannot save torch.uint16.
-    "unsigned": [MATRIX.to(torch.uint16)] if can_save_dtype(torch.uint16) else [],
+    "dtypes": [MATRIX.bfloat16(), MATRIX > 3, MATRIX.to(torch.uint16), MATRIX.to(torch.complex64)],
     "lazy": [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag],
     "parameter": nn.Parameter(torch.ones(2), requires_grad=False),
     "state": nn.BatchNorm1d(3).state_dict(),

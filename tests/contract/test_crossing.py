@@ -157,11 +157,6 @@ def plain_dict(value):
     return [plain_dict(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-# Trainer 2.4 repeats or skips batches if it resumes a checkpoint from the middle of an epoch.
-exact_trainer = pytest.mark.skipif(
-    pl.__version__.startswith("2.4."), reason="Trainer 2.4 does not resume exactly within an epoch"
-)
-
 SAVERS = {
     "train_epoch_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=True),
     "validation_end": lambda root: cb.ModelCheckpoint(root, filename="file", save_on_train_epoch_end=False),
@@ -179,8 +174,6 @@ def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, 
     """
     if case == "no_validation" and where == "validation_end":
         pytest.skip("the case has no validation")
-    if (case, where) == ("epoch_scheduler", "validation_end") and pl.__version__.startswith("2.4."):
-        pytest.skip("Trainer 2.4 does not resume this checkpoint exactly")
     stops = {"stops": "val" if where == "validation_end" else "train"}
     crossed = {}
     for first in LOOPS:
@@ -199,7 +192,6 @@ def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, 
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
 
 
-@exact_trainer
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
 def test_fabric_loop_refuses_to_resume_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
     """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
@@ -275,10 +267,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
         module = Classifier()
         loop.fit(module, EagerLoader(), EagerLoader(), **{RESUME_ARGUMENT[kind]: saver.best_model_path})
         ends.append((counter.checks, end(loop, module, [])))
-    assert ends[0][0] == ends[1][0]
-    if hasattr(trainer.fit_loop, "is_resuming"):
-        # When Trainer of Lightning 2.4 resumes, it creates the iterator of the training loader twice.
-        assert same(*ends), ends
+    assert same(*ends), ends
     assert ends[0][0] == (where == "train_epoch_end" and not limit)
 
 

@@ -59,11 +59,6 @@ def run_page(rank, page, sources, check):
     of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
     of_trainer += "|args parameter is|requested to overfit|in eval mode at the start of training"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
-    if not RequirementCache("torch>=2.6"):
-        # With the lowest versions, old packages call functions of newer packages that are
-        # deprecated, and SequentialLR passes its own schedulers a deprecated argument.
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
     torch.manual_seed(torch.initial_seed())
     if page == "README.md":
         # The script in the README imports a copy of mini.py.

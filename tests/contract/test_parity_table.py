@@ -100,8 +100,6 @@ def test_weights_and_metrics_are_the_same_as_with_trainer(name, tmp_path):
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_first, tmp_path):
     """A run that changes to the other loop equals a run with Trainer alone, bit for bit."""
-    if not ours_first and pl.__version__.startswith("2.4."):
-        pytest.skip("Trainer 2.4 draws different random numbers when it resumes its own checkpoint")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)
     results = []
     for kinds in ((pl.Trainer, pl.Trainer), (first, second)):

@@ -6,7 +6,6 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_utilities.core.imports import RequirementCache
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,9 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
-needs_fsdp2 = pytest.mark.skipif(not RequirementCache("torch>=2.6"), reason="FSDP2 of torch 2.5 needs CUDA")
 
 
 def weight_averaging(name="WeightAveraging", **options):
@@ -27,11 +23,8 @@ def weight_averaging(name="WeightAveraging", **options):
 
 
 def shard_module(module, mesh):
-    """Call fully_shard, which torch 2.5 has in another module."""
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard
+
     return fully_shard(module, mesh=mesh["data_parallel"])
 
 
