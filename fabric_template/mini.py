@@ -350,13 +350,16 @@ class MiniLoop:
         """
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         if not is_done:
-            if not is_resumed:
+            if is_resumed:
+                self._copy_large_values()
+            else:
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
+            self._reset_loaders(self._resumed_state["parts"])
             self._keep_start_values(self._resumed_state["parts"])
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._load_state(self._resumed_state)
@@ -1266,16 +1269,7 @@ class MiniLoop:
             parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
             self._epoch_start = {**state, "parts": parts}
         else:
-            # Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
-            places = [place for place in self._start_states if place.startswith(("train ", "val "))]
-            starts = {p: self._find_start_of(p, state["parts"].get(p, {})) for p in places}
-            kept = []
-            for place, start in starts.items():
-                attributes = namespace_of(self._parts[place])
-                kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
-            self._load_parts(starts)
-            self._load_parts(self._epoch_start["parts"])
-            set_rng_state(self._epoch_start)
+            kept = self._restore_epoch_start(state["parts"])
         # Record which iterators the loader's attributes contain. If iter() does not replace one of
         # them, `_state` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
@@ -1295,7 +1289,84 @@ class MiniLoop:
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
                 for name in same:
                     attributes[name] = values[name]
+            self._reset_loaders(state["parts"])
             self._load_state(state)
+        self._large_values.clear()
+
+    def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
+        """Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
+
+        Return the attributes of each object as they were before, with the object's namespace.
+        """
+        self._reset_loaders(saved)
+        starts = {p: self._find_start_of(p, saved.get(p, {})) for p in self._loader_places()}
+        kept = []
+        for place, start in starts.items():
+            attributes = namespace_of(self._parts[place])
+            kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
+        self._load_parts(starts)
+        self._load_parts(self._epoch_start["parts"])
+        set_rng_state(self._epoch_start)
+        return kept
+
+    def _loader_places(self) -> list[str]:
+        return [place for place in self._start_states if place.startswith(("train ", "val "))]
+
+    def _copy_large_values(self) -> None:
+        """Copy the loaders' large attributes, so that ``_reset_loaders`` can restore them."""
+        for place in self._loader_places():
+            for name, value in namespace_of(self._parts[place]).items():
+                is_marked = isinstance(self._start_states[place].get(name), ChangeMark)
+                if is_marked and not holds_objects(value):
+                    copied = value
+                    # Do not copy a tensor or an array above 256 MB.
+                    if getattr(value, "nbytes", 0) <= 2**28:
+                        is_tensor = isinstance(value, Tensor)
+                        copied = value.detach().clone() if is_tensor else copy.copy(value)
+                    self._large_values[place, name] = value, copied
+
+    def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Reset the loaders' attributes that are not in ``saved``, but have changed in this run.
+
+        A checkpoint lacks an attribute if its value equals the one at the start of the run. In a
+        resumed run, on_train_start and set_epoch() may have changed such an attribute.
+        """
+        ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
+        changed: dict[str, dict[str, Any]] = defaultdict(dict)
+        for place in self._loader_places():
+            attributes, state = namespace_of(self._parts[place]), self._plain_state(place)
+            for name, start in list(self._start_states[place].items()):
+                is_unsaved = name in attributes and name not in state
+                is_unsaved = is_unsaved or refers_to(attributes.get(name), ids)
+                is_known = name in saved.get(place, {}) or is_unsaved
+                if is_known or is_same(state.get(name, END), start):
+                    continue
+                if isinstance(start, ChangeMark):
+                    self._reset_large_value(place, name)
+                else:
+                    changed[place][name] = start
+        self._load_parts(changed)
+
+    def _reset_large_value(self, place: str, name: str) -> None:
+        if (place, name) not in self._large_values:
+            return
+        value, copied = self._large_values[place, name]
+        namespace_of(self._parts[place])[name] = value
+        start = self._start_states[place]
+        is_reset = is_same(self._plain_state(place).get(name), start[name])
+        if not is_reset and value is not copied and replace_content(value, copied):
+            mark = self._plain_state(place)[name]
+            if isinstance(value, Tensor):
+                # The mark contains the tensor's version, which the reset has increased.
+                start[name] = mark
+            is_reset = is_same(mark, start[name])
+        if not is_reset:
+            warnings.warn(
+                f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
+                f" {place} in place, and the loop cannot restore its value. A resumed run may"
+                " differ. Assign a new value to the attribute instead of changing it in place.",
+                stacklevel=2,
+            )
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
         """Return an object's attributes as they were before the run.
@@ -1603,6 +1674,8 @@ class MiniLoop:
         self._start_states = {place: self._plain_state(place) for place in self._parts}
         self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
         self._iterators = {}
+        # The original object and a copy of each large attribute of a loader, only during a resume.
+        self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._unsaved: set[tuple[str, str]] = set()
         if resumed:
             self._check_resume(resumed)

@@ -677,6 +677,8 @@ class PlainState:
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
+        # The digests and encoded values that ``keep_start_values`` has stored.
+        self._start_values: dict[Place, tuple[Any, Any]] | None = None
         # Objects such as optimizers, whose state is saved elsewhere. None before add() is called.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
@@ -914,9 +916,38 @@ class PlainState:
     def _digest(self, value: Any) -> Any:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
-    def small_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """For each attribute of at most 1 MB, return its digest and its encoded value."""
-        encoder = Encoder(self._device, most_bytes=_COMPARED_BYTES)
+    def keep_start_values(self) -> None:
+        """Copy the attributes of at most 256 MB, so that ``reset_attributes`` can restore them."""
+        self._start_values = self.encoded_attributes(_MOST_BYTES)
+
+    def drop_start_values(self) -> None:
+        self._start_values = None
+
+    def reset_attributes(self, saved: Collection[Place]) -> None:
+        """Reset the attributes that are not in ``saved``, but have changed in this run.
+
+        A checkpoint lacks an attribute if its value equals the one at the start of the run. In a
+        resumed run, on_train_start and set_epoch() may have changed such an attribute.
+        """
+        if self._start_values is None:
+            return
+        current, changed = self.digests(), {}
+        expected = dict(self._at_start)
+        expected.update((place, pair[0]) for place, pair in self._start_values.items())
+        # If an attribute has a value that cannot be saved, such as a function, do not reset it.
+        known = {place for place, _ in self.attributes() if place not in current} | {*saved}
+        for place, found in expected.items():
+            if place in known or current.get(place) == found:
+                continue
+            with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
+                if place not in self._start_values:
+                    raise TypeError("on_train_start or set_epoch() changed it, and it is too large")
+                changed[place] = self._start_values[place][1]
+        self.load_attributes(changed)
+
+    def encoded_attributes(self, most_bytes: int = _COMPARED_BYTES) -> dict[Place, tuple[Any, Any]]:
+        """For each attribute of at most ``most_bytes``, return its digest and encoded value."""
+        encoder = Encoder(self._device, most_bytes=most_bytes)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
             with suppress(Exception):

@@ -239,7 +239,7 @@ class StreamState:
         # Collect each attribute's digest and value in the saved run. If the checkpoint lacks an
         # attribute, the saved run had not changed it.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
-        expected.update(self._plain.small_attributes())
+        expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():
             expected[place] = None
             with suppress(Exception):

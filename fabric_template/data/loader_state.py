@@ -119,6 +119,7 @@ class ResumableLoader:
         with unchanged_rng_state():
             self._reader = self._resume_pass(state)
         self._restore(state)
+        self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
         # If the resumed iterator has no batches left, start a new one. Otherwise, CombinedLoader
@@ -176,6 +177,7 @@ class ResumableLoader:
             )
 
     def _start_pass(self) -> Generator[Any]:
+        self._drop_start_values()
         self.passes += 1
         self._has_continued = self._has_continued or self.is_used
         self.batches, self.is_finished = 0, False
@@ -205,11 +207,11 @@ class ResumableLoader:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)
-        self._restore(self._at_start)
+        self._restore_in_pass(self._at_start)
         iterator = self._iterate(self.batches)
         if not self.workers and (done or self._at_first_batch):
             self._at_first_batch = self._at_first_batch or self._capture()
-            self._restore(self._at_first_batch)
+            self._restore_in_pass(self._at_first_batch)
             if self._is_indexed:
                 skip_indices(iterator, done, self.loader)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
@@ -396,6 +398,22 @@ class ResumableLoader:
 
     def _capture(self) -> dict[str, Any]:
         return {"rng": capture_rng_state(), **self._plain()}
+
+    def keep_start_values(self) -> None:
+        """Copy the loader's attributes before on_train_start and set_epoch() may change them."""
+        for part in self._plain_states.values():
+            part.keep_start_values()
+
+    def _drop_start_values(self) -> None:
+        for part in self._plain_states.values():
+            part.drop_start_values()
+
+    def _restore_in_pass(self, captured: Any) -> None:
+        """Restore a state, and reset the attributes that the saved run had not changed."""
+        for name, part in self._plain_states.items():
+            if name in captured:
+                part.reset_attributes(captured[name]["attributes"])
+        self._restore(captured)
 
     def _restore(self, captured: Any) -> None:
         if "rng" in captured:

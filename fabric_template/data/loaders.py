@@ -173,6 +173,8 @@ class DataConnector:
                 category=PossibleUserWarning,
             )
         is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
+        for loader in self.train.resumable if is_resumed and run.progress.is_in_epoch else ():
+            loader.keep_start_values()
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()

@@ -387,6 +387,65 @@ class ShufflesInSetEpoch(LongOrder):
         return iter(list(self.order))
 
 
+class Turns(LongOrder):
+    """A sampler whose set_epoch() reverses its order in place, and turns a flag.
+
+    Every second epoch starts with the same values as the run.
+    """
+
+    def __init__(self, order):
+        self.order, self.is_turned = order, False
+
+    def set_epoch(self, epoch):
+        self.order.reverse()
+        self.is_turned = not self.is_turned
+
+    def __iter__(self):
+        indices = [int(index) for index in self.order if index < 24]
+        return iter(indices[7:] + indices[:7] if self.is_turned else indices)
+
+
+class TurnsArray(Turns):
+    def set_epoch(self, epoch):
+        self.order[:] = self.order[::-1].copy()
+
+
+class TurnsDict(Turns):
+    def set_epoch(self, epoch):
+        items = list(self.order.items())
+        self.order.clear()
+        self.order.update(reversed(items))
+
+
+class Files(Noisy):
+    """A dataset with a long list of names, which its sampler reverses through set_epoch()."""
+
+    def __init__(self):
+        self.names = [f"{index % 1000}.png" for index in range(4_000)]
+
+    def set_epoch(self, epoch):
+        self.names.reverse()
+
+    def __getitem__(self, index):
+        return X[index] + 0.001 * int(self.names[index].removesuffix(".png")), Y[index]
+
+
+class OrderOfFiles(Sampler):
+    def __init__(self, files):
+        self.files, self.set_epoch = files, files.set_epoch
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(torch.randperm(24).tolist())
+
+
+def make_files():
+    files = Files()
+    return DataLoader(files, 4, sampler=OrderOfFiles(files))
+
+
 class OrderFromSetEpoch(LongOrder):
     """A sampler whose set_epoch() stores a function, which a checkpoint cannot contain."""
 
@@ -471,6 +530,13 @@ WITH_STATE = {
     "counter beside set_epoch": lambda: DataLoader(DATA, 4, sampler=CountsBeside()),
     "set_epoch, workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), num_workers=2),
     "set_epoch, no workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch()),
+    "turned list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)])),
+    "turned list, workers": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)]), num_workers=2),
+    "turned long list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(4_000)])),
+    "turned long array": lambda: DataLoader(DATA, 4, sampler=TurnsArray(np.arange(12_000))),
+    "turned long deque": lambda: DataLoader(DATA, 4, sampler=Turns(deque(range(12_000)))),
+    "turned long dict": lambda: DataLoader(DATA, 4, sampler=TurnsDict(dict.fromkeys(range(4_000)))),
+    "turned file names": make_files,
     "function from set_epoch": lambda: DataLoader(DATA, 4, sampler=OrderFromSetEpoch()),
     "eager batches": lambda: DataLoader(DATA, batch_sampler=EagerBatches()),
     "large tensor": lambda: DataLoader(LargeTensor(), 4),
@@ -489,6 +555,97 @@ def test_a_run_whose_loader_changes_its_attributes_resumes_exactly(tmp_path, loo
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_run_resumed_twice_within_an_epoch_resets_what_set_epoch_changes(tmp_path, loop_name, workers):
+    def make_loader():
+        return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)
+
+    expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=4)
+    train(loop_name, tmp_path / "cut", make_loader, max_steps=8)
+    train(loop_name, tmp_path / "cut", make_loader, seed=5, resume="last", max_steps=10)
+    resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=4)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+class TurnsGroups(Turns):
+    """A sampler whose set_epoch() reverses the lists inside a long list."""
+
+    def set_epoch(self, epoch):
+        for group in self.order:
+            group.reverse()
+
+    def __iter__(self):
+        return iter([index for group in self.order[:2] for index in group])
+
+
+class TurnsMillion(Turns):
+    """A sampler with more items than FabricLoop saves."""
+
+    def __iter__(self):
+        return iter(range(24) if self.order[0] == 0 else range(23, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("loop_name", "make_sampler", "text"),
+    [
+        ("MiniLoop", lambda: TurnsGroups([[*range(12)], [*range(12, 24)], *([i] for i in range(4_000))]), "'order'"),
+        ("FabricLoop", lambda: TurnsMillion([*range(1_000_001)]), "order is neither saved nor restored"),
+    ],
+    ids=LOOPS,
+)
+def test_resume_warns_about_a_value_changed_by_set_epoch_that_it_cannot_reset(tmp_path, loop_name, make_sampler, text):
+    train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), max_steps=8)
+    with pytest.warns(UserWarning, match=f"{text}.* A resumed run may differ"):
+        train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), resume="last", max_steps=10)
+
+
+class OrdersItself(nn.Module):
+    """A network that chooses the order of the next epoch, and a sampler that reads the order."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.order, self.epochs = make_net(), list(range(24)), 0
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_epoch_end(self):
+        self.epochs += 1
+        self.order = torch.randperm(24, generator=seeded(self.epochs)).tolist()
+
+
+class ReadsOrder(LongOrder):
+    def __init__(self, model):
+        self.model = model
+
+    def __iter__(self):
+        return iter(list(self.model.order))
+
+
+@pytest.mark.parametrize("limit", LIMITS_OF_STATE)
+def test_mini_loop_resumes_exactly_with_a_sampler_that_reads_the_model(tmp_path, limit):
+    made = []
+
+    def make_model():
+        made.append(OrdersItself())
+        return made[-1]
+
+    def run(folder, **options):
+        def make_loader():
+            return DataLoader(DATA, 4, sampler=ReadsOrder(made[-1]))
+
+        return train("MiniLoop", tmp_path / folder, make_loader, make_net=make_model, **options)
+
+    expected, rows = run("whole", max_epochs=3)
+    run("cut", **LIMITS_OF_STATE[limit])
+    resumed, found = run("cut", seed=9, resume="last", max_epochs=3)
     assert_same_weights(expected, resumed)
     assert found == rows
 
