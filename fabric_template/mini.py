@@ -1373,8 +1373,11 @@ class MiniLoop:
 
         Attributes that were added during the run get the value REMOVED.
         """
+        attributes, current = namespace_of(self._parts[place]), self._plain_state(place)
         start = self._start_states[place].items()
-        found = {name: value for name, value in start if not isinstance(value, ChangeMark)}
+        small = {name: value for name, value in start if not isinstance(value, ChangeMark)}
+        # Keep a value that cannot be saved, such as a function that set_epoch() has created.
+        found = {n: small[n] for n in small if n in current or n not in attributes}
         added = (name for name in changed if name not in self._start_names[place])
         return {**found, **dict.fromkeys(added, REMOVED)}
 

@@ -462,6 +462,16 @@ class OrderFromSetEpoch(LongOrder):
         return iter(self.draw(range(24)))
 
 
+class LateOrder(OrderFromSetEpoch):
+    """A sampler whose function is None until the first call to set_epoch()."""
+
+    def __init__(self):
+        self.draw = None
+
+    def __iter__(self):
+        return iter(range(24)) if self.draw is None else super().__iter__()
+
+
 class EagerBatches:
     """A batch sampler that draws all indices in iter(), before the first call to set_epoch()."""
 
@@ -538,6 +548,7 @@ WITH_STATE = {
     "turned long dict": lambda: DataLoader(DATA, 4, sampler=TurnsDict(dict.fromkeys(range(4_000)))),
     "turned file names": make_files,
     "function from set_epoch": lambda: DataLoader(DATA, 4, sampler=OrderFromSetEpoch()),
+    "late function": lambda: DataLoader(DATA, 4, sampler=LateOrder()),
     "eager batches": lambda: DataLoader(DATA, batch_sampler=EagerBatches()),
     "large tensor": lambda: DataLoader(LargeTensor(), 4),
     "long memory": lambda: DataLoader(LongMemory(), 4),
