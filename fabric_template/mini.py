@@ -953,7 +953,7 @@ class MiniLoop:
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
         # In the middle of an epoch, a monitored training metric may not have been logged yet.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
-        is_complete = is_validated or not (is_in_epoch or self.val_loader)
+        is_complete = is_validated or (not is_in_epoch and self.val_loader is None)
         if self.monitor is not None and is_complete and not can_follow:
             self._check_is_logged(self.monitor)
 
@@ -1627,12 +1627,12 @@ class MiniLoop:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Like Trainer, return the number of optimizer steps in the whole run."""
+        """The number of optimizer steps in the whole run, or infinity if this is unknown."""
         length, epochs = self.num_training_batches, self.max_epochs or 1
+        most = math.inf if self.max_steps == -1 else self.max_steps
         if epochs == -1 or length == math.inf:
-            return math.inf if epochs == self.max_steps == -1 else self.max_steps
-        steps = math.ceil(length / self.accumulate_grad_batches) * epochs
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+            return most
+        return min(math.ceil(length / self.accumulate_grad_batches) * epochs, most)
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Set up the optimizer and schedulers from the arguments or from configure_optimizers()."""

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import math
 import os
 import random
 import signal
@@ -683,6 +684,59 @@ def test_two_processes_end_with_the_same_weights_as_trainer_and_can_resume():
         found = torch.load(f"{name}.pt", weights_only=True)
         torch.testing.assert_close(found, expected.state_dict(), rtol=0, atol=0)
     pd.testing.assert_frame_equal(csv_of("whole", "metrics.csv"), csv_of("parts", "metrics.csv"))
+
+
+def batches_of(number):
+    yield from list(make_loader())[:number]
+
+
+class Unsized:
+    """A loader without a length that is not a DataLoader."""
+
+    def __iter__(self):
+        return batches_of(3)
+
+
+@pytest.mark.parametrize("every", [None, 2, 4])
+@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 4), Unsized], ids=["stream", "own loader"])
+def test_a_validation_loader_without_a_length_gives_the_rows_of_fabric_loop(make, every):
+    """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
+    results = {}
+    for name, (loop_class, quiet) in LOOPS.items():
+        pl.seed_everything(1, verbose=False)
+        module = Classifier()
+        options = {"validate_every_n_steps": every, "monitor": "val_loss", "name": name, **quiet}
+        loop = loop_class(accelerator="cpu", max_epochs=2, **options)
+        history = loop.fit(module, make_loader(20), make())
+        results[name] = history.drop(columns=["time", "waiting"], errors="ignore"), module
+    (rows, module), (expected_rows, expected) = results["MiniLoop"], results["FabricLoop"]
+    assert_same_weights(expected, module)
+    assert rows[["epoch", "step", "val_loss"]].equals(expected_rows[["epoch", "step", "val_loss"]])
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_epochs": 3}, {"max_steps": 7}, {"max_epochs": -1}, {"max_epochs": 3, "max_steps": 7}]
+)
+@pytest.mark.parametrize("make_train", [lambda: DataLoader(Stream(), 4), make_loader], ids=["no length", "length"])
+def test_estimated_stepping_batches_is_the_same_in_both_loops(make_train, limits):
+    class StopsAtOnce(Classifier):
+        def configure_optimizers(self):
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+        def on_train_batch_end(self, *_):
+            self.trainer.should_stop = True
+
+    estimates = []
+    for loop_class, quiet in LOOPS.values():
+        module = StopsAtOnce()
+        loop_class(accelerator="cpu", accumulate_grad_batches=2, **limits, **quiet).fit(module, make_train())
+        estimates.append(module.estimate)
+    assert estimates[0] == estimates[1]
+    # Without a limit that is a number of steps, the estimate is infinite, and never negative.
+    is_known = "max_steps" in limits or (make_train is make_loader and limits["max_epochs"] > 0)
+    assert (estimates[0] < math.inf) == is_known
+    assert estimates[0] > 0
 
 
 class UnevenStream(IterableDataset):
