@@ -9,7 +9,7 @@ from both import LOOPS
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
-from modules import Classifier, make_loader, quiet
+from modules import HAS_EXACT_TRAINER, Classifier, make_loader, quiet
 from parameters import sample
 from runs import Record, same, val_loader
 from torch import nn
@@ -267,7 +267,9 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
         module = Classifier()
         loop.fit(module, EagerLoader(), EagerLoader(), **{RESUME_ARGUMENT[kind]: saver.best_model_path})
         ends.append((counter.checks, end(loop, module, [])))
-    assert same(*ends), ends
+    assert ends[0][0] == ends[1][0]
+    if HAS_EXACT_TRAINER:
+        assert same(*ends), ends
     assert ends[0][0] == (where == "train_epoch_end" and not limit)
 
 

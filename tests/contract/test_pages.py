@@ -59,6 +59,10 @@ def run_page(rank, page, sources, check):
     of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
     of_trainer += "|args parameter is|requested to overfit|in eval mode at the start of training"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
+    # The lowest matplotlib calls deprecated functions of pyparsing. In torch 2.6, SequentialLR
+    # passes its own schedulers a deprecated argument.
+    warnings.filterwarnings("ignore", r"'\w+' (argument is )?deprecated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
     torch.manual_seed(torch.initial_seed())
     if page == "README.md":
         # The script in the README imports a copy of mini.py.

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from modules import HAS_EXACT_TRAINER
 from parity_modules import (
     ClosureOptimizer,
     Data,
@@ -100,6 +101,8 @@ def test_weights_and_metrics_are_the_same_as_with_trainer(name, tmp_path):
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_run_with_a_datamodule_resumes_in_trainer_and_in_fabric_loop(ours_first, tmp_path):
     """A run that changes to the other loop equals a run with Trainer alone, bit for bit."""
+    if not (ours_first or HAS_EXACT_TRAINER):
+        pytest.skip("this Trainer draws other random numbers when it resumes")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)
     results = []
     for kinds in ((pl.Trainer, pl.Trainer), (first, second)):

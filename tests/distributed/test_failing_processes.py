@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from modules import Classifier, make_loader, sgd, shard_module
+from modules import Classifier, make_loader, needs_fsdp2, sgd, shard_module
 from processes import run_processes
 from runs import with_files
 
@@ -56,7 +56,10 @@ def train(rank, name, mode):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "ddp") for name in EVENTS), ("SIGKILL", "sharded"), ("SIGTERM", "sharded")],
+    [
+        *((name, "ddp") for name in EVENTS),
+        *(pytest.param(name, "sharded", marks=needs_fsdp2) for name in ("SIGKILL", "SIGTERM")),
+    ],
 )
 def test_all_processes_end_if_one_process_fails(name, mode):
     _, expected, text, step = EVENTS[name]

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
-from modules import Classifier, by_epoch, make_loader, quiet, sgd, shard_module
+from modules import Classifier, by_epoch, make_loader, needs_fsdp2, quiet, sgd, shard_module
 from processes import run_processes
 from runs import Snapshots, copy_on_rank_0, same, with_files
 from torch import nn
@@ -188,6 +188,7 @@ def compare_with_ddp(rank):
     torch.save(found, f"found{rank}.pt")
 
 
+@needs_fsdp2
 def test_fsdp2_gives_the_same_weights_as_ddp():
     """Only clipping by norm may differ, by rounding.
 
@@ -255,6 +256,7 @@ def log_gradient_norms(rank):
         trained(strategy, Seeing, root=name, **options)
 
 
+@needs_fsdp2
 def test_log_grad_norm_logs_the_norm_over_all_shards():
     """Each process has only a part of each gradient."""
     codes, errors = run_processes(log_gradient_norms)
@@ -336,6 +338,7 @@ def save_and_resume(rank):
     torch.save(found, f"found{rank}.pt")
 
 
+@needs_fsdp2
 def test_sharded_checkpoints_resume_exactly():
     """A run with DDP and a single process can also read these checkpoints."""
     codes, errors = run_processes(save_and_resume)
@@ -402,6 +405,7 @@ def fill_the_disk(rank):
         Path(f"error{rank}").write_text(str(error))
 
 
+@needs_fsdp2
 def test_the_old_checkpoint_stays_if_a_process_cannot_write_its_shards():
     codes, errors = run_processes(fill_the_disk)
     assert codes == [0, 0], errors

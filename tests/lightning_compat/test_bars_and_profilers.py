@@ -21,7 +21,7 @@ BAR = {"enable_progress_bar": True}
 # Model summaries
 
 
-# Lightning 2.4 does not count FLOPs.
+# Lightning 2.5 does not count FLOPs.
 HAS_FLOPS = hasattr(pl.utilities.model_summary.ModelSummary, "total_flops")
 
 

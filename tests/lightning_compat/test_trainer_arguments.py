@@ -46,7 +46,7 @@ def test_ckpt_path_is_an_alias_of_load_in_validate_test_and_predict(trained, cal
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
 def test_ckpt_path_last_without_a_checkpoint_starts_a_new_run(tmp_path, kind):
     loop = kind(**with_files(tmp_path, max_epochs=1, logger=False))
-    # Trainer of Lightning 2.4 has no argument weights_only.
+    # Trainer of Lightning 2.5 has no argument weights_only.
     more = {"weights_only": None} if "weights_only" in inspect.signature(kind.fit).parameters else {}
     assert more or kind is pl.Trainer
     with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):

@@ -146,7 +146,7 @@ def test_attributes_match_trainer_except_for_listed_names(tmp_path):
     expected, ours = read_both(tmp_path, OPTIONS["plain"])
     different = set(DIFFERENT)
     if not hasattr(pl.Trainer(**quiet()), "val_check_batch"):
-        # Before fit, Trainer of Lightning 2.4 also raises an error.
+        # Before fit, Trainer of Lightning 2.5.0 also raises an error.
         different.remove("val_check_batch")
     assert {name for name in NAMES if expected[name] != ours[name]} == different
 

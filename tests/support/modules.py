@@ -14,6 +14,15 @@ from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
+# When Trainer before Lightning 2.5.3 resumes, it creates the iterator of the training loader twice.
+HAS_EXACT_TRAINER = hasattr(pl.loops.fit_loop._FitLoop, "is_resuming")
+# In torch 2.6, the state of SWALR contains a function, which is loaded only with weights_only=False.
+HAS_PLAIN_SWALR = hasattr(torch.optim.swa_utils.SWALR, "_set_anneal_func")
+
+needs_fsdp2 = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch version needs CUDA"
+)
+
 
 def weight_averaging(name="WeightAveraging", **options):
     """Return Lightning's callback with this name. If Lightning is too old to have it, skip the test."""
