@@ -339,6 +339,8 @@ class MiniLoop:
                 self._raise_instead(error)
             except KeyboardInterrupt:
                 self._print_interruption()
+                if not is_interactive():
+                    raise
             finally:
                 self._stop_batches()
         return to_table(self.history)
@@ -1828,9 +1830,15 @@ def check(is_right: bool, text: str) -> None:
         raise ValueError(text)
 
 
+def is_interactive() -> bool:
+    """Return whether Python keeps running after Ctrl-C, as in a notebook or a Python shell."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return hasattr(sys, "ps1") or get_ipython() is not None
+
+
 def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:
     for name in given.keys() - {*known}:
-        near = get_close_matches(name, known, n=1)
+        near = get_close_matches(name, known, n=1, cutoff=0.75)
         kind = "option" if call == "MiniLoop" else "argument"
         text = f"{call}: unknown {kind} {name!r}."
         text += f" Did you mean {near[0]}?" if near else f" FabricLoop has more {kind}s."

@@ -628,12 +628,21 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_csv_rows():
     pd.testing.assert_frame_equal(written, rows)
 
 
-def test_fit_returns_the_history_after_ctrl_c_and_the_run_can_resume(capsys):
-    class Interrupted(Classifier):
-        def on_train_batch_start(self, batch, batch_idx):
-            if (self.current_epoch, batch_idx) == (2, 3):
-                raise KeyboardInterrupt
+class Interrupted(Classifier):
+    def on_train_batch_start(self, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == (2, 3):
+            raise KeyboardInterrupt
 
+
+def test_ctrl_c_ends_a_script_with_an_error_after_a_message(capsys):
+    with pytest.raises(KeyboardInterrupt):
+        fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Ctrl-C: training stops in epoch 2")
+    assert list_runs("logs/run")["state"].tolist() == ["interrupted"]
+
+
+def test_fit_returns_the_history_after_ctrl_c_in_a_notebook_and_the_run_can_resume(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     loop, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert len(rows) == 2
     header, *printed, message = capsys.readouterr().out.splitlines()
