@@ -361,8 +361,10 @@ class MiniLoop:
         if is_resumed:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
-            self._reset_loaders(self._resumed_state["parts"])
-            self._keep_start_values(self._resumed_state["parts"])
+            saved = self._resumed_state["parts"]
+            # Within an epoch, `_start_batches` also needs the values from before on_train_start.
+            self._reset_loaders({} if self.batches_done > 0 else saved)
+            self._keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._load_state(self._resumed_state)
         while not self._is_done():
@@ -521,10 +523,15 @@ class MiniLoop:
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch."""
         self._is_last, length = False, self.num_training_batches
-        if self._batches is None:
+        is_started = self._batches is not None
+        if not is_started:
             self._start_batches()
         if self.batches_done == 0:
-            self._epoch_start["first_batch"] = get_rng_state()
+            first = self._loader_state() if is_started else get_rng_state()
+            # Hooks such as on_train_start may have changed the loaders since iter(loader).
+            if is_started and is_same(first["parts"], self._epoch_start["parts"]):
+                del first["parts"]
+            self._epoch_start["first_batch"] = first
         # Outside of terminals and notebooks, update the progress bar only once a minute. In
         # notebooks, use stdout, because notebooks show stderr in red.
         is_notebook = "ipykernel" in sys.modules
@@ -989,6 +996,7 @@ class MiniLoop:
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the entry that MiniLoop adds to a checkpoint in Lightning's format."""
+        self._warn_of_iterators()
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -1267,13 +1275,11 @@ class MiniLoop:
         state = self._state() if self.batches_done > 0 else {}
         set_epoch(self.train_loader, self.current_epoch)
         if self.batches_done == 0:
-            state = self._state()
-            parts = {p: v for p, v in state["parts"].items() if p.startswith(("train ", "val "))}
-            self._epoch_start = {**state, "parts": parts}
+            self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
         # Record which iterators the loader's attributes contain. If iter() does not replace one of
-        # them, `_state` warns that checkpoints do not contain its position.
+        # them, `_warn_of_iterators` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1281,7 +1287,10 @@ class MiniLoop:
         self._batches = self._mark_last(batches, length)
         if self.batches_done > 0:
             # Many samplers shuffle when the first batch is read, so first restore the RNG state.
-            set_rng_state(self._epoch_start["first_batch"])
+            first_batch = self._epoch_start["first_batch"]
+            if "parts" in first_batch:
+                self._reset_loaders(first_batch["parts"])
+            self._load_state(first_batch)
             warn_of_lazy_sampler(self.train_loader, self.batches_done)
             for _ in range(self.batches_done):
                 next(self._batches)
@@ -1310,6 +1319,12 @@ class MiniLoop:
         self._load_parts(self._epoch_start["parts"])
         set_rng_state(self._epoch_start)
         return kept
+
+    def _loader_state(self) -> dict[str, Any]:
+        """Return the RNG states, and the changed attributes of the loaders."""
+        state, places = self._state(), self._loader_places()
+        parts = {place: state["parts"][place] for place in places if place in state["parts"]}
+        return {**state, "parts": parts}
 
     def _loader_places(self) -> list[str]:
         return [place for place in self._start_states if place.startswith(("train ", "val "))]
@@ -1391,13 +1406,16 @@ class MiniLoop:
             found.update(((place, name), value) for name, value in namespace_of(part).items())
         return {key: value for key, value in found.items() if is_library_iterator(value)}
 
-    def _state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes of the model and the loaders."""
-        self._find_objects()
+    def _warn_of_iterators(self) -> None:
+        """Warn about iterators in the loader that iter() has not replaced in this epoch."""
         for (place, name), value in self._find_iterators().items():
             if self._iterators.get((place, name)) is value:
                 reason = f"the position of a {type(value).__name__} cannot be saved"
                 self._warn_unsaved(place, name, reason)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the RNG states, and the changed attributes of the model and the loaders."""
+        self._find_objects()
         network, changed = self._unwrapped, {}
         ids = {*map(id, [*network.modules(), *network.parameters()])}
         for place, part in self._parts.items():

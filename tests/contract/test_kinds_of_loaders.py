@@ -661,6 +661,126 @@ def test_mini_loop_resumes_exactly_with_a_sampler_that_reads_the_model(tmp_path,
     assert found == rows
 
 
+class Killed(Exception):
+    """Ends a run like a crash, after the loop has saved a checkpoint."""
+
+
+def make_kill_switch(last):
+    """Return a function that raises Killed at the call with this number."""
+    batches = []
+
+    def count_batch():
+        batches.append(1)
+        if len(batches) == last:
+            raise Killed
+
+    return count_batch
+
+
+class RanksSamples(nn.Module):
+    """A network with an array of ranks, by which a sampler sorts the samples.
+
+    Args:
+        hook: The hook that writes new ranks.
+        is_in_place: Whether the hook changes the array, or assigns a new one.
+        last: The number of batches after which the run is killed, or None.
+    """
+
+    def __init__(self, hook, is_in_place, last):
+        super().__init__()
+        self.net, self.ranks, self.writes = make_net(), np.arange(24.0), 0
+        self.hook, self.is_in_place = hook, is_in_place
+        # A checkpoint cannot contain a function.
+        self.count_batch = make_kill_switch(last)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def write(self, hook):
+        if hook != self.hook:
+            return
+        self.writes += 1
+        ranks = np.random.RandomState(self.writes).rand(24)
+        if self.is_in_place:
+            self.ranks[:] = ranks
+        else:
+            self.ranks = ranks
+
+    def on_train_start(self):
+        self.write("on_train_start")
+
+    def on_train_batch_end(self, *_):
+        self.write("on_train_batch_end")
+        self.count_batch()
+
+    def on_train_epoch_end(self):
+        self.write("on_train_epoch_end")
+
+
+EVERY_STEP = {"MiniLoop": {"validate_every_n_steps": 1}, "FabricLoop": {"save_every_n_steps": 1}}
+
+
+def check_killed_run(loop_name, root, run, kills):
+    """Compare a run that is killed after each number of batches with an uninterrupted run."""
+    options = {**EVERY_STEP[loop_name], "max_epochs": 3}
+    expected, rows = run(root / "whole", None, **options)
+    for number, last in enumerate(kills):
+        with pytest.raises(Killed):
+            run(root / "cut", last, seed=4 if number else None, resume="last" if number else None, **options)
+    resumed, found = run(root / "cut", None, seed=9, resume="last", **options)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
+class Places(Sampler):
+    """A sampler with an array of places and a first index."""
+
+    def __init__(self, size):
+        self.places, self.first = np.arange(size), 0
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        order = self.places[self.places < 24].tolist()
+        yield from order[self.first :] + order[: self.first]
+
+
+def move_first(loader):
+    loader.sampler.first = 5
+
+
+def turn_in_place(loader):
+    loader.sampler.places[:] = loader.sampler.places[::-1].copy()
+
+
+def assign_turned(loader):
+    loader.sampler.places = loader.sampler.places[::-1].copy()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("change", "size"), [(move_first, 24), (turn_in_place, 15_000), (assign_turned, 15_000)])
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_run_whose_on_train_start_changes_the_sampler_resumes_exactly(tmp_path, loop_name, change, size, workers):
+    loaders = []
+
+    class ChangesLoader(RanksSamples):
+        def on_train_start(self):
+            change(loaders[-1])
+
+    def run(root, last, **options):
+        def make_loader():
+            loaders.append(DataLoader(DATA, 4, sampler=Places(size), num_workers=workers))
+            return loaders[-1]
+
+        def make_model():
+            return ChangesLoader("", False, last)
+
+        return train(loop_name, root, make_loader, make_net=make_model, **options)
+
+    check_killed_run(loop_name, tmp_path, run, [4, 2])
+
+
 def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     calls = []
 
