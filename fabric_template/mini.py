@@ -1292,6 +1292,7 @@ class MiniLoop:
                 self._reset_loaders(first_batch["parts"])
             self._load_state(first_batch)
             warn_of_lazy_sampler(self.train_loader, self.batches_done)
+            warn_of_buffers(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
             # Restore the loaders' original lists and tensors, because the model may share them.
@@ -1321,20 +1322,20 @@ class MiniLoop:
         return kept
 
     def _loader_state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes of the loaders."""
+        """Return the RNG states, and the changed attributes that the loaders may read."""
         state, places = self._state(), self._loader_places()
         parts = {place: state["parts"][place] for place in places if place in state["parts"]}
         return {**state, "parts": parts}
 
     def _loader_places(self) -> list[str]:
-        return [place for place in self._start_states if place.startswith(("train ", "val "))]
+        return [place for place in self._start_states if place in self._read_places]
 
     def _copy_large_values(self) -> None:
         """Copy the loaders' large attributes, so that ``_reset_loaders`` can restore them."""
         for place in self._loader_places():
             for name, value in namespace_of(self._parts[place]).items():
                 is_marked = isinstance(self._start_states[place].get(name), ChangeMark)
-                if is_marked and not holds_objects(value):
+                if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
                     copied = value
                     # Do not copy a tensor or an array above 256 MB.
                     if getattr(value, "nbytes", 0) <= 2**28:
@@ -1591,11 +1592,15 @@ class MiniLoop:
         train = list(train) if type(train) is tuple else train
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
+        read = {*map(id, [*parts.values(), *modules_in(parts.values())])}
         # If a dataset contains a module of the model, save the module only with the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
+        # The parts that the order of the samples may depend on: the loaders, and the model if a
+        # loader refers to it.
+        self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
@@ -2077,6 +2082,34 @@ def parts_of(loader: Any) -> dict[str, Any]:
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
+def modules_in(parts: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules that samplers and datasets refer to, and the submodules.
+
+    Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
+    arguments of functions.
+    """
+    found: list[nn.Module] = []
+    for values in [{"": part, **namespace_of(part)} for part in parts]:
+        for value in islice(values.values(), 500):
+            held = [value]
+            if isinstance(value, partial):
+                held += [value.func, *value.args, *value.keywords.values()]
+            # Skip subclasses, because their __iter__ may draw random numbers.
+            if type(value) in (dict, list, tuple) and len(value) <= 500:
+                held += value.values() if type(value) is dict else value
+            if isinstance(value, FunctionType):
+                held += value.__defaults__ or ()
+                for cell in value.__closure__ or ():
+                    # An empty cell raises a ValueError.
+                    with suppress(ValueError):
+                        held.append(cell.cell_contents)
+            held += [item.__self__ for item in held if isinstance(item, MethodType)]
+            for item in held:
+                if isinstance(item, nn.Module):
+                    found.extend(item.modules())
+    return found
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     sampler, inner = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
@@ -2122,6 +2155,25 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
             " __iter__ before the first yield.",
             stacklevel=2,
         )
+
+
+def warn_of_buffers(loader: Any) -> None:
+    """Warn if a sampler refers to a module whose buffers may determine the order of the samples.
+
+    A resumed run has the values of the checkpoint, but not those at the start of the epoch.
+    """
+    parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
+    for module in modules_in(parts):
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        if persistent and not type(module).__module__.startswith("torch."):
+            warnings.warn(
+                f"resume: a sampler refers to a {type(module).__name__}, whose buffers"
+                f" {sorted(persistent)} have the values of the checkpoint. If the sampler reads"
+                " them, the rest of this epoch may have different samples. Let the sampler read an"
+                " attribute that is not a buffer instead.",
+                stacklevel=2,
+            )
+            return
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
@@ -2891,7 +2943,9 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
 def has_attributes(state: Any) -> bool:
     """Return whether FabricLoop saved any attributes of loaders."""
     if isinstance(state, dict):
-        return bool(state.get("attributes")) or any(map(has_attributes, state.values()))
+        # The model's attributes at the start of an epoch are needed only within the epoch.
+        parts = (part for name, part in state.items() if name != "model")
+        return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
 
 

@@ -945,6 +945,15 @@ class PlainState:
                 changed[place] = self._start_values[place][1]
         self.load_attributes(changed)
 
+    def changed_start_values(self) -> dict[Place, Any]:
+        """Return the kept values of the attributes that changed after ``keep_start_values``."""
+        current, kept = self.digests(), self._start_values or {}
+        return {
+            place: value
+            for place, (found, value) in kept.items()
+            if place in current and current[place] != found
+        }
+
     def encoded_attributes(self, most_bytes: int = _COMPARED_BYTES) -> dict[Place, tuple[Any, Any]]:
         """For each attribute of at most ``most_bytes``, return its digest and encoded value."""
         encoder = Encoder(self._device, most_bytes=most_bytes)

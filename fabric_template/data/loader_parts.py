@@ -7,12 +7,13 @@ In this module, a "stream" is a loader or an IterableDataset with ``state_dict``
 from __future__ import annotations
 
 import io
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from logging import Logger
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -38,6 +40,8 @@ _TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
 )
+# The model and the other objects of a run whose attributes a checkpoint contains.
+_OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -127,6 +131,61 @@ def samplers_of(loader: Any) -> list[Any]:
     inner = getattr(batch_sampler, "sampler", None)
     found = (getattr(loader, "sampler", None), batch_sampler, inner)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def objects_of_run_in(parts: Iterable[Part]) -> list[Any]:
+    """Return the modules, datamodules and callbacks that samplers or datasets refer to.
+
+    Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
+    arguments of functions.
+    """
+    values = (islice(part.namespace().values(), _MOST_VALUES) for part in parts)
+    held = (item for value in chain.from_iterable(values) for item in values_in(value))
+    return [item for item in held if isinstance(item, _OF_RUN)]
+
+
+def refers_to_run(loader: Any) -> bool:
+    """Return whether the loader refers to an object such as the model."""
+    parts = {**parts_of_order(loader), **parts_of_samples(loader)}
+    return bool(objects_of_run_in(parts.values()))
+
+
+def warn_of_buffers(loader: Any) -> None:
+    """Warn if a sampler refers to a module whose buffers may determine the order of the samples.
+
+    A resumed run has the values of the checkpoint, but not those at the start of the epoch.
+    """
+    parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
+    found = [item for item in objects_of_run_in(parts) if isinstance(item, nn.Module)]
+    modules = [module for item in found for module in item.modules() if not is_of_library(module)]
+    for module in modules:
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        if persistent:
+            warnings.warn(
+                f"resume: a sampler refers to a {type(module).__name__}, whose buffers"
+                f" {sorted(persistent)} have the values of the checkpoint. If the sampler reads"
+                " them, the rest of this epoch may have different samples. Let the sampler read an"
+                " attribute that is not a buffer instead.",
+                stacklevel=2,
+            )
+            return
+
+
+def values_in(value: Any) -> list[Any]:
+    """Return a value, and the values that a container or a function holds."""
+    found = [value]
+    # Skip subclasses, because their __iter__ may draw random numbers.
+    if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:
+        found += value.values() if type(value) is dict else value
+    if isinstance(value, partial):
+        found += [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        found += value.__defaults__ or ()
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):
+                # An empty cell raises a ValueError.
+                found.append(cell.cell_contents)
+    return [*found, *(item.__self__ for item in found if isinstance(item, MethodType))]
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from itertools import chain, islice
 from typing import Any
@@ -33,7 +33,9 @@ from .loader_parts import (
     objects_of_samples,
     parts_of_order,
     parts_of_samples,
+    refers_to_run,
     samplers_of,
+    warn_of_buffers,
 )
 from .tensor_loader import TensorLoader
 
@@ -51,6 +53,10 @@ class ResumableLoader:
     A shuffled order depends on the RNG states at the start of the epoch. Therefore, a resumed run
     restores these states before it creates the loader's iterator.
 
+    Args:
+        find_model_state: Returns the attributes of the model. If the loader refers to the model,
+            which may then choose the order, they are saved and restored like those of the loader.
+
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
             short loader several times.
@@ -61,8 +67,11 @@ class ResumableLoader:
             Persistent workers keep their RNG states between epochs.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(
+        self, loader: Any, find_model_state: Callable[[], PlainState] | None = None
+    ) -> None:
         self.loader = loader
+        self._find_model_state = find_model_state if refers_to_run(loader) else None
         self.passes = self.batches = 0
         self.is_finished = False
         # A subclass of DataLoader with its own __iter__ may ignore a new sampler or collate_fn.
@@ -116,8 +125,10 @@ class ResumableLoader:
         if state["is_finished"]:
             self._restore_between_passes(state)
             return iter(())
-        with unchanged_rng_state():
-            self._reader = self._resume_pass(state)
+        with unchanged_rng_state(), ExitStack() as stack:
+            self._reader = self._resume_pass(state, stack)
+        if state["batches"] > 0:
+            warn_of_buffers(self.loader)
         self._restore(state)
         self._drop_start_values()
         if state["passes"] > 0:
@@ -126,6 +137,11 @@ class ResumableLoader:
         # would end the epoch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
+
+    @property
+    def _model_state(self) -> PlainState | None:
+        # A hook such as setup() may create the loader before the run knows the model's attributes.
+        return None if self._find_model_state is None else self._find_model_state()
 
     @property
     def is_used(self) -> bool:
@@ -191,7 +207,7 @@ class ResumableLoader:
         self._reader = self._read(self._iterate(0))
         return self._reader
 
-    def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
+    def _resume_pass(self, state: dict[str, Any], stack: ExitStack) -> Generator[Any]:
         done = state["batches"]
         self._find_iterators()
         if "stream" in state and self._stream is not None:
@@ -207,11 +223,11 @@ class ResumableLoader:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)
-        self._restore_in_pass(self._at_start)
+        self._restore_in_pass(self._at_start, stack)
         iterator = self._iterate(self.batches)
         if not self.workers and (done or self._at_first_batch):
             self._at_first_batch = self._at_first_batch or self._capture()
-            self._restore_in_pass(self._at_first_batch)
+            self._restore_in_pass(self._at_first_batch, stack)
             if self._is_indexed:
                 skip_indices(iterator, done, self.loader)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
@@ -397,19 +413,33 @@ class ResumableLoader:
             self._plain_states["samples"].find_iterators()
 
     def _capture(self) -> dict[str, Any]:
-        return {"rng": capture_rng_state(), **self._plain()}
+        captured = {"rng": capture_rng_state(), **self._plain()}
+        if self._model_state is not None:
+            captured["model"] = self._model_state.state_dict()
+        return captured
 
     def keep_start_values(self) -> None:
         """Copy the loader's attributes before on_train_start and set_epoch() may change them."""
-        for part in self._plain_states.values():
+        for part in self._states_with_start_values():
             part.keep_start_values()
 
     def _drop_start_values(self) -> None:
-        for part in self._plain_states.values():
+        for part in self._states_with_start_values():
             part.drop_start_values()
 
-    def _restore_in_pass(self, captured: Any) -> None:
-        """Restore a state, and reset the attributes that the saved run had not changed."""
+    def _states_with_start_values(self) -> list[PlainState]:
+        states = list(self._plain_states.values())
+        return states if self._model_state is None else [*states, self._model_state]
+
+    def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
+        """Restore a state, and reset the attributes that the saved run had not changed.
+
+        The model gets its own attributes back when ``stack`` is closed.
+        """
+        if self._model_state is not None and "model" in captured:
+            attributes = self._model_state.changed_start_values() | captured["model"]["attributes"]
+            state = {**captured["model"], "attributes": attributes}
+            stack.enter_context(self._model_state.replaced(state))
         for name, part in self._plain_states.items():
             if name in captured:
                 part.reset_attributes(captured[name]["attributes"])

@@ -32,6 +32,7 @@ from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
+    from ..plain_state import PlainState
     from ..training.run import Run
 
 # The names under which Lightning's profilers record the time spent reading a batch.
@@ -324,8 +325,9 @@ class StageLoaders:
         # If a reload returns the same loader, keep its ResumableLoader and its persistent workers.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
+        find_state = self._find_model_state if stage == "train" else None
         self.resumable: list[ResumableLoader] = [
-            known.pop(id(x), None) or ResumableLoader(x) for x in self.loaders
+            known.pop(id(x), None) or ResumableLoader(x, find_state) for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
@@ -348,6 +350,9 @@ class StageLoaders:
         self._prefetched: Any = END
         self._before_prefetch: Any = None
         self._restored_rng: dict[str, Any] | None = None
+
+    def _find_model_state(self) -> PlainState:
+        return self.run.plain_state
 
     @property
     def is_last(self) -> bool:

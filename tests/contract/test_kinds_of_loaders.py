@@ -717,6 +717,18 @@ class RanksSamples(nn.Module):
         self.write("on_train_epoch_end")
 
 
+class SortsByRank(Sampler):
+    def __init__(self, find_ranks):
+        self.find_ranks = find_ranks
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        yield from np.argsort(np.asarray(self.find_ranks())).tolist()
+
+
+KILLS = {"first epoch": [4], "second epoch": [9], "twice": [9, 2], "third epoch": [17], "after an epoch": [7]}
 EVERY_STEP = {"MiniLoop": {"validate_every_n_steps": 1}, "FabricLoop": {"save_every_n_steps": 1}}
 
 
@@ -730,6 +742,86 @@ def check_killed_run(loop_name, root, run, kills):
     resumed, found = run(root / "cut", None, seed=9, resume="last", **options)
     assert_same_weights(expected, resumed)
     assert found == rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("hook", "kills"),
+    [
+        ("on_train_batch_end", "first epoch"),
+        ("on_train_batch_end", "twice"),
+        ("on_train_epoch_end", "second epoch"),
+        ("on_train_epoch_end", "third epoch"),
+        ("on_train_epoch_end", "after an epoch"),
+        ("on_train_start", "first epoch"),
+    ],
+)
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_run_whose_sampler_reads_what_the_model_writes_resumes_exactly(tmp_path, loop_name, hook, kills, workers):
+    made = []
+
+    def run(root, last, **options):
+        def make_model():
+            made.append(RanksSamples(hook, kills == "twice", last))
+            return made[-1]
+
+        def make_loader():
+            model = made[-1]
+            return DataLoader(DATA, 4, sampler=SortsByRank(lambda: model.ranks), num_workers=workers)
+
+        return train(loop_name, root, make_loader, make_net=make_model, **options)
+
+    check_killed_run(loop_name, tmp_path, run, KILLS[kills])
+
+
+def test_a_resumed_model_keeps_an_attribute_that_shares_memory_with_a_weight(tmp_path):
+    class Shares(RanksSamples):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.view, self.held = self.net[0].weight.data, [self.net[0].bias]
+
+    for loop_name in LOOPS:
+        made = []
+
+        def run(root, last, loop_name=loop_name, made=made, **options):
+            def make_model():
+                made.append(Shares("on_train_batch_end", False, last))
+                return made[-1]
+
+            def make_loader():
+                return DataLoader(DATA, 4, sampler=SortsByRank(lambda model=made[-1]: model.ranks))
+
+            return train(loop_name, root, make_loader, make_net=make_model, **options)
+
+        check_killed_run(loop_name, tmp_path / loop_name, run, [9])
+        assert made[-1].view.data_ptr() == made[-1].net[0].weight.data_ptr()
+        assert made[-1].held[0] is made[-1].net[0].bias
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_resume_warns_about_a_sampler_that_may_read_buffers_of_the_model(tmp_path, loop_name):
+    class RanksInBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+            self.register_buffer("ranks", torch.arange(24.0))
+
+        def forward(self, x):
+            return self.net(x)
+
+    def run(**options):
+        net = RanksInBuffer()
+        return train(
+            loop_name,
+            tmp_path,
+            lambda: DataLoader(DATA, 4, sampler=SortsByRank(functools.partial(net.get_buffer, "ranks"))),
+            make_net=lambda: net,
+            **options,
+        )
+
+    run(max_steps=8)
+    with pytest.warns(UserWarning, match="a sampler refers to a RanksInBuffer, whose buffers \\['ranks'\\] have"):
+        run(resume="last", max_steps=10)
 
 
 class Places(Sampler):
