@@ -249,7 +249,7 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy with all default values filled in, and with the limits of fast_dev_run.
+        """Return a copy with all defaults filled in and, if fast_dev_run is set, with its limits.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches

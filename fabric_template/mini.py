@@ -506,7 +506,7 @@ class MiniLoop:
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
         """Step the schedulers that are due, either the ReduceLROnPlateau schedulers or all others.
 
-        ReduceLROnPlateau steps after the validation, because it may need a validation metric.
+        ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """
         count = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -1375,7 +1375,7 @@ class MiniLoop:
         if not is_reset and value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
-                # The mark contains the tensor's version, which the reset has increased.
+                # Changing a tensor in place has increased its version, which the mark contains.
                 start[name] = mark
             is_reset = is_same(mark, start[name])
         if not is_reset:
@@ -2083,7 +2083,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def modules_in(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that samplers and datasets refer to, and the submodules.
+    """Return the modules that samplers and datasets refer to, and their submodules.
 
     Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
     arguments of functions.
@@ -2291,7 +2291,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value refers to parameters, such as a dict keyed by id(parameter).
+    """Return whether a value, such as a dict keyed by id(parameter), refers to parameters.
 
     Args:
         ids: The ids of the parameters.

@@ -169,7 +169,7 @@ def shares_memory(value: Any, addresses: Collection[int]) -> bool:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
-    """Return whether a value refers to parameters, such as a dict keyed by id(parameter).
+    """Return whether a value, such as a dict keyed by id(parameter), refers to parameters.
 
     Args:
         ids: The ids of the parameters.

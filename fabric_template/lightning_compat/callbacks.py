@@ -99,7 +99,8 @@ def check_callbacks(callbacks: list[Any]) -> None:
         if not has_hooks and not hasattr(callback, "setup"):
             raise ConfigurationTypeError(
                 f"callbacks: got {describe(callback)} as a callback, expected an object with hook"
-                " methods, such as on_train_epoch_end. Write callbacks=[EarlyStopping('val_loss')]."
+                " methods, such as on_train_epoch_end. For example, pass"
+                " callbacks=[EarlyStopping('val_loss')]."
             )
         if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(

@@ -282,7 +282,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_fit_command_can_repeat_a_run_whose_model_has_any_type_of_default_argument(capsys):
+def test_the_fit_command_can_repeat_a_run_whose_model_has_default_arguments_of_any_type(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]

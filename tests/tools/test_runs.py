@@ -166,7 +166,8 @@ loop.fit(net, [torch.ones(4, 2)], optimizer=torch.optim.SGD(net.parameters(), lr
     [("pass", "finished"), ("raise RuntimeError", "failed"), ("os.kill(os.getpid(), 2)", "interrupted")],
 )
 def test_list_runs_shows_the_state_and_options_of_a_mini_loop_run(statement, state):
-    with pytest.raises(RuntimeError) if state == "failed" else contextlib.nullcontext():
+    errors = {"failed": RuntimeError, "interrupted": KeyboardInterrupt}
+    with pytest.raises(errors[state]) if state in errors else contextlib.nullcontext():
         exec(TRAIN.format(statement), {})
     (run,) = list_runs().to_dict("records")
     assert (run["state"], run["epochs"]) == (state, 4 if state == "finished" else 2)
