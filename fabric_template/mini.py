@@ -1292,7 +1292,7 @@ class MiniLoop:
                 self._reset_loaders(first_batch["parts"])
             self._load_state(first_batch)
             warn_of_lazy_sampler(self.train_loader, self.batches_done)
-            warn_of_buffers(self.train_loader)
+            warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
             # Restore the loaders' original lists and tensors, because the model may share them.
@@ -1592,7 +1592,7 @@ class MiniLoop:
         train = list(train) if type(train) is tuple else train
         parts = {f"train {name}": part for name, part in parts_of(train).items()}
         parts.update((f"val {name}", part) for name, part in parts_of(val).items())
-        read = {*map(id, [*parts.values(), *modules_in(parts.values())])}
+        read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
         # If a dataset contains a module of the model, save the module only with the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
@@ -2082,7 +2082,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
-def modules_in(parts: Iterable[Any]) -> list[nn.Module]:
+def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that samplers and datasets refer to, and their submodules.
 
     Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
@@ -2157,20 +2157,19 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
         )
 
 
-def warn_of_buffers(loader: Any) -> None:
-    """Warn if a sampler refers to a module whose buffers may determine the order of the samples.
+def warn_of_weights(loader: Any) -> None:
+    """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the values of the checkpoint, but not those at the start of the epoch.
+    A resumed run has the weights of the checkpoint, but not those at the start of the epoch.
     """
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
-    for module in modules_in(parts):
-        persistent = module._buffers.keys() - module._non_persistent_buffers_set
-        if persistent and not type(module).__module__.startswith("torch."):
+    for module in referenced_modules(parts):
+        if any(True for _ in chain(module.parameters(), module.buffers())):
             warnings.warn(
-                f"resume: a sampler refers to a {type(module).__name__}, whose buffers"
-                f" {sorted(persistent)} have the values of the checkpoint. If the sampler reads"
-                " them, the rest of this epoch may have different samples. Let the sampler read an"
-                " attribute that is not a buffer instead.",
+                f"resume: a sampler refers to a {type(module).__name__}. If the sampler reads its"
+                " weights or buffers, the rest of this epoch may have different samples, because"
+                " the resumed run has their values from the checkpoint, and not from the start of"
+                " the epoch. Other attributes are restored exactly.",
                 stacklevel=2,
             )
             return

@@ -133,45 +133,46 @@ def samplers_of(loader: Any) -> list[Any]:
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
-def objects_of_run_in(parts: Iterable[Part]) -> list[Any]:
+def referenced_objects(parts: Iterable[Part]) -> list[Any]:
     """Return the modules, datamodules and callbacks that samplers or datasets refer to.
 
     Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
     arguments of functions.
     """
     values = (islice(part.namespace().values(), _MOST_VALUES) for part in parts)
-    held = (item for value in chain.from_iterable(values) for item in values_in(value))
+    held = (item for value in chain.from_iterable(values) for item in held_values(value))
     return [item for item in held if isinstance(item, _OF_RUN)]
 
 
-def refers_to_run(loader: Any) -> bool:
+def refers_to_model(loader: Any) -> bool:
     """Return whether the loader refers to an object such as the model."""
     parts = {**parts_of_order(loader), **parts_of_samples(loader)}
-    return bool(objects_of_run_in(parts.values()))
+    return bool(referenced_objects(parts.values()))
 
 
-def warn_of_buffers(loader: Any) -> None:
-    """Warn if a sampler refers to a module whose buffers may determine the order of the samples.
+def warn_of_weights(loader: Any) -> None:
+    """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the values of the checkpoint, but not those at the start of the epoch.
+    A resumed run has the weights of the checkpoint, but not those at the start of the epoch.
     """
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
-    found = [item for item in objects_of_run_in(parts) if isinstance(item, nn.Module)]
-    modules = [module for item in found for module in item.modules() if not is_of_library(module)]
-    for module in modules:
-        persistent = module._buffers.keys() - module._non_persistent_buffers_set
-        if persistent:
+    for module in referenced_objects(parts):
+        if isinstance(module, nn.Module) and has_weights(module):
             warnings.warn(
-                f"resume: a sampler refers to a {type(module).__name__}, whose buffers"
-                f" {sorted(persistent)} have the values of the checkpoint. If the sampler reads"
-                " them, the rest of this epoch may have different samples. Let the sampler read an"
-                " attribute that is not a buffer instead.",
+                f"resume: a sampler refers to a {type(module).__name__}. If the sampler reads its"
+                " weights or buffers, the rest of this epoch may have different samples, because"
+                " the resumed run has their values from the checkpoint, and not from the start of"
+                " the epoch. Other attributes are restored exactly.",
                 stacklevel=2,
             )
             return
 
 
-def values_in(value: Any) -> list[Any]:
+def has_weights(module: nn.Module) -> bool:
+    return any(True for _ in chain(module.parameters(), module.buffers()))
+
+
+def held_values(value: Any) -> list[Any]:
     """Return a value, and the values that a container or a function holds."""
     found = [value]
     # Skip subclasses, because their __iter__ may draw random numbers.

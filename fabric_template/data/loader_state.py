@@ -33,9 +33,9 @@ from .loader_parts import (
     objects_of_samples,
     parts_of_order,
     parts_of_samples,
-    refers_to_run,
+    refers_to_model,
     samplers_of,
-    warn_of_buffers,
+    warn_of_weights,
 )
 from .tensor_loader import TensorLoader
 
@@ -71,7 +71,7 @@ class ResumableLoader:
         self, loader: Any, find_model_state: Callable[[], PlainState] | None = None
     ) -> None:
         self.loader = loader
-        self._find_model_state = find_model_state if refers_to_run(loader) else None
+        self._find_model_state = find_model_state if refers_to_model(loader) else None
         self.passes = self.batches = 0
         self.is_finished = False
         # A subclass of DataLoader with its own __iter__ may ignore a new sampler or collate_fn.
@@ -128,7 +128,7 @@ class ResumableLoader:
         with unchanged_rng_state(), ExitStack() as stack:
             self._reader = self._resume_pass(state, stack)
         if state["batches"] > 0:
-            warn_of_buffers(self.loader)
+            warn_of_weights(self.loader)
         self._restore(state)
         self._drop_start_values()
         if state["passes"] > 0:
