@@ -641,6 +641,26 @@ def test_ctrl_c_ends_a_script_with_an_error_after_a_message(capsys):
     assert list_runs("logs/run")["state"].tolist() == ["interrupted"]
 
 
+def interrupt_rank_0(rank):
+    def step(net, batch):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss_of(net, batch)
+
+    net = make_net()
+    options = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "training_step": step}
+    MiniLoop(max_epochs=2, accelerator="cpu").fit(net, make_loader(16), **options)
+    Path(f"continued_{rank}").touch()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_process_of_a_script_continues_after_ctrl_c_in_one_process(ranks):
+    codes, errors = run_processes(interrupt_rank_0, ranks=ranks, is_launched=ranks > 1)
+    assert codes[0] == 130, errors
+    assert 0 not in codes
+    assert not list(Path().glob("continued_*"))
+
+
 def test_fit_returns_the_history_after_ctrl_c_in_a_notebook_and_the_run_can_resume(capsys, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     loop, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
