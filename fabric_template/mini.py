@@ -372,6 +372,7 @@ class MiniLoop:
         if not is_done:
             self._call("on_train_end")
             self._warn_if_never_validated(is_resumed)
+            self._warn_if_never_stepped()
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
@@ -652,6 +653,20 @@ class MiniLoop:
         text += f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
         if self.fabric.is_global_zero:
             warnings.warn(text, stacklevel=4)
+
+    def _warn_if_never_stepped(self) -> None:
+        """Warn if training ended before a scheduler that is stepped per epoch was stepped."""
+        if self.current_epoch > 0 or not self.fabric.is_global_zero or self.should_stop:
+            return
+        for config in self.schedulers:
+            if config["interval"] == "epoch":
+                text = f"scheduler: training ended after {self.global_step} steps, before the end"
+                text += (
+                    f" of the first epoch, so {type(config['scheduler']).__name__} took no step."
+                )
+                text += " To step it after each optimizer step, use"
+                text += ' {"scheduler": scheduler, "interval": "step"}.'
+                warnings.warn(text, stacklevel=4)
 
     def _print_interruption(self) -> None:
         saved = f"To continue from step {self._saved_step}, write resume='last'."

@@ -24,7 +24,11 @@ from ..lightning_compat.callbacks import finish_averaging, resume_averaging
 from ..loggers.run_config import write_run_config
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
-from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
+from .lr_schedulers import (
+    step_lr_schedulers,
+    step_schedulers_after_batch,
+    warn_if_never_stepped,
+)
 from .optimization import is_logging_due
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ def fit(run: Run) -> None:
     run.row.write_after_training()
     if run.stop.signal is None:
         run.validation_schedule.warn_if_never_due()
+        warn_if_never_stepped(run)
 
 
 def train_epoch(run: Run) -> None:

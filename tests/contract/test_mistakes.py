@@ -453,3 +453,23 @@ def test_fit_warns_if_the_run_ends_before_its_first_validation(name, train):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "val_dataloaders")
         assert run(validate_every_n_steps=2).callback_metrics["val_loss"] > 0
+
+
+@both_loops
+@pytest.mark.filterwarnings("default:scheduler")
+@pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
+def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train):
+    def run(make_scheduler, max_steps=5):
+        net = make_net()
+        optimizer = sgd(net)
+        loop = make_loop(name, max_epochs=None, max_steps=max_steps)
+        loop.fit(net, train, optimizer=optimizer, scheduler=make_scheduler(optimizer), training_step=loss_of)
+
+    with pytest.warns(UserWarning, match='scheduler: training ended after 5 steps.*StepLR took.*"interval": "step"'):
+        run(lambda optimizer: StepLR(optimizer, 1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "scheduler")
+        run(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "interval": "step"})
+        if not isinstance(train.dataset, EndlessData):
+            run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train))
+            run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train) + 1)
