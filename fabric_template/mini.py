@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is part of fabric_template, under the MIT License (see LICENSE). The file needs only
-torch and lightning. To see how training works, read `fit`, `_train_epoch` and `_train_batch`.
+This file is part of fabric_template, under the MIT License (see LICENSE), and needs only torch and
+lightning. To see how training works, read `fit`, `_train_epoch` and `_train_batch`.
 
 To change how training works, edit one of these methods:
 
@@ -144,7 +144,8 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-# With these weights, torch.add(total, value, alpha=weight) is exactly total + value * weight.
+# If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
+# total + value * weight.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
 
@@ -157,7 +158,7 @@ class MiniLoop:
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    # None means the next free number. A resumed run keeps its version.
+    # With None, a new run gets the next free version number, and a resumed run keeps its version.
     version: int | str | None = None
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
@@ -293,7 +294,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # The RNG state and attributes from the checkpoint.
+        self._resumed_state: Any = None  # The checkpoint's RNG states and object attributes.
         self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -362,7 +363,8 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
-            # Within an epoch, `_start_batches` also needs the values from before on_train_start.
+            # If a run resumes within an epoch, reset all attributes of the loaders, because
+            # `_start_batches` needs the values that the attributes had before on_train_start.
             self._reset_loaders({} if self.batches_done > 0 else saved)
             self._keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
@@ -472,7 +474,10 @@ class MiniLoop:
         self._precision.backward(loss, None)
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer steps after a batch. All processes get the same result."""
+        """Return whether the optimizer takes a step after a batch.
+
+        All processes return the same result.
+        """
         if self.accumulate_grad_batches == 1:
             return True
         is_last = self._is_last
@@ -639,7 +644,8 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        Otherwise, garbage collection would end them later, and take five seconds per process.
+        Without this call, garbage collection would end the worker processes later, and take five
+        seconds per process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -1002,7 +1008,8 @@ class MiniLoop:
         checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._weights)
-            # Check the first checkpoint only, as optimizers create their state in the first step.
+            # Check only the first checkpoint, because optimizers create their state in the first
+            # optimizer step.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
@@ -1135,7 +1142,8 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
 
-        If both are None, or if resume="auto" finds no checkpoint, return (None, {}).
+        If ``resume`` and ``load`` are None, or if resume="auto" finds no checkpoint, return
+        (None, {}).
         """
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
@@ -1236,7 +1244,10 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml. For new runs, also write config.yaml, and the start time to .lock."""
+        """Write hparams.yaml.
+
+        For a new run, also write config.yaml, and record the start time in .lock.
+        """
         self._started_at = max(time.time(), max(read_times(self.checkpoint_dir)) + 0.001)
         if is_new:
             self._record(f"started {self._started_at!r}")
@@ -1282,7 +1293,7 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
-    # Random states and attributes, to resume exactly
+    # Saving and restoring RNG states and objects' attributes
 
     def _start_batches(self) -> None:
         """Create the iterator over the epoch's remaining training batches."""
@@ -1310,7 +1321,8 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Restore the loaders' original lists and tensors, because the model may share them.
+            # Assign the original lists and tensors to the loaders' attributes again, because the
+            # model may refer to the same lists and tensors.
             for attributes, values in kept:
                 # Skip an attribute if its type has changed, for example from None to a list.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
@@ -1321,9 +1333,10 @@ class MiniLoop:
         self._large_values.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Restore the loaders' state from the epoch's start, to shuffle as in the saved run.
+        """Restore the state that the loaders had at the start of the epoch.
 
-        Return the attributes of each object as they were before, with the object's namespace.
+        With this state, the loaders shuffle as in the saved run. For each object in the loaders,
+        return its namespace, and the values that its attributes had before this call.
         """
         self._reset_loaders(saved)
         starts = {p: self._find_start_of(p, saved.get(p, {})) for p in self._loader_places()}
@@ -1352,7 +1365,7 @@ class MiniLoop:
                 is_marked = isinstance(self._start_states[place].get(name), ChangeMark)
                 if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
                     copied = value
-                    # Do not copy a tensor or an array above 256 MB.
+                    # Do not copy a tensor or an array that is larger than 256 MB.
                     if getattr(value, "nbytes", 0) <= 2**28:
                         is_tensor = isinstance(value, Tensor)
                         copied = value.detach().clone() if is_tensor else copy.copy(value)
@@ -1361,8 +1374,9 @@ class MiniLoop:
     def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
         """Reset the loaders' attributes that are not in ``saved``, but have changed in this run.
 
-        A checkpoint lacks an attribute if its value equals the one at the start of the run. In a
-        resumed run, on_train_start and set_epoch() may have changed such an attribute.
+        A checkpoint contains only the attributes that have changed since the start of the run. In a
+        resumed run, on_train_start and set_epoch() may have changed an attribute that the
+        checkpoint lacks.
         """
         ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
         changed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -1390,7 +1404,8 @@ class MiniLoop:
         if not is_reset and value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
-                # Changing a tensor in place has increased its version, which the mark contains.
+                # replace_content() increases the tensor's version counter, which is part of the
+                # ChangeMark, so record the new ChangeMark.
                 start[name] = mark
             is_reset = is_same(mark, start[name])
         if not is_reset:
@@ -1402,14 +1417,15 @@ class MiniLoop:
             )
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return an object's attributes as they were before the run.
+        """Return the values that an object's attributes had before the run.
 
-        Attributes that were added during the run get the value REMOVED.
+        For an attribute that was added during the run, the returned value is REMOVED.
         """
         attributes, current = namespace_of(self._parts[place]), self._plain_state(place)
         start = self._start_states[place].items()
         small = {name: value for name, value in start if not isinstance(value, ChangeMark)}
-        # Keep a value that cannot be saved, such as a function that set_epoch() has created.
+        # Do not reset an attribute if its current value cannot be saved. For example, set_epoch()
+        # may have set the attribute to a new function.
         found = {n: small[n] for n in small if n in current or n not in attributes}
         added = (name for name in changed if name not in self._start_names[place])
         return {**found, **dict.fromkeys(added, REMOVED)}
@@ -1506,7 +1522,8 @@ class MiniLoop:
     def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the attributes in ``states``.
 
-        If two attributes share a list and get equal values, they still share the list afterwards.
+        If two attributes refer to one list, and their values in ``states`` are equal, the two
+        attributes still refer to one list afterwards.
         """
         for place in states:
             create_item(self._parts, place)
@@ -1522,7 +1539,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return False if several attributes refer to ``current``, but get different values."""
+            """Return False if attributes with different saved values refer to ``current``."""
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1717,7 +1734,8 @@ class MiniLoop:
         self._start_states = {place: self._plain_state(place) for place in self._parts}
         self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
         self._iterators = {}
-        # The original object and a copy of each large attribute of a loader, only during a resume.
+        # The original object and a copy of each large attribute of the loaders. This dict has items
+        # only while a run resumes.
         self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._unsaved: set[tuple[str, str]] = set()
         if resumed:
@@ -1792,7 +1810,7 @@ class MiniLoop:
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
         """Warn if the optimizer's class has changed.
 
-        If the checkpoint lacks an option of the new class, such as betas, raise an error.
+        If the checkpoint lacks an option of the new optimizer class, such as betas, raise an error.
         """
         kind = type(self.optimizer).__name__
         if kind != saved:
@@ -1803,7 +1821,10 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
-        """Move the model to the device, and load its weights. At the end, move the model back."""
+        """Move the model to the device, and load its weights.
+
+        After the ``with`` block, move the model back to its previous device.
+        """
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -1944,7 +1965,7 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Make a step callable with (batch, batch_idx), even if the step takes only the batch."""
+    """Return a step function of (batch, batch_idx), even if ``step`` takes only the batch."""
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
@@ -2077,7 +2098,8 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and its samplers, dataset and collate function, keyed by name.
 
-    Also return the objects that these contain, such as a dataset's transform.
+    The returned dict also contains the objects inside the loader's parts, such as a dataset's
+    transform.
     """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
@@ -2100,8 +2122,8 @@ def parts_of(loader: Any) -> dict[str, Any]:
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that samplers and datasets refer to, and their submodules.
 
-    Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
-    arguments of functions.
+    The search for modules covers attributes, lists, dicts, bound methods, partial functions, and
+    the closure variables and default arguments of functions.
     """
     found: list[nn.Module] = []
     for values in [{"": part, **namespace_of(part)} for part in parts]:
@@ -2109,13 +2131,14 @@ def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
             held = [value]
             if isinstance(value, partial):
                 held += [value.func, *value.args, *value.keywords.values()]
-            # Skip subclasses, because their __iter__ may draw random numbers.
+            # Skip subclasses of dict, list and tuple, because their __iter__ may draw random
+            # numbers.
             if type(value) in (dict, list, tuple) and len(value) <= 500:
                 held += value.values() if type(value) is dict else value
             if isinstance(value, FunctionType):
                 held += value.__defaults__ or ()
                 for cell in value.__closure__ or ():
-                    # An empty cell raises a ValueError.
+                    # Reading an empty closure cell raises a ValueError.
                     with suppress(ValueError):
                         held.append(cell.cell_contents)
             held += [item.__self__ for item in held if isinstance(item, MethodType)]
@@ -2136,10 +2159,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Give gloo's threads time to free the tensors of the last call before Python exits.
+    """Give gloo's threads time to free tensors before Python exits.
 
-    If a thread frees tensors while Python exits, the process aborts. The launcher then kills the
-    other processes.
+    If a thread frees the tensors of the last collective call while Python exits, the process
+    aborts. The launcher then kills the other processes.
     """
     time.sleep(0.05)
 
@@ -2148,7 +2171,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers between the items that it yields.
 
     In the saved run, dropout may have drawn random numbers between two of the sampler's items. A
-    resumed run skips batches without running the model, so the sampler draws different numbers.
+    resumed run skips batches without running the model, so the sampler draws other random numbers
+    than in the saved run.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2175,7 +2199,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the weights of the checkpoint, but not those at the start of the epoch.
+    A resumed run has the weights from the checkpoint, but not the weights from the start of the
+    epoch.
     """
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
     for module in referenced_modules(parts):
@@ -2193,7 +2218,7 @@ def warn_of_weights(loader: Any) -> None:
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
     """Yield batches until one of the processes has no batches left.
 
-    Without this limit, DDP would wait forever for a process that has no batches left.
+    DDP would wait forever if one process continued after another process had run out of batches.
     """
     while True:
         batch = next(batches, END)
@@ -2321,7 +2346,10 @@ def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers whose state contains parameters, because resuming would load copies."""
+    """Refuse schedulers whose state contains parameters of the optimizer.
+
+    After a resume, the scheduler would refer to copies of the optimizer's parameters.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2450,7 +2478,9 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects inside an object, such as a dataset's transform, keyed by path.
+    """Return the objects in the attributes, lists and dicts of an object, keyed by path.
+
+    For example, a dataset's transform has the path "transform".
 
     Args:
         known: The ids of objects to skip.
@@ -2530,7 +2560,10 @@ def namespace_of(part: Any) -> dict[Any, Any]:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
+    """A dict of an object's attributes, including slots.
+
+    Setting or removing an item of this dict also sets or removes the object's attribute.
+    """
 
     def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
@@ -2602,7 +2635,7 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # Each item is saved under its own key. The length is enough to detect new items.
+                # Items are saved separately. The container's length is enough to detect new items.
                 found[name] = ChangeMark((len(value),))
     return found
 
@@ -2637,7 +2670,10 @@ def encode_or_mark(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator, and raise an error for random generators in a list or dict."""
+    """Warn if an attribute outside the loaders is an iterator.
+
+    If the attribute is a list, tuple or dict that contains random generators, raise an error.
+    """
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -2666,7 +2702,10 @@ class LargeValueError(TypeError):
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
-    """Return an array's shape and checksum. For an array above 256 MB, use only some elements."""
+    """Return an array's shape and a checksum.
+
+    For an array that is larger than 256 MB, the checksum covers only a sample of the elements.
+    """
     step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
     items = np.ascontiguousarray(array.reshape(-1)[::step])
     return array.shape, zlib.crc32(items.view(np.uint8).data)
@@ -2688,7 +2727,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # Version counters also detect in-place changes to tensors that are not in the sample of items.
+    # The marks cover only a sample of the container's items. The version counters of all tensors
+    # also detect in-place changes to tensors outside the sample.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     return kind, len(items), hash(tuple(map(id, items))), versions, marks
@@ -2698,8 +2738,8 @@ def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
     The checksum detects changes through ``.data``, which do not change the version counter. For a
-    GPU tensor or a tensor above 256 MB, the checksum covers only a sample of the elements. For
-    sparse tensors and other values, return None.
+    GPU tensor or a tensor larger than 256 MB, the checksum covers only a sample of the elements.
+    Return None for sparse tensors, meta tensors, and values that are not tensors.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -2898,7 +2938,10 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a value into shared memory, or raise an error if its type or length differs."""
+    """Write a saved value into an object in shared memory.
+
+    Raise an error if the type or the length of the value does not match the object.
+    """
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
@@ -3107,7 +3150,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """Replace an object in a checkpoint, because creating the real one could run any code."""
+    """Replaces an object in a checkpoint, because creating the object could run arbitrary code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -3117,7 +3160,8 @@ class Placeholder:
 
 def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file saved by torch.save, with placeholders for objects that torch.load refuses."""
-    # Pass a copy of an io.BytesIO, because reading the names moves the read position.
+    # Pass a copy of an io.BytesIO, because get_unsafe_globals_in_checkpoint() moves the read
+    # position.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
@@ -3257,7 +3301,8 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # DataLoader workers outlive a killed run by a few seconds, and would keep its folders locked.
+    # DataLoader workers outlive a killed run by a few seconds. Close the lock files in the workers,
+    # because open lock files would keep the folders of the killed run locked.
     os.register_at_fork(after_in_child=close_locks)
 
 
