@@ -45,11 +45,11 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-# Limits that keep checkpoints small and fast.
+# Limits that keep checkpoints small and quick to save.
 _MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
 _MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
-_COMPARED_BYTES = 2**20  # If a GPU tensor is larger, only a sample is compared.
-_COMPARED_ITEMS = 50_000  # The maximum number of items or elements in a digest.
+_COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as a whole.
+_COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
 _MOST_OBJECTS = 64  # The maximum number of objects whose attributes are saved.
 _MOST_SEARCHED = 500  # The maximum size of a container that is searched for objects.
@@ -102,7 +102,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if is_atomic:
         return kind, len(items), items
     found = _sample(items, -(-most // 8))
-    # Lower the limit at each level, so that a container that contains itself is refused.
+    # Lower the limit for items at each nesting level, so that a container that contains itself is
+    # refused.
     most_inside = min(most - 1, max(most // len(found), 8))
     marks = [] if len(found) == len(items) else [_mark(item) for item in items]
     return kind, len(items), [digest(item, most_inside) for item in found], marks
@@ -120,7 +121,8 @@ def _sample(items: list[Any], most: int) -> list[Any]:
 
 def _checksum_items(items: list[Any]) -> int:
     """Return a checksum of a list. Raise a ValueError for a list with tensors or objects."""
-    # marshal's format 2 depends only on the values. Later formats also depend on references.
+    # The output of marshal.dumps in format 2 depends only on the values. In later formats, the
+    # output also depends on reference counts.
     return zlib.crc32(marshal.dumps(items, 2))
 
 
@@ -194,7 +196,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= _MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of long strings may have few elements, so the step must be at least 1.
+    # An array of long strings may have few elements, so the step of the slice must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -440,8 +442,9 @@ def load_object(current: Any, state: Any) -> None:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state exactly and in place, because other objects may share its dicts.
 
-    For example, a wrapper around an optimizer often shares its parameter groups. load_state_dict()
-    alone would create new groups, and convert tensors in lists and dicts to the parameter's dtype.
+    For example, a wrapper around an optimizer often shares the optimizer's parameter groups.
+    load_state_dict() alone would create new groups, and convert tensors in lists and dicts to the
+    parameter's dtype.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -628,7 +631,7 @@ def is_installed(kind: type) -> bool:
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Search attributes, lists and dicts for objects to save. Return them, keyed by path.
+    """Search attributes, lists and dicts, and return the objects to save, keyed by path.
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -671,8 +674,8 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects that the caller passes. _parts also contains objects in their
-        # attributes, such as a replay buffer.
+        # _given contains the objects that the caller passes. _parts also contains the objects in
+        # the attributes of _given, such as a replay buffer.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
@@ -708,7 +711,7 @@ class PlainState:
                 self._parts = {**self._given, **find_objects(self._given, known)}
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects in attributes, keyed by path.
+        """Return all objects that were found in attributes of the given objects, keyed by path.
 
         Args:
             names: The paths of the objects in a checkpoint. If a path refers to an item of a
@@ -790,7 +793,8 @@ class PlainState:
     def warn_of_iterators(self) -> None:
         """Warn about iterators in attributes, because a resumed run cannot restore their positions.
 
-        If iter(loader) has replaced an iterator since ``find_iterators``, do not warn about it.
+        Do not warn about an iterator that iter(loader) has replaced since ``find_iterators`` was
+        called.
         """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
@@ -864,7 +868,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Temporarily set the random generators and the parts' attributes to a saved state."""
+        """Temporarily restore a saved state of the random generators and objects' attributes."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -917,7 +921,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy the attributes of at most 256 MB, so that ``reset_attributes`` can restore them."""
+        """Copy each attribute of at most 256 MB, so that ``reset_attributes`` can restore it."""
         self._start_values = self.encoded_attributes(_MOST_BYTES)
 
     def drop_start_values(self) -> None:
@@ -926,8 +930,9 @@ class PlainState:
     def reset_attributes(self, saved: Collection[Place]) -> None:
         """Reset the attributes that are not in ``saved``, but have changed in this run.
 
-        A checkpoint lacks an attribute if its value equals the one at the start of the run. In a
-        resumed run, on_train_start and set_epoch() may have changed such an attribute.
+        A checkpoint contains only the attributes that have changed since the start of the run. In a
+        resumed run, on_train_start and set_epoch() may have changed an attribute that the
+        checkpoint lacks.
         """
         if self._start_values is None:
             return
@@ -946,7 +951,7 @@ class PlainState:
         self.load_attributes(changed)
 
     def changed_start_values(self) -> dict[Place, Any]:
-        """Return the kept values of the attributes that changed after ``keep_start_values``."""
+        """Return the start value of each attribute that no longer has its start value."""
         current, kept = self.digests(), self._start_values or {}
         return {
             place: value
@@ -955,7 +960,7 @@ class PlainState:
         }
 
     def encoded_attributes(self, most_bytes: int = _COMPARED_BYTES) -> dict[Place, tuple[Any, Any]]:
-        """For each attribute of at most ``most_bytes``, return its digest and encoded value."""
+        """Return the digest and encoded value of each attribute up to ``most_bytes`` in size."""
         encoder = Encoder(self._device, most_bytes=most_bytes)
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
@@ -965,7 +970,10 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Suppress errors in a `with` block, and warn once about each attribute or generator."""
+        """Suppress errors in a `with` block that saves or restores ``what``.
+
+        Warn only once about each attribute or generator that causes an error.
+        """
         try:
             yield
         except (NotPlainError, RecursionError):
@@ -976,7 +984,7 @@ class PlainState:
             self._warn(what, f"{type(error).__name__}: {error}")
 
     def _warn(self, what: str, reason: str) -> None:
-        """Warn once about an attribute or a generator."""
+        """Warn once that an attribute or a generator is neither saved nor restored."""
         if what in self._warned:
             return
         self._warned.add(what)

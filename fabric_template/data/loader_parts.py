@@ -40,13 +40,14 @@ _TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
 )
-# The model and the other objects of a run whose attributes a checkpoint contains.
+# A checkpoint contains the attributes of a run's modules, datamodules and callbacks.
 _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search also skips objects whose classes are in these packages, such as a FabricLoop.
+# The search inside a loader also skips objects whose classes are in fabric_template or Lightning,
+# such as a FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -136,8 +137,8 @@ def samplers_of(loader: Any) -> list[Any]:
 def referenced_objects(parts: Iterable[Part]) -> list[Any]:
     """Return the modules, datamodules and callbacks that samplers or datasets refer to.
 
-    Search attributes, lists, dicts, bound methods, partial functions, and the variables and default
-    arguments of functions.
+    The search covers attributes, lists, dicts, bound methods, partial functions, and the closure
+    variables and default arguments of functions.
     """
     values = (islice(part.namespace().values(), _MOST_VALUES) for part in parts)
     held = (item for value in chain.from_iterable(values) for item in held_values(value))
@@ -153,7 +154,8 @@ def refers_to_model(loader: Any) -> bool:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the weights of the checkpoint, but not those at the start of the epoch.
+    A resumed run has the weights from the checkpoint, but not the weights from the start of the
+    epoch.
     """
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
@@ -173,9 +175,9 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def held_values(value: Any) -> list[Any]:
-    """Return a value, and the values that a container or a function holds."""
+    """Return a value and, if it is a container or a function, the values that it holds."""
     found = [value]
-    # Skip subclasses, because their __iter__ may draw random numbers.
+    # Skip subclasses of dict, list and tuple, because their __iter__ may draw random numbers.
     if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:
         found += value.values() if type(value) is dict else value
     if isinstance(value, partial):
@@ -184,13 +186,13 @@ def held_values(value: Any) -> list[Any]:
         found += value.__defaults__ or ()
         for cell in value.__closure__ or ():
             with suppress(ValueError):
-                # An empty cell raises a ValueError.
+                # Reading an empty closure cell raises a ValueError.
                 found.append(cell.cell_contents)
     return [*found, *(item.__self__ for item in found if isinstance(item, MethodType))]
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return the reason why a loader cannot resume after its first epoch, or "" if it can.
+    """Return the reason why a run cannot resume after its first epoch, or "" if it can.
 
     Args:
         hides_workers: Whether the loader has workers whose RNG states are not saved.
@@ -295,7 +297,7 @@ class StreamState:
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a saved state. Create the loader's iterator inside the ``with`` block."""
+        """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
         # Collect each attribute's digest and value in the saved run. If the checkpoint lacks an
         # attribute, the saved run had not changed it.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
@@ -319,7 +321,10 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return new values for the attributes to reset, unless reading batches changed them."""
+        """Return the new value of each attribute to reset.
+
+        Omit attributes whose values have changed while batches were read.
+        """
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

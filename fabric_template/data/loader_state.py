@@ -55,7 +55,8 @@ class ResumableLoader:
 
     Args:
         find_model_state: Returns the attributes of the model. If the loader refers to the model,
-            which may then choose the order, they are saved and restored like those of the loader.
+            the model may choose the order. The model's attributes are then saved and restored like
+            the loader's attributes.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -105,8 +106,8 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # Whether the first epoch is over. From then on, a loader with a restart_problem cannot
-        # resume.
+        # Whether the first epoch is over. After the first epoch, a loader with a restart_problem
+        # cannot resume.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -168,7 +169,8 @@ class ResumableLoader:
     def draws_in_iter(self) -> bool:
         """Return whether iter(loader) already draws the first indices.
 
-        If ``__iter__`` is a generator function, it draws them when the first batch is requested.
+        If ``__iter__`` is a generator function, the first indices are drawn when the first batch is
+        requested.
         """
         source = self.loader
         if isinstance(self.loader, DataLoader):
@@ -300,14 +302,17 @@ class ResumableLoader:
             # random numbers. Then recorder.collate drops the batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Persistent workers would keep their first sampler, so replace it.
+            # The iterator of persistent workers keeps its first sampler, so assign the new sampler.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers with their saved RNG states. This process keeps its own RNG state."""
+        """Start the workers with their saved RNG states.
+
+        The process that starts the workers keeps its own RNG state.
+        """
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -327,7 +332,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run does not read the finished batches again, save the changed attributes.
+        # If a resumed run does not read the finished batches again, save the changed attributes of
+        # the loader's parts, such as the dataset.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -356,7 +362,11 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader cannot resume after its first epoch."""
+        """Raise an error if the loader has a ``restart_problem``.
+
+        A loader with a ``restart_problem`` cannot resume from a checkpoint that was saved after the
+        first epoch.
+        """
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -434,7 +444,7 @@ class ResumableLoader:
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
         """Restore a state, and reset the attributes that the saved run had not changed.
 
-        The model gets its own attributes back when ``stack`` is closed.
+        When ``stack`` is closed, the model's attributes get the values from before this call.
         """
         if self._model_state is not None and "model" in captured:
             attributes = self._model_state.changed_start_values() | captured["model"]["attributes"]
@@ -508,8 +518,9 @@ class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
     Workers prefetch batches. Therefore, each batch carries the RNG state that its worker had after
-    loading it. The state includes the generators of the dataset and the collate_fn. Recording it
-    costs 80 microseconds per batch. A worker sends the state (10 kB) only if it has changed.
+    loading it. The state includes the generators of the dataset and the collate_fn. Recording the
+    RNG state costs 80 microseconds per batch. A worker sends the state (10 kB) only if the state
+    has changed.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.

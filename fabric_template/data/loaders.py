@@ -67,7 +67,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the RNG states and attributes from before its loaders were last created.
+        # For each stage, the RNG states and the attributes of objects such as the model, recorded
+        # before the loaders of the stage were last created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -119,7 +120,8 @@ class DataConnector:
                     " loader."
                 )
             for loader in combined.flattened:
-                # Like Trainer, call iter() once, because this may draw random numbers.
+                # Trainer calls iter() here, which may draw random numbers. Call iter() too, so that
+                # the RNG states are the same as with Trainer.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -128,9 +130,11 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the RNG states, and attributes such as the model's, before a hook creates loaders.
+        """Record the state that determines which loaders a hook creates.
 
-        In a resumed run, restore the recorded states, so that the hook creates the same loaders.
+        The state contains the RNG states, and the attributes of objects such as the model. In a
+        resumed run, restore the saved RNG states and attributes, so that the hook creates the same
+        loaders.
         """
         if stage in self.given:
             yield
@@ -148,7 +152,10 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the states that the saved run recorded before creating loaders, keyed by stage."""
+        """Return the RNG states and attributes that the saved run recorded before creating loaders.
+
+        The returned dict is keyed by stage. The attributes belong to objects such as the model.
+        """
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -190,7 +197,7 @@ class DataConnector:
         self._is_train_started = False
 
     def setup_eval_loaders(self, stage: str) -> None:
-        """Create the loaders of an evaluation if they do not exist yet, or if a reload is due."""
+        """Create the loaders for an evaluation if they do not exist yet, or if a reload is due."""
         run = self.run
         if not self._is_load_due("evaluation"):
             return
