@@ -28,7 +28,7 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The LogArguments.hook of values that a step returned instead of logging, such as the loss.
+# LogArguments.hook is "returned" for values that a step method returned, such as the loss.
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
 # total + value * weight.
@@ -91,7 +91,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a scalar tensor to the epoch's sum. For a mean, multiply it by ``batch_size``."""
+        """Add a scalar to the epoch's sum. For a mean, multiply the scalar by ``batch_size``."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -218,7 +218,8 @@ class LoopResults:
     def start_hook(self, hook: str | None) -> None:
         """Reset the values that ``hook`` logged in the previous epoch.
 
-        After the first batch, reset nothing, because all values are from the current epoch.
+        After the first batch of an epoch, do not reset any values, because all values are from the
+        current epoch.
         """
         self.last_hook = hook
         if self.is_first_batch is not False:
@@ -554,7 +555,10 @@ class ResultCollection:
         return values
 
     def take_means(self) -> dict[str, Tensor]:
-        """Return the training values' means since the last row of metrics.csv. Reset the sums."""
+        """Return the mean of each training value since the last row of metrics.csv.
+
+        Also reset the sums from which the means for metrics.csv are computed.
+        """
         row: dict[str, Tensor] = {}
         for metric in self.train.metrics.values():
             value = metric.compute(metric.row or metric.epoch)
@@ -567,7 +571,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's means of train_loss and of the values that steps returned."""
+        """Return this process's means of train_loss and of values returned by training_step."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -628,7 +632,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn that a logged integer is converted to a float. Because of @cache, warn once per name."""
+    """Warn, only once per metric name, that a logged integer is converted to a float."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."

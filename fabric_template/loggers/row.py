@@ -58,8 +58,8 @@ class RowWriter:
         # From the checkpoint: the values of elapsed(), waited() and _excluded_seconds.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validations and saves since the last row of metrics.csv.
-        # samples_per_second does not include them.
+        # The seconds spent on validations and saves since the last row of metrics.csv, which
+        # samples_per_second does not include.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
@@ -102,7 +102,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # A validation's duration includes the saves during it, so do not count them twice.
+            # The duration of a validation includes the saves during the validation, so do not count
+            # the duration of these saves twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values for the next rows
@@ -167,7 +168,7 @@ class RowWriter:
         In an epoch-based run, only print the row.
         """
         run = self.run
-        # After the last batch of an epoch, write no row here, because write_after_epoch writes it.
+        # After the last batch of an epoch, write_after_epoch writes the row.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -185,7 +186,8 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the last row.
 
-        A run that resumes from an earlier checkpoint removes this row.
+        If a run resumes from a checkpoint that was saved before this row was written, the resumed
+        run removes the row.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -331,7 +333,7 @@ class RowWriter:
 def copy_other_rows(logger: CSVLogger) -> str:
     """Copy a metrics.csv that contains another run's rows, before the resumed run overwrites it.
 
-    Return a sentence with the copy's file name, or "" if there is nothing to copy.
+    Return a sentence that contains the name of the new file, or "" if no file was copied.
     """
     path = Path(logger.log_dir, "metrics.csv")
     if not is_first_process() or not read_table(path).rows:
@@ -359,7 +361,8 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether two rows have the same epoch, the same step and about the same time.
 
-    A spreadsheet program may have rounded the time.
+    The times of the two rows may differ slightly, because a spreadsheet program may have rounded
+    one of the two.
     """
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False
@@ -383,8 +386,9 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers that a step returned, keyed by their columns in metrics.csv.
 
-    The column of a tensor is ``<prefix>_loss``, and that of a dict's item is ``<prefix>_<key>``.
-    The columns of a pair (loss, accuracy) are ``<prefix>_loss`` and ``<prefix>_acc``.
+    A returned tensor has the column ``<prefix>_loss``. Each item of a returned dict has the column
+    ``<prefix>_<key>``. A returned pair (loss, accuracy) has the columns ``<prefix>_loss`` and
+    ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A resumed run repeats these phases. Therefore, a checkpoint saved in one of them contains these
-# values, as if the phase had not started.
+# The keys are the phases that a resumed run repeats. If a checkpoint is saved during a repeated
+# phase, the checkpoint contains the values of Progress from before the phase.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -70,7 +70,10 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set the stage during a `with` block. Like Trainer, keep the stage after an error."""
+        """Set the stage during a `with` block.
+
+        Like Trainer, do not reset the stage if the `with` block raises an error.
+        """
         before, self.stage = self.stage, stage
         yield
         self.stage = before
@@ -193,7 +196,7 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value that callbacks get as ``trainer.current_epoch``.
 
-        If a run resumes at the end of epoch 3, the value is 4 until on_train_start has run.
+        If a run resumes at the end of epoch 3, ``trainer_epoch`` is 4 until on_train_start has run.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -325,7 +328,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the schedule, once the number of training batches is known."""
+        """Start the validation schedule, now that the number of training batches is known."""
         self.restart()
         self.count_batches()
 
@@ -404,9 +407,9 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up`` to True if the time between two validations has passed.
 
-        With several processes, the clock of the first process decides, because all processes must
-        validate after the same batch. The processes communicate about once a second, and at the
-        expected end of the interval.
+        With several processes, the clock of the first process decides when to validate, because all
+        processes must validate after the same batch. The first process sends its decision about
+        once a second, and at the expected time of the next validation.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)
