@@ -608,7 +608,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_with_another_optimizer_class_causes_an_error_or_a_warning(tmp_path, kind):
+def test_resuming_with_a_different_optimizer_class_causes_an_error_or_a_warning(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -738,7 +738,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_resumes_the_other_loops_runs_of_models_with_user_objects(tmp_path, writer, make):
+def test_each_loop_can_resume_the_other_loops_run_if_the_model_has_user_defined_objects(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -1132,7 +1132,7 @@ def with_optimizer(kind):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_optimizer_state_that_refers_to_parameters_cannot_be_resumed(tmp_path, kind):
+def test_an_optimizer_state_that_refers_to_parameters_cannot_be_saved(tmp_path, kind):
     for optimizer in (KeepsWeights, KeepsIds):
         with pytest.raises(ValueError, match="got a state that contains parameters or their ids"):
             train(kind, tmp_path / optimizer.__name__, with_optimizer(optimizer))

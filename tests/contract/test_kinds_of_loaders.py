@@ -611,7 +611,7 @@ class TurnsMillion(Turns):
     ],
     ids=LOOPS,
 )
-def test_resume_warns_about_a_value_changed_by_set_epoch_that_it_cannot_reset(tmp_path, loop_name, make_sampler, text):
+def test_resume_warns_if_it_cannot_reset_a_value_changed_by_set_epoch(tmp_path, loop_name, make_sampler, text):
     train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), max_steps=8)
     with pytest.warns(UserWarning, match=f"{text}.* A resumed run may differ"):
         train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), resume="last", max_steps=10)

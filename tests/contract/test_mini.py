@@ -634,7 +634,7 @@ class Interrupted(Classifier):
             raise KeyboardInterrupt
 
 
-def test_ctrl_c_ends_a_script_with_an_error_after_a_message(capsys):
+def test_ctrl_c_prints_a_message_and_then_ends_the_script_with_an_error(capsys):
     with pytest.raises(KeyboardInterrupt):
         fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert capsys.readouterr().out.splitlines()[-1].startswith("Ctrl-C: training stops in epoch 2")
@@ -654,7 +654,7 @@ def interrupt_rank_0(rank):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_process_of_a_script_continues_after_ctrl_c_in_one_process(ranks):
+def test_ctrl_c_in_one_process_stops_all_processes_of_the_script(ranks):
     codes, errors = run_processes(interrupt_rank_0, ranks=ranks, is_launched=ranks > 1)
     assert codes[0] == 130, errors
     assert 0 not in codes
@@ -728,7 +728,7 @@ class Unsized:
 
 @pytest.mark.parametrize("every", [None, 2, 4])
 @pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 4), Unsized], ids=["stream", "own loader"])
-def test_a_validation_loader_without_a_length_gives_the_rows_of_fabric_loop(make, every):
+def test_a_validation_loader_without_a_length_gives_the_same_rows_as_fabric_loop(make, every):
     """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
     results = {}
     for name, (loop_class, quiet) in LOOPS.items():

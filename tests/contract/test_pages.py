@@ -348,7 +348,7 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_the_migrated_loop_in_agents_md_trains_the_same_weights_as_the_old_loop(tmp_path):
+def test_the_migrated_loop_in_agents_md_ends_with_the_same_weights_as_the_old_loop(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 
@@ -428,7 +428,7 @@ def test_commands_named_in_the_documentation_exist():
     assert {name for row in table for name in re.findall(r"\w+", row)} >= existing
 
 
-def test_the_documentation_installs_the_torch_version_in_constraints_txt():
+def test_the_documented_install_commands_use_the_torch_version_of_constraints_txt():
     torch_line = next(line for line in ALL_COMMANDS if line.startswith("pip install torch="))
     version = re.search(r"^torch==.*$", (REPOSITORY / "constraints.txt").read_text(), re.M)[0]
     assert torch_line == f"pip install {version}"

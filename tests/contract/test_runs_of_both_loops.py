@@ -99,7 +99,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_resume_with_a_path_continues_an_older_run_of_the_same_version(first, third):
+def test_resume_with_a_path_continues_an_older_run_in_the_same_version_folder(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)

@@ -119,7 +119,7 @@ SGD = torch.optim.SGD
 XY = (torch.zeros(8, 8), torch.zeros(8, dtype=torch.long))
 
 
-class Data:
+class DataModule:
     def train_dataloader(self):
         return make_loader()
 
@@ -155,7 +155,7 @@ CASES = {
     "version_float": options(version=1.5),
     "version_negative": options(version=-1),
     "logger_comet": options(logger="comet"),
-    "logger_object": options(logger=Data()),
+    "logger_object": options(logger=DataModule()),
     "logger_class": options(logger=pd.DataFrame),
     "loggers_number": options(loggers=[1]),
     "logger_and_loggers": options(logger=True, loggers=[]),
@@ -243,10 +243,10 @@ CASES = {
     "val_dataset": fit(Plain(), make_loader(), make_data()),
     "val_path": fit(Plain(), make_loader(), "data/val"),
     "val_tensors": fit(Plain(), make_loader(), XY),
-    "datamodule_class": fit(Plain(), None, datamodule=Data),
+    "datamodule_class": fit(Plain(), None, datamodule=DataModule),
     "datamodule_loader": fit(Plain(), None, datamodule=make_loader()),
     "datamodule_without": fit(Plain(), None, datamodule=object()),
-    "datamodule_and_loader": fit(Plain(), make_loader(), datamodule=Data()),
+    "datamodule_and_loader": fit(Plain(), make_loader(), datamodule=DataModule()),
     "loaders_positional_optimizer": fit(Plain(), make_loader(), SGD(nn.Linear(8, 3).parameters(), lr=0.1)),
     # ---- optimizers
     "optimizer_class": fit_functions(optimizer=SGD),

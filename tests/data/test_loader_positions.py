@@ -164,7 +164,7 @@ class Pairs:
 @pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("argument", ["sampler", "batch_sampler", "without batches"])
-def test_resume_warns_about_samplers_that_draw_random_numbers_mid_epoch(is_lazy, num_workers, argument):
+def test_resume_warns_about_samplers_that_draw_random_numbers_during_the_epoch(is_lazy, num_workers, argument):
     def make():
         sampler = ShufflesChunks(is_lazy)
         given = {"sampler": sampler, "batch_size": 2}
@@ -185,7 +185,7 @@ def test_resume_warns_about_samplers_that_draw_random_numbers_mid_epoch(is_lazy,
 
 
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_mini_loop_warns_about_samplers_that_draw_random_numbers_mid_epoch(is_lazy):
+def test_mini_loop_warns_about_samplers_that_draw_random_numbers_during_the_epoch(is_lazy):
     def train(max_steps, **fit_arguments):
         loader = DataLoader(make_data(24), batch_size=2, sampler=ShufflesChunks(is_lazy))
         MiniLoop(max_steps=max_steps, accelerator="cpu").fit(Classifier(), loader, **fit_arguments)

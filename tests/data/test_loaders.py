@@ -262,7 +262,7 @@ class EpochSampler(RandomSampler):
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_set_epoch_gets_the_same_epochs_as_with_trainer(in_batches):
+def test_set_epoch_is_called_with_the_same_epochs_as_in_trainer(in_batches):
     def make():
         sampler = EpochSampler(range(4))
         sampler.epochs = []

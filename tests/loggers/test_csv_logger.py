@@ -52,7 +52,7 @@ def test_log_metrics_writes_step_values_to_steps_csv(tmp_path, logger):
     assert files(tmp_path) == {"logs/digits/version_0/steps.csv": expected}
 
 
-def test_a_row_of_metrics_csv_can_contain_each_type_of_value(logger, metrics_csv):
+def test_metrics_csv_can_contain_numbers_booleans_text_and_empty_cells(logger, metrics_csv):
     row = {"f": 0.1, "i": 3, "b": True, "none": None, "nan": math.nan, "inf": -math.inf, "text": 'ünï, "x"'}
     logger.log_epoch(row)
     assert metrics_csv.read_text("utf-8") == 'f,i,b,none,nan,inf,text\n0.1,3,True,,nan,-inf,"ünï, ""x"""\n'

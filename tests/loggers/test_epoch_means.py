@@ -105,7 +105,7 @@ def test_a_batch_size_of_zero_leaves_the_batch_out_of_the_means(kind):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_the_returned_loss_is_weighted_by_the_batch_size_of_a_logged_torchmetric(kind):
+def test_the_returned_loss_is_weighted_by_the_batch_size_passed_when_logging_a_torchmetric(kind):
     metric = MeanMetric()
 
     def log(loop, index):

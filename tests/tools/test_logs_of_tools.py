@@ -229,7 +229,7 @@ def test_list_runs_reads_a_table_with_a_row_per_run():
 
 
 @pytest.mark.parametrize("seeds", ["1,,", "1,1,1"])
-def test_read_logs_does_not_take_a_seed_column_for_a_run_name(seeds):
+def test_read_logs_does_not_mistake_a_seed_column_for_a_run_name(seeds):
     rows = zip("001", seeds.split(","), ["3,", ",2", "1,1"], strict=True)
     path = write("epoch,seed,train_loss,val_loss\n" + "".join(",".join(row) + "\n" for row in rows))
     assert read_logs(path)[["epoch", "train_loss", "val_loss"]].values.tolist() == [[0, 3, 2], [1, 1, 1]]

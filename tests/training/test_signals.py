@@ -203,7 +203,7 @@ def test_an_exception_raised_by_the_users_signal_handler_reaches_the_caller(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_fit_keeps_the_users_ctrl_c_handler_and_ignored_signals(tmp_path, received, number):
+def test_fit_keeps_the_users_ctrl_c_handler_and_leaves_ignored_signals_ignored(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
