@@ -1198,7 +1198,7 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the version of the resumed or new run. None means the next free number."""
+        """Return the version of a new or resumed run, or None for the next free version."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = (

@@ -496,7 +496,10 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Write a value into shared memory, or raise an error if its type or length differs."""
+    """Write a saved value into an object in shared memory.
+
+    Raise an error if the type or the length of the value does not match the object.
+    """
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved
@@ -508,7 +511,10 @@ def write_shared(value: Any, saved: Any) -> None:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes, including slots. Changing the dict changes the object."""
+    """A dict of an object's attributes, including slots.
+
+    Setting or removing an item of this dict also sets or removes the object's attribute.
+    """
 
     def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
@@ -560,7 +566,10 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return a dict of the object's attributes. Changing the dict changes the object."""
+        """Return a dict of the object's attributes.
+
+        Setting or removing an item of this dict also sets or removes the object's attribute.
+        """
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
