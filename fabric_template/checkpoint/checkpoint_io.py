@@ -130,7 +130,8 @@ def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Replace the NumPy values in a checkpoint with Python values and tensors.
 
     Returns:
-        A copy of the checkpoint. Its NUMPY_KEY entry stores the dtypes of the replaced values.
+        A copy of the checkpoint. The copy's NUMPY_KEY entry stores the dtypes of the replaced
+        values.
     """
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -198,7 +199,11 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a container with the items from ``replaced``. Convert NumPy keys to Python values."""
+    """Return a copy of a container in which values from ``replaced`` replace the original items.
+
+    ``replaced`` maps the keys or indices of items to new values. NumPy keys become Python values.
+    If nothing changes, return the container itself.
+    """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
         return container

@@ -71,8 +71,8 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
     """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        A copy of the checkpoint, with a placeholder for each sharded tensor. Its SHARDS_KEY entry
-        contains the name of the shard folder, and the sizes of its files.
+        A copy of the checkpoint, with a placeholder for each sharded tensor. The copy's SHARDS_KEY
+        entry contains the name of the shard folder, and the sizes of the files in that folder.
     """
     if not run.steps.is_model_parallel:
         return checkpoint
@@ -108,7 +108,7 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Apply ``function`` to each item in nested dicts and lists. Return a copy with the results.
+    """Return a copy of nested dicts and lists, with ``function`` applied to each item.
 
     Args:
         name: The name of ``value``, such as "state_dict". The name of an item also contains its

@@ -139,8 +139,7 @@ def find_checkpoint(
 
     Returns:
         The path and the content of the checkpoint. If no checkpoint exists, "auto" and
-        ``ckpt_path="last"`` return (None, {}). For all other arguments, a missing checkpoint raises
-        an error.
+        ``ckpt_path="last"`` return (None, {}), and all other arguments raise an error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -183,7 +182,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the checkpoints. The result of the first access is cached."""
+        """The paths of the checkpoints, which are cached when they are first read."""
         return self.find_files()
 
 
@@ -276,7 +275,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
     """Return whether a path such as logs/run/version_0/checkpoints is in the folder logs/run.
 
-    ModelCheckpoint sets such a dirpath itself, if it was created without one.
+    If ModelCheckpoint was created without a dirpath, it sets its dirpath to the ``checkpoints``
+    subfolder of the version folder.
     """
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
@@ -320,7 +320,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # Do not sort a single file, because sorting opens each file to read its age.
+        # Do not sort a single file, because sorting opens each file to read its save time.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 
@@ -359,7 +359,10 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def find_file_of_callback(plan: Plan) -> Path | None:
-    """If this loop has no ModelCheckpoint, return a checkpoint saved by one in an earlier run."""
+    """Return a checkpoint that ModelCheckpoint saved in an earlier run, or None.
+
+    If this loop has a checkpoint callback, return None.
+    """
     if find_callbacks(plan.loop.callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)

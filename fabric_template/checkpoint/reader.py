@@ -2,7 +2,7 @@
 
 ``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
 pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
-as numbers, text, dates and containers. Every other object is replaced by a placeholder. NumPy
+as numbers, text, dates and containers, and replaces all other objects with placeholders. NumPy
 objects also become placeholders, because NumPy does not validate pickled data.
 """
 
@@ -262,7 +262,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds numbers, text, containers and tensors. All other objects become placeholders.
+    """Builds tensors and standard types, and replaces all other objects with placeholders.
 
     A pickle can call and even modify the classes and functions that ``find_class`` returns.
     Therefore, ``find_class`` returns only immutable built-ins and newly created objects that no

@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 # |                  |                                   | still create layers                 |
 # | restore_training | optimizers, schedulers, counters, | configure_optimizers creates the    |
 # |                  | max_epochs, max_steps, CSV files  | optimizers                          |
-# | restore_states   | other options, flags, gradients,  | on_train_start sees the values of   |
-# |                  | running means, loader positions,  | the script, and may draw random     |
-# |                  | and last the RNG states           | numbers                             |
-# | restore_position | iterators of the loaders,         | iterators need their positions, the |
-# |                  | and then attributes               | RNG states and the old attributes   |
+# | restore_states   | other options, flags, gradients,  | on_train_start must see the values  |
+# |                  | running means, loader positions,  | that the script sets, and may draw  |
+# |                  | and finally the RNG states        | random numbers                      |
+# | restore_position | iterators of the loaders,         | iterators need their positions and  |
+# |                  | and then attributes               | the RNG states, and may read the    |
+# |                  |                                   | attributes' values from the start   |
+# |                  |                                   | of the epoch                        |
 #
-# The other stages call only restore_model.
+# Validate, test and predict call only restore_model.
 
 # The keys under which Lightning, Fabric and PyTorch's tutorials save the weights.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
@@ -62,8 +64,8 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights match the model. If not, fit tries again after on_fit_start, which may
-        add modules. The other stages raise an error.
+        Whether the weights match the model. If the weights do not match, fit loads them after
+        on_fit_start, which may add modules, and validate, test and predict raise an error.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -186,8 +188,8 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     """Rename saved weights to match the names in the model.
 
     DistributedDataParallel, DataParallel and torch.compile add a component to the names of
-    parameters, such as "module" in ``module.weight``. If renaming would make two names equal, no
-    name is changed.
+    parameters, such as "module" in ``module.weight``. If renaming would produce the same name
+    twice, no names are changed.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -444,7 +446,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
-    """Add parameter groups that the saved run added later, such as those of unfrozen layers."""
+    """Add parameter groups that hooks of the saved run added, such as those of unfrozen layers."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):

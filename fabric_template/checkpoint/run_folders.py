@@ -43,7 +43,8 @@ class RunFolders:
 
     A new run records its start time. New and resumed runs record the time of each save.
     ``resume="last"`` continues the run with the latest recorded time. Runs with the same
-    ``version=`` share a folder. The times show which checkpoints are from an older run.
+    ``version=`` share a folder. The recorded start and save times show which checkpoints are from
+    an older run.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # A new run replaces an older run of the same version, even if the new run saves no
-        # checkpoints here.
+        # checkpoints in this folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)

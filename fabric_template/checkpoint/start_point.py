@@ -62,7 +62,8 @@ class StartPoint:
     def saved_at(self) -> float | None:
         """The time at which the checkpoint was saved.
 
-        The value is None if the time is unknown, or if the run has already restored the checkpoint.
+        This property is None if the save time is unknown, or if the run has already restored the
+        checkpoint.
         """
         return self.own.get("saved_at")
 
@@ -80,7 +81,7 @@ class StartPoint:
     def state_of_process(self, rank: int) -> dict[str, Any]:
         """Return the state that the process ``rank`` saved.
 
-        If the saved run had fewer processes, return the state of another process.
+        If the saved run had no process with this rank, return the state that another process saved.
         """
         ranks = self.own.get("ranks") or [{}]
         state: dict[str, Any] = ranks[rank % len(ranks)]
@@ -190,7 +191,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    If not, Trainer would run its sanity check, and then start the next epoch.
+    If the result is False, Trainer would run its sanity check, and then start the next epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -116,7 +116,10 @@ def state_of(part: Any) -> Any:
 
 
 def own_state(run: Run) -> dict[str, Any]:
-    """Return the state that Trainer does not save. Its "ranks" entry lists each process's state."""
+    """Return the state that Trainer does not save.
+
+    The "ranks" entry of the returned dict lists the state of each process.
+    """
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
@@ -161,7 +164,10 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that affect the results. A resumed run compares them with its own."""
+    """Return the settings that affect the results.
+
+    A resumed run compares the saved settings with its own settings.
+    """
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -184,7 +190,8 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only "ready" includes an unfinished accumulation window, because a resumed run repeats it.
+    # Only the "ready" counters include the batches of an unfinished accumulation window, because a
+    # resumed run repeats these batches.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -471,8 +478,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip a network that shares modules with the trained model, because their buffers are
-            # already saved.
+            # Skip a network that shares modules with the trained model, because the buffers of the
+            # shared modules are already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
