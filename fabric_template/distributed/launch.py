@@ -180,8 +180,8 @@ def _run_in_process(
     """Run fit, validate, test or predict in a new process, and write the results to a file.
 
     Lightning's launcher returns results through a queue, which blocks if an object is larger than
-    the pipe's buffer. The launcher also reports only the text of an exception, not the exception
-    itself.
+    the pipe's buffer. If a process raises an exception, the launcher reports only the text of the
+    exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -198,7 +198,8 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # Here, a signal stopped all processes after the same step, so each result is complete.
+        # A signal stopped all processes at the same point, so the result of each process is
+        # complete.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:

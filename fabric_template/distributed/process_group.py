@@ -47,7 +47,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of the process group, because later loops in this process join the group."""
+    """Store the size of the process group, so that later loops in this process can join it."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned

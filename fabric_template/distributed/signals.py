@@ -98,9 +98,9 @@ class SignalHandler:
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
         """Return a signal that any of the processes has received, or None.
 
-        All processes must stop after the same step, so they exchange received signals about once a
-        second. Rank 0 decides after how many batches the next exchange takes place. Between two
-        exchanges, a call only compares two integers.
+        All processes must stop after the same training step, so they exchange received signals
+        about once a second. Rank 0 decides after how many batches the processes exchange signals
+        again. Between two exchanges of signals, a call of ``agree`` only compares two integers.
 
         Args:
             known: The result of the previous call.
@@ -122,7 +122,7 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Send rank 0's numbers to all processes, and return them."""
+        """Send rank 0's list of numbers to all processes, and return this list."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()

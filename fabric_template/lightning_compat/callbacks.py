@@ -142,8 +142,9 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """If a run resumes mid-epoch, repeat StochasticWeightAveraging.on_train_epoch_start.
 
-    The hook creates the learning rate scheduler for weight averaging. Undo its changes to the
-    learning rates and BatchNorm statistics, because the saved values have already been restored.
+    The hook creates the learning rate scheduler for weight averaging. Undo the callback's changes
+    to the learning rates and BatchNorm statistics, because the saved values have already been
+    restored.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):

@@ -30,7 +30,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object's class, or one of its base classes, has one of the names.
+    """Return whether the name of an object's class, or of a base class, is in ``class_names``.
 
     Unlike isinstance(), this function also recognizes Lightning's classes from the
     ``pytorch_lightning`` package.

@@ -34,7 +34,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 
 
 def check_call(plan: Plan) -> None:
-    """Raise an error if the model, a step, the optimizer or a loader is missing or invalid."""
+    """Raise an error if a model, optimizer, step function or loader is missing or invalid."""
     if plan.stage == "fit":
         # Training must use all launched processes. An evaluation can also use just one of them.
         check_launched(plan.loop.fabric)

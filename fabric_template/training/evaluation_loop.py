@@ -183,7 +183,7 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
     """Disable gradients and switch all modules to eval mode in a `with` block.
 
-    At the end of the block, restore each module's previous mode.
+    At the end of the `with` block, restore each module's previous mode (train or eval).
     """
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())
@@ -198,14 +198,19 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
     """Call a hook on the callbacks and the module to switch between train and eval mode.
 
-    If the module does not override this hook, call ``default``, which switches the mode.
+    If the module does not override the hook, call ``default`` to switch between train and eval
+    mode.
     """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if a hook's ``dataloader_idx`` does not match the number of loaders."""
+    """Raise an error if the signature of a hook does not fit the number of loaders.
+
+    With several loaders, a hook must accept ``dataloader_idx``. With a single loader, a hook must
+    not require ``dataloader_idx``.
+    """
     if not run.is_lightning_module:
         return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"

@@ -1,7 +1,8 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
 FirstStepCheck checks only the first batch of a run. A training_step may call backward() on a loss
-that it does not return, such as an adversarial loss. The loop clears the gradients of such a loss.
+that it does not return, such as an adversarial loss. The loop clears the gradients of a loss that
+training_step does not return.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class FirstStepCheck:
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # The gradients that the step has computed, keyed by parameter index.
+        # The gradients that training_step has computed, keyed by parameter index.
         self._found: dict[int, Tensor] = {}
 
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
-        """Call the step, and store the gradients that the step computes.
+        """Call training_step, and store the gradients that training_step computes.
 
-        Raise an error if the step calls optimizer.step().
+        Raise an error if training_step calls optimizer.step().
         """
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         handle = register_optimizer_step_pre_hook(self._refuse_step)
@@ -58,16 +59,16 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if the step computed the same gradients as the loop's backward pass.
+        """Raise an error if training_step and the loop's backward pass computed the same gradients.
 
-        All processes must call this method. Accept a step that called backward() in only some
-        processes, because the loop clears these gradients.
+        All processes must call this method. If training_step called backward() in only some
+        processes, raise no error, because the loop clears the gradients of these calls.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
         shares = self._means([torch.tensor(flags, device=self.fabric.device)])
-        # Compare gradients only if the step computed gradients of the same parameters in every
+        # Compare gradients only if training_step computed gradients of the same parameters in every
         # process.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return

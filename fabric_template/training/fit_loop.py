@@ -3,7 +3,8 @@
 To understand the code of the package, read this module first.
 
 A checkpoint that a hook saves in the middle of an epoch contains the current phase
-(``run.progress.phase``). A resumed run continues with the saved phase. The phases of an epoch are:
+(``run.progress.phase``). A resumed run continues with the phase that its checkpoint contains. The
+phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -103,7 +104,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Run the remaining phases of the batch in which the checkpoint was saved."""
+    """Finish the batch during which the checkpoint was saved, by running its remaining phases."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -133,7 +134,8 @@ def train_batches(run: Run) -> None:
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
-        # The loader yielded fewer batches than expected from its length or the limit.
+        # The loader yielded fewer batches than the loop expected from the length of the loader or
+        # from limit_train_batches.
         end_short_epoch(run)
 
 

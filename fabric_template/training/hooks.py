@@ -69,7 +69,10 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether any object overrides a hook, or True if this is not known yet."""
+        """Return whether the module or a callback overrides a hook.
+
+        If the methods of the hook are not known yet, return True.
+        """
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -150,8 +153,8 @@ class Hooks:
     def _module_for(self, callback: Any) -> Any:
         """Return the object that a callback's hooks get as the ``pl_module`` argument.
 
-        Lightning's own callbacks get the LightningModule or ModuleAdapter. All other callbacks get
-        the model that was passed to the loop.
+        Lightning's own callbacks get the LightningModule or ModuleAdapter. Callbacks that are not
+        from Lightning get the model that was passed to the loop.
         """
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(CALLBACK_MODULES) for base in bases)

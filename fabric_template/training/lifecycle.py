@@ -125,8 +125,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        False if the checkpoint's weights do not match the model. In this case, fit loads them after
-        on_fit_start, which may add modules.
+        False if the checkpoint's weights do not match the model. If the weights do not match, fit
+        loads them after on_fit_start, which may add modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -303,8 +303,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # torch.compile would recompile the step at every call, because self.log changes Python
-        # counters.
+        # Exclude self.log from torch.compile. Otherwise, torch.compile would recompile
+        # training_step at every call, because self.log changes Python counters.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         if previous is None:
             stack.callback(attributes.pop, name, None)
@@ -330,7 +330,7 @@ def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
 def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` in the first process, while all other processes wait.
 
-    With ``prepare_data_per_node=True``, the first process of each machine calls it.
+    With ``prepare_data_per_node=True``, the first process of each machine calls ``prepare_data``.
     """
     hooks = run.hooks
     for part, call in ((run.datamodule, hooks.call_datamodule), (run.module, hooks.call_module)):

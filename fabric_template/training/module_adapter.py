@@ -95,7 +95,7 @@ class ObjectNetwork(nn.Module):
     """
 
     def collect(self, model: Any) -> None:
-        """Clear this network, and add the modules and parameters from the model's attributes."""
+        """Replace the content of this network with the model's modules and parameters."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -130,7 +130,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error for a set of modules, and for a dict whose keys cannot be module names."""
+    """Raise an error if modules are in a set, or in a dict whose keys cannot be module names."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -200,7 +200,11 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Return the model or a ModuleAdapter for it, and the nn.Module with its parameters."""
+    """Wrap the model in a ModuleAdapter if necessary.
+
+    Returns:
+        The model or the ModuleAdapter, and the nn.Module that contains the model's parameters.
+    """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
     for name, function in given.items():
@@ -253,7 +257,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """Runs a step such as training_step in ``forward``, because DDP wraps only ``forward``."""
+    """Runs a method such as training_step in ``forward``, because DDP wraps only ``forward``."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -264,16 +268,16 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether steps can bypass the strategy, which is possible on one device in float32."""
+    """Return whether the loop can bypass the strategy, as on one device in float32 precision."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
 
 class StepRunner:
-    """Moves the network to the device, sets up the strategy, and wraps the steps of a run.
+    """Moves the network to the device, sets up the strategy, and wraps the step methods.
 
     Args:
-        module: The LightningModule or adapter whose methods are the steps.
+        module: The LightningModule or ModuleAdapter that has the step methods.
         network: The module that holds the parameters.
         compile: The ``compile`` option or, if torch.compile has wrapped the model, its compiler.
     """
@@ -332,8 +336,8 @@ class StepRunner:
         """Remember each module's mode (train or eval) while an evaluation switches to eval mode.
 
         Yields:
-            A function that restores these modes. If the `with` block raises an error, the modes
-            are restored automatically.
+            A function that restores each module's previous mode (train or eval). If the `with`
+            block raises an error, each module's previous mode is restored automatically.
         """
         self._modes = self.training_modes()
         restore = partial(self.set_training_modes, self._modes)
@@ -380,7 +384,7 @@ class StepRunner:
                 module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Wrap a step so that it runs with torch.compile, the strategy and the precision."""
+        """Wrap a step method so that it runs with torch.compile, the strategy and the precision."""
         if callable(self.compile):
             method = self.compile(method)
         elif self.compile is not False:
@@ -404,8 +408,8 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        DDP's forward usually sets up gradient averaging. In manual optimization,
-        ``loop.backward(loss)`` prepares it instead.
+        In automatic optimization, DDP's forward prepares the averaging of gradients. In manual
+        optimization, ``loop.backward(loss)`` prepares the averaging of gradients.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

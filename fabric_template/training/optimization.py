@@ -48,7 +48,7 @@ class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
     The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    this base class. Training also uses it until the on_fit_start hook has returned.
+    this base class. Training also uses this base class until the on_fit_start hook has returned.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
@@ -154,7 +154,7 @@ class Optimization:
         hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Call ``on_before_optimizer_step``. In automatic optimization, also clip the gradients."""
+        """Call ``on_before_optimizer_step`` and, in automatic optimization, clip the gradients."""
         self.run.hooks.call("on_before_optimizer_step", optimizer)
         config = self.run.config
         if config.log_grad_norm and is_logging_due(self.run):
@@ -240,8 +240,8 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # On the first batch, check whether the step calls backward(). The check cannot compare the
-        # gradients of sharded networks.
+        # On the first batch, check whether training_step calls backward(). FirstStepCheck cannot
+        # compare the gradients of sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -313,7 +313,8 @@ class AutomaticOptimization(Optimization):
         """Run ``training_step`` and the backward pass, and return the loss.
 
         If ``training_step`` returns None, skip the backward pass, and return None. Like Trainer,
-        the loop still steps the optimizer in this case, unless it uses a gradient scaler.
+        the loop steps the optimizer even if ``training_step`` returns None, unless the loop uses a
+        gradient scaler.
         """
         run, check = self.run, self._first_step_check
         if check is None:
@@ -387,7 +388,8 @@ class ManualOptimization(Optimization):
         # The indices of the optimizers that have stepped since the last backward pass.
         self._stepped_optimizers: set[int] = set()
         # Whether gradients are averaged over the processes. With DDP, only loop.backward(loss)
-        # averages them. If the step calls loss.backward() instead, _count_step raises an error.
+        # averages gradients. If training_step calls loss.backward() instead, _count_step raises an
+        # error.
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -461,7 +463,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because the next backward pass may add to each of them."""
+        """Return all gradients, because the next backward pass may add to any existing gradient."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

@@ -96,7 +96,7 @@ class Run:
     def watch_attributes(self) -> None:
         """Store the attributes of the model, the datamodule and the callbacks.
 
-        Checkpoints contain the attributes that change after this call.
+        Checkpoints contain the attributes of these objects that change after this call.
         """
         self.plain_state = make_plain_state(self)
 
@@ -118,9 +118,9 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step so that it runs with the run's precision, strategy and profiler.
+        """Wrap a step method so that it runs with the run's precision, strategy and profiler.
 
-        While the step runs, ``hooks.current`` is the name of the step.
+        While a wrapped step method runs, ``hooks.current`` is its name.
         """
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
