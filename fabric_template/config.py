@@ -249,7 +249,9 @@ class LoopConfig:
                 )
 
     def resolve(self) -> LoopConfig:
-        """Return a copy with all defaults filled in and, if fast_dev_run is set, with its limits.
+        """Return a copy of the options with all defaults filled in.
+
+        If fast_dev_run is set, the copy also contains the limits that fast_dev_run implies.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -285,8 +287,8 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # An earlier validate_every_n_steps has set check_val_every_n_epoch to None. Restore its
-            # default, 1.
+            # An earlier value of validate_every_n_steps has set check_val_every_n_epoch to None.
+            # Restore the default of check_val_every_n_epoch, 1.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -460,7 +462,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# overfit_batches=3.0 is not converted to an int, because Trainer then uses all batches.
+# overfit_batches=3.0 is not converted to an int, because Trainer uses all batches if
+# overfit_batches is the float 3.0.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 

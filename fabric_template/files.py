@@ -22,10 +22,10 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which replaces the file at ``path`` at the end of the block.
+    """Open a temporary file, which replaces the file at ``path`` at the end of the `with` block.
 
-    If the process fails or is killed, or after a power cut, ``path`` contains either the complete
-    old file or the complete new file.
+    Even if the process fails or is killed, or the power fails, ``path`` contains either the
+    complete old file or the complete new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -113,7 +113,7 @@ def version_folder(version: int | str) -> str:
 
 
 def version_of(name: str) -> int | str:
-    """Return 3 for the folder name "version_3". Return any other name unchanged."""
+    """Return the number in a folder name such as "version_3", or else the name itself."""
     # Do not use a regular expression, because it is slow for thousands of versions.
     text = name[8:] if name.startswith("version_") else ""
     return int(text) if text.isdecimal() and str(int(text)) == text else name
@@ -164,8 +164,8 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return the Unix timestamps of a run's last start and last save in a version folder.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Saving a checkpoint appends a line such as "saved 1764277700.25". If one of the two lines is
-    missing, its time is 0.0.
+    Saving a checkpoint appends a line such as "saved 1764277700.25". If a .lock file has no
+    "started" line or no "saved" line, the time of the missing line is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):

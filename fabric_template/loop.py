@@ -255,7 +255,10 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make attributes such as ``loop.global_step`` refer to ``run``, even after the block."""
+        """Make attributes such as ``loop.global_step`` refer to ``run``.
+
+        The attributes still refer to ``run`` after the `with` block.
+        """
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -281,8 +284,8 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, the model and the optimizer are returned unchanged. On several
-        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer. The
-        original model is then ``model.module``. Clip gradients with
+        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer. If Fabric
+        wraps the model, ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         Example:
@@ -546,7 +549,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether the current hook is a step or an epoch-end hook, which may log values."""
+    """Return whether the current hook may log values, as step methods and epoch-end hooks may."""
     hook = str(run.hooks.current)
     # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
@@ -556,7 +559,8 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during a run.
 
     If "epoch" is the current epoch of fit, add the values to that epoch's row in metrics.csv.
-    Otherwise, write them to steps.csv as a new row.
+    If "epoch" is missing or is not the current epoch of fit, write the values to steps.csv as a new
+    row.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
@@ -570,8 +574,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
     """Log values outside of fit.
 
-    If the values have an "epoch" key, write them to metrics.csv. Otherwise, write them to
-    steps.csv.
+    Write values with an "epoch" key to metrics.csv, and values without this key to steps.csv.
     """
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):

@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Metric(NamedTuple):
-    """Describe a metric column, with a split such as "validation" and a quantity such as "acc"."""
+    """Describe a metric column by a split such as "validation" and a quantity such as "acc"."""
 
     column: str
     split: str
@@ -49,7 +49,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Return the data split and the quantity that a column's name contains.
+    """Return the data split and the quantity that a column's name refers to.
 
     The column can be from the logs of this package or of any other logger.
     """
@@ -68,7 +68,7 @@ def parse_metric(column: str) -> Metric:
 def find_axis(columns: Iterable[str], axis: str) -> str | None:
     """Return the name of the epoch column (axis="epoch") or the step column (axis="step").
 
-    If there is no such column, return None.
+    If ``columns`` contains no column for this axis, return None.
     """
     names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
     known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Parts of the names of metrics to minimize, of metrics to maximize, and of other values.
+# Keywords in the names of metrics to minimize, metrics to maximize, and values that are neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

@@ -63,7 +63,7 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the random generators in attributes, keyed by attribute name.
+    """Return the random generators in a dict of attributes, keyed by attribute name.
 
     A generator in a list, tuple or dict has a key such as "generators.0".
     """

@@ -160,7 +160,7 @@ class TrainerAPI:
     enable_autolog_hparams = True
 
     def require_run(self, name: str) -> Run:
-        """Return the current run or the last run. Before the first run, raise an error."""
+        """Return the current or last run, or raise an error if the loop has not run yet."""
         if self.run is None:
             raise RuntimeError(
                 f"FabricLoop.{name}: the loop has not run yet. Call fit, validate, test or predict"
@@ -391,7 +391,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If a later ``validate`` or ``test`` was given a different model, save that model instead.
+        If ``validate`` or ``test`` was called after ``fit`` with a different model, save that model
+        instead.
         """
         if self.run is None:
             raise AttributeError(

@@ -122,7 +122,7 @@ class TensorLoader:
 class UnpaddedSampler(DistributedSampler[Any]):
     """A DistributedSampler that gives each sample to exactly one process.
 
-    Some processes may get one sample more than others.
+    Some processes may get one more sample than others.
     """
 
     def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:

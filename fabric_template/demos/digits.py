@@ -1,6 +1,7 @@
 """Classify 1,797 images of handwritten digits with a small convolutional network.
 
-This default demo is an nn.Module with step methods. The images are part of scikit-learn.
+This is the default demo. Its model is an nn.Module with step methods. The images are part of
+scikit-learn.
 """
 
 from __future__ import annotations

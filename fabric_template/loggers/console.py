@@ -208,7 +208,7 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _update_best(self, value: float) -> bool:
-        """Return whether ``value`` is the best value so far. If it is, store it."""
+        """Return whether ``value`` is the best value so far, and store the best value."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False
@@ -218,7 +218,7 @@ class Console:
     def _print(self, text: str) -> None:
         """Print a line above the progress bar.
 
-        In a notebook, the line appears at the next redraw of the bar.
+        In a notebook, the printed line appears when the progress bar is redrawn.
         """
         if self._output == "notebook":
             self._lines.append(text)

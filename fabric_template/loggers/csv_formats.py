@@ -91,7 +91,8 @@ def split_columns(columns: Columns, split: str) -> Columns:
 def select(keys: list[Any], cells: list[Any]) -> Columns:
     """Split a column of a long table into one column per key, such as one per metric.
 
-    ``keys`` contains each row's key. In rows with a different key, a new column contains "".
+    ``keys`` contains each row's key. In the new column of a key, all rows with another key contain
+    "".
     """
     pairs = list(zip(keys, cells, strict=True))
     return {
@@ -148,8 +149,8 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         positions = [tuple(map(float, row)) for row in rows]
     number, labels = 1, list[tuple[str, ...]]()
     for row, position in enumerate(positions):
-        # If the epoch numbers start over, a new call to fit wrote the row. A resumed run repeats
-        # only the epochs after its checkpoint.
+        # If the epoch numbers start over at a row, a new call to fit wrote that row. In a resumed
+        # run, the epoch numbers do not start over, but continue after the checkpoint.
         is_back = row > 0 and all(
             now < last for now, last in zip(position, positions[row - 1], strict=True)
         )

@@ -23,7 +23,8 @@ from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# A resumed run removes the rows written after its checkpoint from these files.
+# The names of a run's CSV files. A resumed run removes all rows that were written after its
+# checkpoint.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -175,10 +176,10 @@ class CSVLogger(Logger):
 
 
 class Table:
-    """Appends rows to a CSV file. If a row has a new column, rewrites the whole file atomically.
+    """Appends rows to a CSV file.
 
-    If writing fails, for example because the disk is full, the row stays in memory until the next
-    append.
+    If a row has a new column, the table rewrites the whole file atomically. If writing fails, for
+    example because the disk is full, the row stays in memory until the next append.
 
     Attributes:
         num_rows, columns: The number of rows and the columns in the file.
@@ -235,7 +236,7 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Append all waiting rows to the file.
+        """Append the rows in ``waiting`` to the file.
 
         If writing fails, raise an error, leave the file unchanged, and keep the rows in memory.
         """

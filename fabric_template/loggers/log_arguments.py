@@ -59,7 +59,7 @@ class LogArguments:
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
     """Return the arguments of ``self.log``, including the defaults of the calling hook.
 
-    Raise an error if the calling hook does not allow an argument.
+    Raise an error if one of the arguments is not allowed in the calling hook.
     """
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):

@@ -137,7 +137,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def call_or_none(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Call ``describe``. If it raises an error, return None, so that the run continues."""
+    """Call ``describe``, or return None if ``describe`` raises an error."""
     try:
         return describe(*parts)
     except Exception:
@@ -226,7 +226,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can store. Add descriptions of other values to ``unknown``."""
+    """Return the values that YAML can store, and describe all other values in ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:

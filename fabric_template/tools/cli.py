@@ -283,7 +283,8 @@ def resolve_config(path: str) -> str:
     """Rewrite class names such as a.b:Class in a config file as a.b.Class.
 
     Returns:
-        The config file's new text, or ``path`` if no name changes or the file cannot be read.
+        The config file's new text, or ``path`` if the text does not change or the file cannot be
+        read.
     """
     try:
         text = Path(path).read_text("utf-8")
@@ -444,7 +445,7 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 def record_class(part: Any, text: Any) -> Any:
     """Return a class and its constructor arguments as values that YAML can store.
 
-    An argument of another type is converted to text, or omitted if it has its default value.
+    An argument that YAML cannot store is converted to text, or omitted if it has its default value.
     """
     if not isinstance(part, dict):
         return part

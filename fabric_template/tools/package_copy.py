@@ -92,7 +92,8 @@ def find_problem(target: Path) -> str:
     is_installed = spec is not None and spec.origin is not None
     if is_installed or name in (*sys.stdlib_module_names, __name__.partition(".")[0]):
         return f"which would hide the package {name}, expected another name"
-    # Python imports a package my_loop/ instead of a module my_loop.py in the same folder.
+    # If a folder contains a package my_loop/ and a module my_loop.py, Python imports only the
+    # package.
     other = target.with_suffix("" if target.suffix == ".py" else ".py")
     is_hidden = other.exists() and not target.exists()
     return f"next to {other.name}, expected another name" if is_hidden else ""
@@ -158,8 +159,8 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
     """Return the outcome of an update for a file, such as "merged", and the file's new content.
 
-    The outcome is "" if the file does not change. The content is None if the copy must not
-    contain the file.
+    If the update does not change the file, the outcome is "". If the copy must not contain the
+    file, the content is None.
     """
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):

@@ -30,7 +30,8 @@ DASHES = ("-", "--", "-.")
 # If there are more runs than combinations of color and dash, color only the best runs.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# Draw at most 18 panels, which take about a second, unless the user chooses metrics.
+# Unless the user chooses metrics, draw at most 18 panels, because 18 panels take about a second to
+# draw.
 MOST_PANELS = 18
 # The maximum number of characters in a panel's label. A longer label is cut at its start.
 LONGEST_LABEL = 28
@@ -494,7 +495,8 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and is_raw and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
         values = values.ewm(alpha=1 - smooth).mean() if smooth else average_steps(values)
-    # Mark each point of a short line. Draw short lines above long ones, so that both are visible.
+    # Mark each point of a short line. Draw short lines on top of long ones, so that both are
+    # visible.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     if run.color == GRAY:
         style.update(linewidth=0.6, marker="", linestyle="-", zorder=1.5)
@@ -518,8 +520,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    Each average covers at most 4% of the values. At the start of a curve, it covers only
-    the last quarter of the values so far, to exclude the high losses of the first steps.
+    Each average covers at most 4% of the values. At the start of a curve, each average covers only
+    the last quarter of the values so far, to exclude the high losses of the first training steps.
     """
     import numpy as np
 
@@ -623,7 +625,8 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Count at most 0.1 s for the first plot, which also imports matplotlib.
+                # Count at most 0.1 s for the first plot, because its time includes the import of
+                # matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

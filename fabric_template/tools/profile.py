@@ -19,7 +19,8 @@ from .tune import SETTINGS, compare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_GAIN = 1.1  # Settings with a smaller speed-up are not suggested.
+# The smallest speed-up at which a setting is suggested.
+MIN_GAIN = 1.1
 
 # Methods that read a tensor's value, and make the CPU wait for the GPU.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)

@@ -40,13 +40,14 @@ def list_runs(
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
     killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
     values differ between runs with the same name. `changed` also contains settings from hparams=
-    that all runs have, but with different values.
+    that are present in all runs but differ in value.
 
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
-        mode: "min" if the metric's smallest value is the best, "max" if the largest is. By
-            default, each run's mode or the metric's name decides. If neither does, `best` is empty.
+        mode: "min" if the metric's smallest value is the best, "max" if the largest is. By default,
+            use each run's mode, or find the mode from the metric's name. If the mode is unknown,
+            `best` is empty.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -151,7 +152,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Return the runs in a CSV file, which may come from any tool."""
+    """Read the runs from a CSV file, which may come from any tool."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -199,7 +200,8 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics.
 
-    Prefer the metric in the ``monitor`` option if the run logged it, and then validation metrics.
+    Choose the metric in the ``monitor`` option if the run logged it, or else a validation metric if
+    there is one.
     """
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
@@ -218,8 +220,8 @@ def choose_metric(run: Run) -> str | None:
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
     """Return "min" if a metric's smallest value is best, "max" if the largest is, or None.
 
-    If the metric is the run's ``monitor``, the ``mode`` option decides. Otherwise, or if ``mode``
-    is not set, the metric's name decides.
+    If the metric is the run's ``monitor``, the ``mode`` option determines the result. For all other
+    metrics, or if ``mode`` is not set, the metric's name determines the result.
     """
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
@@ -228,7 +230,8 @@ def best_mode(metric: str, options: dict[str, Any]) -> str | None:
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Return a dict with the best value of a metric, and the epoch and step of this value.
 
-    All three are None if the metric has no finite value or no known mode ("min" or "max").
+    The value, the epoch and the step are None if the metric has no finite value or no known mode
+    ("min" or "max").
     """
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
@@ -274,8 +277,8 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed". A killed run leaves an unlocked lock file without a
-    final state.
+    "finished", "interrupted" or "failed" to the lock file. A killed run leaves an unlocked lock
+    file without a final state.
     """
     if not path.is_file():
         return "unknown"
@@ -375,6 +378,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A setting of the same name in hparams= replaces an option that has its default value.
+    # If an option has its default value, a setting with the same name in hparams= replaces it.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -136,7 +136,7 @@ def describe_record(run: Run) -> dict[str, str]:
 
 
 def print_best(runs: Sequence[Run]) -> None:
-    """Print the best run, its best epoch, and its checkpoints from this epoch."""
+    """Print the best run, its best epoch, and its checkpoints from that epoch."""
     found = [run for run in runs if run["best"] is not None]
     metrics = sorted({run["metric"] for run in found or runs if run["metric"] is not None})
     if len(metrics) != 1:

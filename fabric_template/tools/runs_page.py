@@ -32,7 +32,7 @@ LONGEST_VALUE = 24
 
 
 def write_page(runs: Sequence[Run], metric: str | None, path: Path, source: str) -> None:
-    """Write a table and the curves of runs to one self-contained HTML file."""
+    """Write a table of the runs, and plots of their curves, to one self-contained HTML file."""
     data = make_panels(runs, metric)
     columns, rows = make_table(runs, data)
     # Escape "<", because a run's name may contain a tag such as "</script>".
@@ -77,7 +77,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 def rank_runs(runs: Sequence[Run]) -> list[int]:
     """Return the indices of the runs, from the best run to the worst.
 
-    Rank the runs by their most common metric. Runs with a different metric come last.
+    Rank the runs by their most common metric, and put runs with any other metric last.
     """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
@@ -130,7 +130,10 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return an HTML table cell. A number gets an attribute by which the page sorts the rows."""
+    """Return an HTML table cell.
+
+    A cell that contains a number gets an HTML attribute, by which the page sorts the rows.
+    """
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -223,7 +226,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert the arrays of points to lists.
 
     Returns:
-        The length of the longest curve before and after this call, or None if no points were
+        The lengths of the longest curve before and after this call, or None if no points were
         removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))

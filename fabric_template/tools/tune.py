@@ -24,7 +24,7 @@ from .step_benchmark import PARTS, Choice, copy_options, time_steps
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
-# Maps each setting to the values to try, and to the code with which the user sets a value.
+# Maps each setting to the values to try, and to the code that sets the value in a script.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
@@ -129,7 +129,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
     """Return the speed-up from the settings ``before`` to the settings ``after``.
 
-    If the difference may be noise, return 0.0.
+    If the speed-up may be noise in the measured times, return 0.0.
     """
     slow: list[float] = []
     fast: list[float] = []
