@@ -315,7 +315,7 @@ def _convert_option(name: str, value: Any) -> Any:
 
 
 def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports. Objects of other types become strings.
+    """Convert a value to types that YAML supports. Unsupported objects become strings.
 
     Raises:
         TypeError: ``is_strict`` is True, and the value contains an object that YAML cannot store.

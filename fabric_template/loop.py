@@ -102,7 +102,7 @@ class FabricLoop(TrainerAPI):
         set_torch_flags(self.config)
         self.fabric = make_fabric(of_fabric)
         self.callbacks = parse_callbacks(of_fabric["callbacks"], self.config)
-        # Make the path absolute, because a step may change the working directory.
+        # Make the path absolute, because a step function may change the working directory.
         self.default_root_dir = os.path.abspath(self.config.default_root_dir or os.getcwd())
         self.checkpoint_io = find_checkpoint_io(self.fabric)
         self.own_logger: CSVLogger | None = None
@@ -110,7 +110,7 @@ class FabricLoop(TrainerAPI):
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
         # Descriptions of the objects passed to setup(). The first log_dict() of a hand-written loop
-        # writes them to config.yaml.
+        # writes these descriptions to config.yaml.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -369,9 +369,10 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Log several values by name.
 
-        In a step and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for each
-        value. Elsewhere, log_dict writes a row to steps.csv, or to metrics.csv if ``dictionary``
-        has an "epoch" key. During ``fit``, the current epoch's values are added to its row.
+        In a step function and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
+        each value. In all other code, log_dict writes a row to steps.csv, or to metrics.csv if
+        ``dictionary`` has an "epoch" key. During ``fit``, the current epoch's values are added to
+        its row.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.

@@ -195,8 +195,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps the optimizers. Other models lack this method, so wrap
-        # their optimizers here.
+        # LightningModule.optimizers() wraps the optimizers. A model that is not a LightningModule
+        # lacks this method, so wrap its optimizers now.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers

@@ -22,8 +22,8 @@ NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _SEARCHED_TYPES = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Values of these types need no conversion. Skipping them saves time, because Python's RNG state
-# alone has 625 numbers.
+# Values of these types need no conversion. Skipping the conversion saves time, because Python's RNG
+# state alone has 625 numbers.
 _UNCHANGED_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 

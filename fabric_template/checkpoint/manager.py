@@ -110,7 +110,7 @@ class CheckpointManager:
         if run.progress.is_epoch_complete:
             return
         # In the middle of an epoch, a training metric still has its value from the previous epoch.
-        # Therefore, compare only validation metrics here.
+        # Therefore, compare only validation metrics in the middle of an epoch.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)

@@ -25,7 +25,7 @@ import torch
 from ..errors import CheckpointError, DamagedCheckpointError
 
 # The keys under which Lightning stores hyperparameters in a checkpoint. A run can resume without
-# them.
+# these hyperparameters.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -38,8 +38,9 @@ class Placeholder:
     """Replaces a saved object whose creation could run code.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    Instead of calling the class or function, the unpickler creates an instance of this subclass.
-    Methods that are called during unpickling, such as append and __setstate__, do nothing.
+    Instead of calling an unknown class or function, the unpickler creates an instance of its
+    Placeholder subclass. Methods that are called during unpickling, such as append and
+    __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +222,8 @@ def verify_archive(path: str | Path) -> dict[str, int]:
         except MemoryError:
             raise
         except Exception as error:
-            # EINVAL means that a damaged file contains an impossible offset. Other OSErrors are
-            # disk failures.
+            # EINVAL means that a damaged file contains an impossible offset. An OSError with a
+            # different errno is a disk failure.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
             raise DamagedCheckpointError(f"{path}: the file is damaged. {error}") from error

@@ -227,8 +227,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore only max_epochs and max_steps here. The other options are restored later, because a
-    # callback's on_train_start must see the values that the script has passed.
+    # Restore only max_epochs and max_steps now. All other options are restored after
+    # on_train_start, because this hook must see the values that the script has passed.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)

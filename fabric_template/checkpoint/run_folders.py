@@ -200,8 +200,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may be a copy in another folder. In this case, the .lock file of the original
-    # folder still lists the checkpoint's save time.
+    # The checkpoint may be a copy in another folder. If the checkpoint is a copy, the .lock file of
+    # the original folder still lists the checkpoint's save time.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

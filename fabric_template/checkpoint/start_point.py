@@ -183,7 +183,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # epoch.
     progress["epochs_done"] += 1
     # Trainer increments its loggers' step only after on_train_batch_end. If the checkpoint was
-    # saved earlier, increment the step here.
+    # saved before or in on_train_batch_end, increment the loggers' step now.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

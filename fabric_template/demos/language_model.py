@@ -44,7 +44,8 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # Use three blocks as test data. The `predict` command continues them with generated text.
+        # Use three blocks as test data. The `predict` command continues these blocks with generated
+        # text.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 

@@ -163,14 +163,15 @@ def resume_averaging(run: Run) -> None:
 def finish_averaging(run: Run) -> None:
     """If a finished run is resumed, call the averaging callbacks' on_train_end again.
 
-    In this hook, the callbacks copy the averaged weights into the model.
+    In on_train_end, the callbacks copy the averaged weights into the model.
     """
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
         # With BatchNorm layers, the callback copies the weights before an extra epoch that updates
-        # the BatchNorm statistics. In this case, do not copy the weights again.
+        # the BatchNorm statistics. If the saved run trained this extra epoch, do not copy the
+        # weights again.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

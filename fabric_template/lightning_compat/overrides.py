@@ -8,8 +8,8 @@ from typing import Any
 # The names under which Lightning's Trainer, modules and callbacks can be imported.
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
-# The modules that define Lightning's base classes. Their hooks have empty bodies, so a method from
-# these modules does not count as an override.
+# The modules that define Lightning's base classes. The hooks of the base classes have empty bodies,
+# so a method from these modules does not count as an override.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in LIGHTNING_PACKAGES

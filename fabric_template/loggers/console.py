@@ -70,7 +70,7 @@ class Console:
     def shown(self, run: Run) -> Iterator[None]:
         """Show the progress bar during the `with` block.
 
-        If the block raises an error, the bar stops at the failed batch.
+        If the `with` block raises an error, the progress bar stops at the failed batch.
         """
         is_complete = False
         try:

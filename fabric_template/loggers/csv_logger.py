@@ -48,8 +48,8 @@ class CSVLogger(Logger):
         0,10,0.5
     """
 
-    # Lightning's Logger defines these names as read-only properties. Make them attributes, so that
-    # __init__ can set them.
+    # Lightning's Logger defines these names as read-only properties. Replace the properties with
+    # attributes, so that __init__ can set them.
     name: str = ""
     root_dir: str = ""
     save_dir: str = ""

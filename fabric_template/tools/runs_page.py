@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The maximum number of points on a page. Their data takes up about a megabyte.
+# The maximum number of points on a page. The data of 60,000 points takes up about a megabyte.
 MOST_POINTS = 60_000
 # The maximum number of panels above the table.
 MOST_MAIN = 3
-# At most eight options get their own column. The other options, and those with values of more than
-# 24 characters, share the last column.
+# At most eight options get their own column. All remaining options, and options with values of more
+# than 24 characters, share the last column.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 

@@ -36,7 +36,8 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if a model, optimizer, step function or loader is missing or invalid."""
     if plan.stage == "fit":
-        # Training must use all launched processes. An evaluation can also use just one of them.
+        # Training must use all launched processes. An evaluation can also use just one of the
+        # launched processes.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -125,7 +126,7 @@ def check_prediction(plan: Plan) -> None:
 
 
 def check_signature(plan: Plan, name: str) -> None:
-    """Raise an error if a step accepts neither (batch) nor (batch, batch_idx)."""
+    """Raise an error if a step function accepts neither (batch) nor (batch, batch_idx)."""
     method = overridden(plan.module, name)
     if method is None:
         return
@@ -139,7 +140,7 @@ def check_signature(plan: Plan, name: str) -> None:
             " loaders, or a DataLoader with a larger batch_size."
         )
     # Like Trainer, do not check a LightningModule. Python raises a TypeError when the loop calls a
-    # step with wrong arguments.
+    # step method with wrong arguments.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))

@@ -115,7 +115,7 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in a step's output, keyed by their column names in metrics.csv.
+    """Return the values in the output of a validation or test step, keyed by metrics.csv column.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -161,7 +161,7 @@ def predict(run: Run) -> list[Any] | None:
 
 
 def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
-    """Wrap a step in a function that takes (batch, batch_idx, dataloader_idx)."""
+    """Wrap a step method in a function that takes (batch, batch_idx, dataloader_idx)."""
     step = run.make_step(f"{name}_step", method)
     # Without a predict_step, predict calls forward, which takes only the batch.
     is_step = overridden(run.module, f"{name}_step") is not None

@@ -237,7 +237,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 
 
 def takes_batch_idx(step: Callable) -> bool:
-    """Return whether a step takes ``(batch, batch_idx)`` instead of only ``(batch)``.
+    """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
     In a step function, a second argument with a default value is the batch index only if its name
     is ``batch_idx``.

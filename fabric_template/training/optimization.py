@@ -371,8 +371,8 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # The next batch clears the optimizer's gradients, so do not save them. A user's own
-        # zero_grad() may keep gradients. In this case, save all of them.
+        # The next batch clears the optimizer's gradients, so do not save them. If the user
+        # overrides zero_grad(), which may then keep gradients, save all gradients.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -519,7 +519,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def find_loss(run: Run, output: Any) -> Tensor | None:
-    """Return the loss in a step's output, or None if the step returned None to skip the batch."""
+    """Return the loss in ``output``, or None if training_step returned None to skip the batch."""
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]

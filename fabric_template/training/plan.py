@@ -39,7 +39,7 @@ class Plan:
         loaders: The loaders passed to the loop, keyed by "train", "val", "test" and "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
         optimizer: The ``optimizer`` argument of fit, or None.
-        is_model_given: Whether a model was passed. If not, the model is from the previous call.
+        is_model_given: Whether the call passed a model. If False, ``model`` is from the last call.
         start: The checkpoint that the call starts from.
     """
 
