@@ -93,7 +93,7 @@ CHECKS = {
         " and f1_history['val_f1'].iloc[-1] > f1_history['val_f1'].iloc[0] > 0"
         " and sklearn_history['val_f1'].iloc[-1] > sklearn_history['val_f1'].iloc[0] > 0"
         " and both_history['step'].tolist() == [8, 16]"
-        " and (ema_history['ema_val_loss'] != ema_history['val_loss']).all()"
+        " and (ema_history['val_current_loss'] != ema_history['val_loss']).all()"
         " and penalty_history['val_penalty'].iloc[-1] > 0 and list(Path('logs/boards').rglob('events*'))"
         " and stored_history['epoch'].tolist() == [0, 1, 2, 3] and not list(Path('checkpoints/stored').rglob('*.ckpt'))"
     ),
@@ -217,6 +217,67 @@ def test_the_second_validation_in_recipes_md_does_not_change_the_training(tmp_pa
     text = PAGES["docs/recipes.md"]
     recipe = section(text, "## Validate on a second loader within an epoch")
     sources = [blocks(text, "python")[0], *blocks(recipe, "python"), (0, SECOND)]
+    codes, errors = run_processes(run_page, "recipes", sources, "True", ranks=1, is_launched=False)
+    assert codes == [0], errors[0][-3000:]
+
+
+# The recipe for averaged weights
+
+AVERAGED = """
+def same(net, other):
+    return all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+
+
+plain_step = step
+
+
+def make_net():
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+    return nn.Sequential(*layers)
+
+
+def run_recipe(name, kind, last_batch=None):
+    def step(net, batch):
+        if net.training and loop_of["run"].global_step == last_batch:
+            raise KeyError("stop")
+        return plain_step(net, batch)
+
+    def make_loop(**options):
+        options |= {"accumulate_grad_batches": 3, "validate_every_n_steps": 2, "accelerator": "cpu"}
+        loop_of["run"] = kind(**{**options, "name": name})
+        return loop_of["run"]
+
+    loop_of = {}
+    source = RECIPE.replace("optimizer=optimizer", 'optimizer=optimizer, resume="auto"')
+    names = {**globals(), "make_net": make_net, "step": step, "MiniLoop": make_loop}
+    exec(source, names)
+    return names
+
+
+for kind in (MiniLoop, FabricLoop):
+    whole = run_recipe(f"whole_{kind.__name__}", kind)
+    try:
+        run_recipe(f"cut_{kind.__name__}", kind, last_batch=4)
+    except KeyError:
+        cut = run_recipe(f"cut_{kind.__name__}", kind)
+    assert same(whole["pair"], cut["pair"])
+    assert whole["ema_history"]["val_loss"].equals(cut["ema_history"]["val_loss"])
+    assert whole["average"].n_averaged == 6  # Each epoch has 8 batches, and so 3 optimizer steps.
+    saved = torch.load(f"checkpoints/whole_{kind.__name__}/version_0/best.ckpt")["state_dict"]
+    weights = {k.removeprefix("average.module."): v for k, v in saved.items() if "average.module." in k}
+    net = make_net().eval()
+    net.load_state_dict(weights)
+    losses = [plain_step(net, batch).item() * len(batch[0]) for batch in val]
+    assert abs(sum(losses) / 64 - whole["ema_history"]["val_loss"].min()) < 1e-6
+"""
+
+
+def test_the_averaged_weights_in_recipes_md_are_saved_and_resumed_exactly(tmp_path):
+    text = PAGES["docs/recipes.md"]
+    title = "## Validate and save averaged weights (EMA), with MiniLoop or FabricLoop"
+    ((_, recipe),) = blocks(section(text, title), "python")
+    sources = [blocks(text, "python")[0], (0, f"RECIPE = {recipe!r}"), (0, AVERAGED)]
     codes, errors = run_processes(run_page, "recipes", sources, "True", ranks=1, is_launched=False)
     assert codes == [0], errors[0][-3000:]
 
