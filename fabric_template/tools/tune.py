@@ -183,16 +183,27 @@ class LearningRateRamp:
         self.low, self.factor, self.steps = low, (high / low) ** (1 / (steps - 1)), steps
         self.rates: list[float] = []
         self.losses: list[float] = []
+        self._batch_losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        self.rates.append(self.low * self.factor**trainer.global_step)
+        if len(self.rates) <= trainer.global_step:
+            self.rates.append(self.low * self.factor**trainer.global_step)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the loss. Stop training if the loss is not finite or far above the lowest loss."""
-        self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        """Record the mean loss of each optimizer step.
+
+        Stop training if the loss is not finite or far above the lowest loss.
+        """
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        # Undo the division by the number of accumulated batches.
+        self._batch_losses.append(float(loss) * trainer.accumulate_grad_batches)
+        if trainer.global_step < len(self.rates):
+            return
+        self.losses.append(sum(self._batch_losses) / len(self._batch_losses))
+        self._batch_losses = []
         lowest = min(self.losses)
         limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
         if not self.losses[-1] <= limit:

@@ -215,6 +215,12 @@ def test_the_learning_rate_finder_stops_when_the_loss_diverges(tmp_path):
     assert 1e-3 < save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.png") < 0.5
 
 
+def test_the_learning_rate_finder_records_one_loss_per_optimizer_step():
+    ramp = ramped(steps=10, accumulate_grad_batches=3)
+    assert len(ramp.rates) == len(set(ramp.rates)) == len(ramp.losses) == 10
+    assert ramp.losses[0] == pytest.approx(18)
+
+
 def test_the_tune_command_plots_the_curve_and_prints_a_learning_rate(tmp_path, capsys):
     options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
     assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
