@@ -72,7 +72,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 from tqdm import tqdm
@@ -521,7 +521,7 @@ class MiniLoop:
             if config["interval"] != interval or not is_of_kind or count % config["frequency"] != 0:
                 continue
             if is_plateau:
-                self._check_is_logged(monitor)
+                self._check_is_logged(monitor, "scheduler", "Use one of them as the monitor")
                 scheduler.step(self.callback_metrics[monitor])
             else:
                 scheduler.step()
@@ -824,8 +824,8 @@ class MiniLoop:
             output = {"loss": output[0], "acc": output[1]}
         for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-            is_number = isinstance(value, Tensor) and value.numel() == 1
-            is_number = is_number or (isinstance(value, Real) and not isinstance(value, bool))
+            is_number = isinstance(value, Real)
+            is_number = is_number or (isinstance(value, Tensor) and value.numel() == 1)
             # If a LightningModule's step returns a dict, log only the loss. The module logs other
             # values itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
@@ -841,6 +841,7 @@ class MiniLoop:
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
+                self._warn_of_one_process(key[1], is_synced)
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
             total, count, _ = sums[key]
             if weight in POWERS_OF_TWO:
@@ -848,6 +849,11 @@ class MiniLoop:
             else:
                 total = total + value * weight
             sums[key] = [total, count + weight, is_synced]
+
+    def _warn_of_one_process(self, name: str, is_synced: bool) -> None:
+        if not is_synced and self.fabric.world_size > 1 and self.fabric.is_global_zero:
+            text = f"log: got {name!r} without sync_dist=True. The files contain the mean of only"
+            warnings.warn(f"{text} one process. Pass sync_dist=True to log().", stacklevel=5)
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return the mean of each metric, or the result of a torchmetrics object."""
@@ -876,17 +882,17 @@ class MiniLoop:
             metric.reset()
         self._torchmetrics, self._sums[0] = {}, {}
 
-    def _check_is_logged(self, name: str) -> None:
+    def _check_is_logged(self, name: str, option: str, fix: str) -> None:
         is_of_validation = name.startswith("val")
         is_silent = not (self._validation_names if is_of_validation else self.callback_metrics)
         step = "validation_step" if is_of_validation else "training_step"
         silent = f"Return the loss from {step}, or log the metric in it"
-        fix = silent if is_silent else "Set monitor= to one of them"
+        fix = silent if is_silent else fix
+        fix += "." if self._saved_step is None else ", and continue with resume='last'."
         names = ", ".join(sorted(self.callback_metrics)) or "none"
         check(
             name in self.callback_metrics,
-            f"monitor: got {name!r}, which is not logged. Logged metrics: {names}. {fix}, and"
-            " continue with resume='last'.",
+            f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}",
         )
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
@@ -985,7 +991,7 @@ class MiniLoop:
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or (not is_in_epoch and self.val_loader is None)
         if self.monitor is not None and is_complete and not can_follow:
-            self._check_is_logged(self.monitor)
+            self._check_is_logged(self.monitor, "monitor", "Set monitor= to one of them")
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
@@ -1050,6 +1056,7 @@ class MiniLoop:
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": {kind: dict(flags.items() - start[kind].items()) for kind, flags in current},
             "settings": self._run_settings(),
+            "arguments": self._arguments,
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
@@ -1276,14 +1283,8 @@ class MiniLoop:
             sizes = [parameter.numel() for parameter in self.network.parameters()]
             name = type(unwrap_compiled(self.model)).__name__
             about["model"] = {"class": name, "parameters": sum(sizes)}
+        about["optimizer"] = self._arguments["optimizers"][0]
         with suppress(Exception):
-            about["optimizer"] = {"class": type(self.optimizer).__name__}
-            for name in self.optimizer.defaults:
-                # Creating a scheduler changes "lr", and stores the original value as "initial_lr".
-                values = [
-                    g.get(f"initial_{name}", g.get(name)) for g in self.optimizer.param_groups
-                ]
-                about["optimizer"][name] = values if values[1:] != values[:-1] else values[0]
             about["git"] = read_git(os.getcwd())
         return to_plain(about)
 
@@ -1685,6 +1686,8 @@ class MiniLoop:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps in the whole run, or infinity if this is unknown."""
+        text = "estimated_stepping_batches: the number is known only during fit. Read it in"
+        check("num_training_batches" in vars(self), f"{text} configure_optimizers.")
         length, epochs = self.num_training_batches, self.max_epochs or 1
         most = math.inf if self.max_steps == -1 else self.max_steps
         if epochs == -1 or length == math.inf:
@@ -1710,6 +1713,10 @@ class MiniLoop:
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
+        }
+        self._arguments = {
+            "optimizers": [describe_optimizer(self.optimizer)],
+            "schedulers": [describe_scheduler(config) for config in self.schedulers],
         }
         check_readable(apply_to_collection(states, NUMPY, to_python), UNREADABLE_STATE)
         check_scheduler_states(states["lr_schedulers"], self.optimizer)
@@ -1792,6 +1799,9 @@ class MiniLoop:
                 " to start a new run from the weights.",
             )
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
+        for kind, described in self._arguments.items():
+            for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
+                check_arguments(kind, new, old)
 
     def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
@@ -1988,6 +1998,11 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
     loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping) and "loss" not in output:
+        raise TypeError(
+            f"training_step: got a dict with the keys {sorted(map(str, output))} at batch"
+            f' {batch_idx}, expected the key "loss". Write return {{"loss": loss}}.'
+        )
     if isinstance(output, tuple) and len(output) == 2:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
@@ -1999,11 +2014,12 @@ def find_loss(output: Any, batch_idx: int) -> Tensor:
             " requires_grad=False."
         )
     kind = "None" if loss is None else f"a {type(loss).__name__}"
+    fix = "Write `return loss` at the end of the step"
     if isinstance(loss, Tensor):
-        kind = f"a tensor of shape {tuple(loss.shape)}"
+        kind, fix = f"a tensor of shape {tuple(loss.shape)}", "Return the mean, loss.mean()"
     raise TypeError(
         f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
-        " element. Write `return loss` at the end of the step."
+        f" element. {fix}."
     )
 
 
@@ -2305,6 +2321,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
     text += " For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
+    if isinstance(scheduler, OneCycleLR) and config["interval"] == "epoch":
+        text = "scheduler: got OneCycleLR, which usually steps after each batch. Write"
+        warnings.warn(f'{text} {{"scheduler": scheduler, "interval": "step"}}.', stacklevel=5)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
     check(
         has_monitor,
@@ -2343,6 +2362,49 @@ def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -
     if isinstance(value, dict | list | tuple):
         return any(refers_to(item, ids, addresses) for item in islice(items, 500))
     return isinstance(value, Tensor) and address_of(value) in addresses
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's class and arguments, as values that JSON can store."""
+    described: dict[str, Any] = {"class": type(optimizer).__name__}
+    with suppress(Exception):
+        for name in optimizer.defaults:
+            # Creating a scheduler changes "lr", and stores the original value as "initial_lr".
+            values = [g.get(f"initial_{name}", g.get(name)) for g in optimizer.param_groups]
+            described[name] = values if values[1:] != values[:-1] else values[0]
+    return to_plain(described)
+
+
+def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's class and interval, and its arguments that JSON can store."""
+    scheduler = config["scheduler"]
+    described = {"class": type(scheduler).__name__, "interval": config["interval"]}
+    for name in inspect.signature(type(scheduler).__init__).parameters:
+        if name in vars(scheduler) and name not in ("optimizer", "last_epoch"):
+            with suppress(TypeError, ValueError):
+                described[name] = json.loads(json.dumps(vars(scheduler)[name]))
+    return described
+
+
+def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
+    """Warn if the optimizer or a scheduler has other arguments than in the saved run.
+
+    Raise an error if a scheduler has another class or interval, because torch would combine the
+    saved state of one scheduler with the other one.
+    """
+    names = [name for name in old if name in new and old[name] != new[name]]
+    if kind == "schedulers":
+        kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
+        check(
+            kinds[0] == kinds[1],
+            f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
+            " Create the same scheduler, or use load= to start a new run from the weights.",
+        )
+    if names and old["class"] == new["class"]:
+        texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
+        text = f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
+        text += " saved values. To change them, set the new values in the on_train_start hook."
+        warnings.warn(text, stacklevel=5)
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:

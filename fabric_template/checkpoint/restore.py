@@ -429,13 +429,17 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
             f" {len(optimizers)}. Create the same optimizers as in the saved run, or use load= to"
             " start a new run from the weights."
         )
+    saved = checkpoint.get("lr_schedulers", ())
+    check_arguments(run, "optimizers", len(states))
+    check_arguments(run, "schedulers", len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
-    saved = checkpoint.get("lr_schedulers", ())
     # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer of
     # them.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    if saved and len(saved) != len(schedulers) and not is_averaging:
+    # Accept an empty list of states, unless the saved run had no schedulers.
+    is_added = run.plan.start.own.get("arguments", {}).get("schedulers") == []
+    if (saved or is_added) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
             f"resume: the checkpoint has the states of {len(saved)} lr_schedulers, but this run has"
             f" {len(schedulers)} lr_schedulers. The states are restored in order. A scheduler"
@@ -443,6 +447,35 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         )
     for config, state in zip(schedulers, saved, strict=False):
         config.scheduler.load_state_dict(state)
+
+
+def check_arguments(run: Run, kind: str, num_saved: int) -> None:
+    """Warn if an optimizer or scheduler has other arguments than in the saved run.
+
+    Raise an error if a scheduler has another class or interval, because torch would combine the
+    saved state of one scheduler with the other one.
+
+    Args:
+        kind: "optimizers" or "schedulers".
+        num_saved: The number of optimizers or schedulers whose state is restored.
+    """
+    saved, current = run.plan.start.own.get("arguments", {}), run.optimization.arguments
+    for old, new in list(zip(saved.get(kind, ()), current[kind], strict=False))[:num_saved]:
+        if not old or not new:
+            continue
+        names = [name for name in old if name in new and old[name] != new[name]]
+        if kind == "schedulers" and {"class", "interval"} & set(names):
+            kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
+            raise CheckpointError(
+                f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
+                " Create the same scheduler, or use load= to start a new run from the weights."
+            )
+        if names and old["class"] == new["class"]:
+            texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
+            run.warn_once(
+                f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
+                " saved values. To change them, set the new values in the on_train_start hook."
+            )
 
 
 def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:

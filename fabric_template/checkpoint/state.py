@@ -135,6 +135,7 @@ def own_state(run: Run) -> dict[str, Any]:
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
+        "arguments": run.optimization.arguments,
         # Save the seed even if no loader has used it, because a resumed run may need it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -467,8 +468,21 @@ class ResultCollection:
         # process.
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
+            if value is not None and metric.torchmetric is None:
+                self._warn_of_one_process(metric.arguments)
             if metric.is_returned:
                 self.returned[metric.arguments.name] = value
+
+    def _warn_of_one_process(self, arguments: LogArguments) -> None:
+        """Like Trainer, recommend sync_dist=True for means over an epoch."""
+        is_synced = self._all_reduce is None or arguments.sync_dist or arguments.rank_zero_only
+        if not is_synced:
+            self.run.warn_once(
+                f"It is recommended to use `self.log({arguments.name!r}, ..., sync_dist=True)` when"
+                " logging on epoch level in distributed setting to accumulate the metric across"
+                " devices.",
+                category=PossibleUserWarning,
+            )
 
     def end_loader(self) -> None:
         """After the last batch of an evaluation loader, store its values for end_evaluation."""

@@ -400,8 +400,8 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         name = str(key) if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
         if isinstance(value, Tensor) and value.numel() == 1:
             found[name] = value.detach().reshape(())
-        elif isinstance(value, numbers.Number) and not isinstance(value, bool):
-            found[name] = torch.tensor(float(value))  # type: ignore[arg-type]
+        elif isinstance(value, numbers.Real):
+            found[name] = torch.tensor(float(value))
     return found
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,21 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
             to_yaml_value(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups
         ]
         described[name] = values if any(value != values[0] for value in values) else values[0]
+    return described
+
+
+def describe_scheduler(config: Any) -> dict[str, Any]:
+    """Return a scheduler's class and interval, and its arguments that YAML can store.
+
+    Args:
+        config: Lightning's LRSchedulerConfig.
+    """
+    scheduler = config.scheduler
+    described = {"class": type(scheduler).__name__, "interval": config.interval}
+    for name in inspect.signature(type(scheduler).__init__).parameters:
+        if name in vars(scheduler) and name not in ("optimizer", "last_epoch"):
+            with suppress(TypeError):
+                described[name] = to_yaml_value(vars(scheduler)[name], is_strict=True)
     return described
 
 

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from ..distributed.strategies import gather_tensors
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.private import set_step_callback, wrap_optimizer
+from ..loggers.run_config import call_or_none, describe_optimizer, describe_scheduler
 from .configure_optimizers import (
     NoOptimizer,
     check_parameters,
@@ -53,6 +54,7 @@ class Optimization:
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
             handles precision, hooks and counters.
+        arguments: The arguments of the optimizers and schedulers, before training changes them.
     """
 
     is_automatic = True
@@ -63,6 +65,7 @@ class Optimization:
         self.optimizers: list[Optimizer] = []
         self.lightning_optimizers: list[LightningOptimizer] = []
         self.lr_schedulers: list[LRSchedulerConfig] = []
+        self.arguments: dict[str, list[Any]] = {}
         self.is_backward_skipped = False
         self.kept_loss: Tensor | None = None
         self._outputs: dict[str, Any] = {}
@@ -80,6 +83,10 @@ class Optimization:
         self.use(optimizers, schedulers)
         check_parameters(optimizers, self.outside_parameters(), run.model, is_distributed)
         move_optimizer_states(optimizers)
+        self.arguments = {
+            "optimizers": [call_or_none(describe_optimizer, item) for item in optimizers],
+            "schedulers": [call_or_none(describe_scheduler, item) for item in schedulers],
+        }
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
         """Set the optimizers and schedulers of the run."""
@@ -92,6 +99,7 @@ class Optimization:
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)
+        optimization.arguments = self.arguments
         optimization.setup()
         return optimization
 

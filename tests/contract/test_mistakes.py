@@ -16,7 +16,7 @@ from modules import assert_same_weights, make_data, make_loader, sgd
 from processes import run_processes
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric_template import FabricLoop, MiniLoop
@@ -473,3 +473,81 @@ def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train
         if not isinstance(train.dataset, EndlessData):
             run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train))
             run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train) + 1)
+
+
+@both_loops
+def test_fit_warns_about_one_cycle_lr_that_steps_once_per_epoch(name):
+    with pytest.warns(match="OneCycleLR"):
+        fit_with_scheduler(name, lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
+
+
+def fit_with_scheduler(name, make_scheduler, **options):
+    net = make_net()
+    optimizer = sgd(net)
+    scheduler = make_scheduler(optimizer)
+    make_loop(name, **options).fit(net, make_loader(), optimizer=optimizer, scheduler=scheduler, training_step=loss_of)
+
+
+@both_loops
+def test_an_error_about_the_monitor_of_a_scheduler_does_not_suggest_resuming_without_a_checkpoint(name):
+    def plateau(optimizer):
+        return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "vall_loss"}
+
+    with pytest.raises(ValueError, match="vall_loss.*train_loss") as caught:
+        fit_with_scheduler(name, plateau, max_epochs=2)
+    assert "resume" not in str(caught.value)
+
+
+@both_loops
+def test_an_error_names_the_keys_of_a_dict_without_a_loss(name):
+    with pytest.raises((TypeError, ValueError), match=r"training_step: got .*\['Loss', 'acc'\]"):
+        fit(name, lambda net, batch: {"Loss": loss_of(net, batch), "acc": 1.0})
+
+
+@both_loops
+def test_an_error_suggests_the_mean_of_a_loss_with_several_elements(name):
+    def losses(net, batch):
+        return cross_entropy(net(batch[0]), batch[1], reduction="none")
+
+    with pytest.raises((TypeError, RuntimeError), match=r"training_step: got .*one element.* loss\.mean\(\)"):
+        fit(name, losses)
+
+
+@both_loops
+def test_returned_bools_are_logged_as_numbers(name):
+    def step(net, batch):
+        return {"loss": loss_of(net, batch), "is_small": len(batch[0]) < 4, "name": "x"}
+
+    _, history = fit(name, step)
+    assert history["train_is_small"].tolist() == [0.0]
+    assert "train_name" not in history
+
+
+def test_mini_loop_reads_estimated_stepping_batches_only_during_fit():
+    with pytest.raises(ValueError, match="known only during fit"):
+        _ = make_loop("MiniLoop").estimated_stepping_batches
+
+
+def train_with_logged_values(rank, name):
+    net = make_net()
+    loop = make_loop(name, devices=2, strategy="ddp")
+
+    def validation_step(net, batch, sync_dist=False):
+        loop.log("val_loss", loss_of(net, batch), sync_dist=sync_dist)
+
+    functions = {"optimizer": sgd(net), "training_step": loss_of, "validation_step": validation_step}
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        loop.fit(net, make_loader(), make_loader(), **functions)
+    texts = [str(warning.message) for warning in warned if "sync_dist=True" in str(warning.message)]
+    assert len(texts) == (rank == 0), texts
+    assert all("'val_loss'" in text for text in texts)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        functions["validation_step"] = partial(validation_step, sync_dist=True)
+        loop.fit(net, make_loader(), make_loader(), **functions)
+    assert not [warning for warning in warned if "sync_dist=True" in str(warning.message)]
+
+
+@both_loops
+def test_fit_warns_if_only_the_value_of_the_first_process_is_logged(name):
+    codes, errors = run_processes(train_with_logged_values, name, ranks=2)
+    assert codes == [0, 0], errors

@@ -1,0 +1,162 @@
+"""Test runs that are resumed with another scheduler, or with other arguments of the optimizer."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from modules import make_loader, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from fabric_template import FabricLoop, MiniLoop
+
+BOTH = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
+both_loops = pytest.mark.parametrize("kind", BOTH)
+
+
+def loss_of(net, batch):
+    return cross_entropy(net(batch[0]), batch[1])
+
+
+def fit(kind, folder, epochs, make_scheduler=None, make_optimizer=sgd, **arguments):
+    torch.manual_seed(1)
+    net = nn.Linear(8, 3)
+    optimizer = make_optimizer(net)
+    quiet = {"enable_progress_bar": False} if kind == "FabricLoop" else {}
+    loop = BOTH[kind](max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **quiet)
+    if make_scheduler is not None:
+        arguments["scheduler"] = make_scheduler(optimizer)
+    history = loop.fit(net, make_loader(), optimizer=optimizer, training_step=loss_of, **arguments)
+    return history["lr"].tolist()
+
+
+def exponential(optimizer):
+    return ExponentialLR(optimizer, 0.5)
+
+
+def exponential_by_step(optimizer):
+    return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "step"}
+
+
+def one_cycle(optimizer):
+    return {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=60), "interval": "step"}
+
+
+def plateau(optimizer):
+    return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_loss"}
+
+
+def sequential(optimizer):
+    return SequentialLR(optimizer, [ConstantLR(optimizer), exponential(optimizer)], [1])
+
+
+UNCHANGED = [exponential, exponential_by_step, one_cycle, plateau, sequential]
+UNCHANGED += [
+    lambda optimizer: MultiStepLR(optimizer, [1, 3]),
+    lambda optimizer: LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+]
+
+
+@both_loops
+@pytest.mark.parametrize("make_scheduler", UNCHANGED)
+def test_a_run_resumes_without_a_warning_if_the_scheduler_is_the_same(tmp_path, kind, make_scheduler):
+    whole = fit(kind, tmp_path / "whole", 4, make_scheduler)
+    fit(kind, tmp_path / "parts", 2, make_scheduler)
+    assert fit(kind, tmp_path / "parts", 4, make_scheduler, resume="last") == whole
+
+
+@both_loops
+@pytest.mark.parametrize("other", [exponential_by_step, one_cycle, plateau, lambda o: CosineAnnealingLR(o, 5)])
+@pytest.mark.parametrize("writer", BOTH)
+def test_resuming_with_another_scheduler_class_or_interval_raises_an_error(tmp_path, kind, other, writer):
+    fit(writer, tmp_path, 2, exponential)
+    match = "resume: got .*LR.* as a scheduler, expected ExponentialLR with interval='epoch'"
+    with warnings.catch_warnings():
+        # OneCycleLR also changes the arguments of the optimizer.
+        warnings.filterwarnings("ignore", "resume: got SGD")
+        with pytest.raises(ValueError, match=match):
+            fit(kind, tmp_path, 4, other, resume="last")
+    # The failed attempt has not changed the run.
+    assert fit(kind, tmp_path, 3, exponential, resume="last")[-1] == 0.025
+
+
+@both_loops
+def test_resuming_with_an_added_scheduler_causes_an_error_or_a_warning(tmp_path, kind):
+    fit(kind, tmp_path, 1)
+    if kind == "MiniLoop":
+        with pytest.raises(ValueError, match="got 1 as the number of schedulers, expected 0"):
+            fit(kind, tmp_path, 2, exponential, resume="last")
+    else:
+        with pytest.warns(UserWarning, match="the states of 0 lr_schedulers, but this run has 1"):
+            fit(kind, tmp_path, 2, exponential, resume="last")
+
+
+@both_loops
+@pytest.mark.parametrize("writer", BOTH)
+def test_resuming_with_other_arguments_warns_and_continues_with_the_saved_values(tmp_path, kind, writer):
+    def faster(net):
+        return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+
+    def two_steps(optimizer):
+        return StepLR(optimizer, 2, gamma=0.5)
+
+    fit(writer, tmp_path, 2, two_steps)
+    match = r"resume: got SGD with lr=0.5 \(saved: 0.1\), weight_decay=0.1 \(saved: 0"
+    with pytest.warns(UserWarning, match=match):
+        assert fit(kind, tmp_path, 3, two_steps, faster, resume="last") == [0.1, 0.1, 0.05]
+    match = r"resume: got StepLR with step_size=1 \(saved: 2\).*on_train_start"
+    with pytest.warns(UserWarning, match=match):
+        rates = fit(kind, tmp_path, 4, lambda o: StepLR(o, 1, gamma=0.5), faster, resume="last")
+    assert rates[-1] == 0.05
+
+
+@both_loops
+def test_a_rate_that_was_changed_during_training_causes_no_warning(tmp_path, kind):
+    def fit_with_hook(epochs, **arguments):
+        torch.manual_seed(1)
+        net = nn.Linear(8, 3)
+        optimizer = sgd(net)
+        net.on_train_epoch_end = lambda: optimizer.param_groups[0].update(lr=0.01)
+        quiet = {"enable_progress_bar": False} if kind == "FabricLoop" else {}
+        loop = BOTH[kind](max_epochs=epochs, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        loop.fit(net, make_loader(), optimizer=optimizer, training_step=loss_of, **arguments)
+        return optimizer.param_groups[0]["lr"]
+
+    fit_with_hook(1)
+    assert fit_with_hook(2, resume="last") == 0.01
+
+
+def test_a_module_can_replace_the_scheduler_by_removing_its_saved_state(tmp_path):
+    class Module(LightningModule):
+        def __init__(self, kind):
+            super().__init__()
+            self.net, self.kind = nn.Linear(8, 3), kind
+
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            optimizer = sgd(self)
+            return [optimizer], [self.kind(optimizer)]
+
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["lr_schedulers"] = []
+
+    def run(make_scheduler, epochs, **arguments):
+        options = {"enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+        FabricLoop(max_epochs=epochs, **options).fit(Module(make_scheduler), make_loader(), **arguments)
+
+    run(exponential, 1)
+    run(lambda optimizer: CosineAnnealingLR(optimizer, 5), 2, resume="last")
