@@ -682,12 +682,11 @@ class MiniLoop:
 
     def _print_if_finished(self, path: Path | None) -> None:
         if self._is_done() and self.fabric.is_global_zero:
-            print(
-                f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
-                f" {self.global_step}). Nothing is left to train. For a new run, leave out"
-                " resume=.",
-                file=sys.stderr,
-            )
+            text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
+            text += f" {self.global_step}). Nothing is left to train."
+            if self.should_stop:
+                text += " should_stop was set. To train further, write resume='last'."
+            print(f"{text} For a new run, leave out resume=.", file=sys.stderr)
 
     # Validation
 

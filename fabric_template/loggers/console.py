@@ -376,6 +376,8 @@ def end_reason(run: Run) -> str:
         return f"max_epochs={stop.max_epochs} is reached"
     if not stop.is_requested:
         return ""
+    if stop.is_out_of_time:
+        return "max_time is reached"
     for callback in run.hooks.callbacks:
         if is_instance_of(callback, "EarlyStopping") and callback.stopped_epoch:
             return f"should_stop was set by EarlyStopping on {callback.monitor!r}"

@@ -347,11 +347,14 @@ def prepare_data(run: Run) -> None:
 def print_if_finished(run: Run) -> None:
     """If the checkpoint is from a finished run, print that nothing is left to train."""
     progress = run.progress
-    if run.stop.is_due_between_epochs and not progress.is_in_epoch and run.fabric.is_global_zero:
+    is_done = run.stop.is_due if progress.is_in_epoch else run.stop.is_due_between_epochs
+    if is_done and run.fabric.is_global_zero:
         reason = end_reason(run) or "the limit is reached"
+        is_stopped = run.stop.should_stop and not run.stop.is_out_of_time
+        further = " To train further, write resume='last'." if is_stopped else ""
         print(
             f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done},"
-            f" step {progress.global_step}). Nothing is left to train: {reason}. For a"
+            f" step {progress.global_step}). Nothing is left to train: {reason}.{further} For a"
             " new run, leave out resume=.",
             file=sys.stderr,
         )

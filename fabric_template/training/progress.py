@@ -222,8 +222,8 @@ class StopCondition:
 
     Args:
         config: The options, such as max_epochs and max_steps.
-        has_timer: Whether a Timer callback limits the training time. If so, max_epochs may be
-            omitted.
+        timers: The Timer callbacks, which limit the training time. With a Timer, max_epochs may
+            be omitted.
 
     Attributes:
         divergence: The reason why on_nan="stop" ends training, or an empty string.
@@ -233,8 +233,8 @@ class StopCondition:
 
     is_per_process = False
 
-    def __init__(self, config: LoopConfig, progress: Progress, has_timer: bool) -> None:
-        self.progress, self._has_timer = progress, has_timer
+    def __init__(self, config: LoopConfig, progress: Progress, timers: list[Any]) -> None:
+        self.progress, self._timers = progress, timers
         self.set_options(config)
         self.should_stop = False
         self.signal: int | None = None
@@ -243,7 +243,7 @@ class StopCondition:
 
     def set_options(self, config: LoopConfig) -> None:
         self.max_steps, self.min_steps = config.max_steps, config.min_steps
-        has_limit = self._has_timer or config.max_steps != -1
+        has_limit = bool(self._timers) or config.max_steps != -1
         default_max, default_min = -1 if has_limit else 1000, 0 if config.min_steps is None else 1
         self.max_epochs = default_max if config.max_epochs is None else config.max_epochs
         self.min_epochs = default_min if config.min_epochs is None else config.min_epochs
@@ -255,6 +255,12 @@ class StopCondition:
     @property
     def has_max_epochs(self) -> bool:
         return self.max_epochs != -1 and self.progress.epochs_done >= self.max_epochs
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Return whether a Timer callback has requested the end of training."""
+        remaining = [timer.time_remaining() for timer in self._timers]
+        return any(seconds is not None and seconds <= 0 for seconds in remaining)
 
     @property
     def can_stop_early(self) -> bool:
@@ -298,10 +304,14 @@ class StopCondition:
         self.signal = signals.agree(self.signal, self.progress.total_batches, is_due)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"should_stop": self.should_stop, "divergence": self.divergence}
+        # Leave out a stop by max_time, because a resumed run may have a larger max_time.
+        should_stop = self.should_stop and not self.is_out_of_time
+        return {"should_stop": should_stop, "divergence": self.divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.should_stop, self.divergence = state["should_stop"], state["divergence"]
+        # Keep a stop that a Timer callback has requested in on_fit_start.
+        self.should_stop = self.should_stop or state["should_stop"]
+        self.divergence = state["divergence"]
 
 
 class ValidationSchedule:

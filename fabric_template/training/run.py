@@ -58,8 +58,8 @@ class Run:
         self.progress.set_options(config)
         if last is not None:
             self.progress.continue_after(last.progress)
-        has_timer = bool(self.hooks.callbacks_of("Timer"))
-        self.stop: StopCondition = StopCondition(config, self.progress, has_timer)
+        timers = self.hooks.callbacks_of("Timer")
+        self.stop: StopCondition = StopCondition(config, self.progress, timers)
         self.signals = SignalHandler(fabric)
         self.results = ResultCollection(self)
         self.row = RowWriter(self)

@@ -170,7 +170,8 @@ class Lit(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.error(self.net(batch[0]), batch[1])
-        self.log_dict({"val_loss": mse_loss(self.net(batch[0]), batch[1]), "val_error": self.error})
+        values = {"val_loss": mse_loss(self.net(batch[0]), batch[1]), "val_error": self.error}
+        self.log_dict(values, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -289,6 +289,33 @@ class OutOfTime(Callback):
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
+def test_resume_auto_continues_a_run_that_max_time_ended_only_with_a_larger_max_time(tmp_path, capsys):
+    options = {"max_epochs": 3}
+    whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
+    limited = {**options, "max_time": "00:01:00:00"}
+    loop, _, _ = fit(tmp_path / "cut", on_step, train, val_loader, callbacks=[OutOfTime(8)], **limited)
+    assert loop.ending()["ended"] == ["max_time is reached"]
+    capsys.readouterr()
+    for _ in range(2):
+        loop, _, _ = fit(tmp_path / "cut", on_step, train, val_loader, resume="auto", **limited)
+        assert loop.global_step == 8
+        assert "Nothing is left to train: max_time is reached. For a new run" in capsys.readouterr().err
+    resumed = fit(tmp_path / "cut", on_step, train, val_loader, resume="auto", max_time="00:09:00:00", **options)
+    assert_same_end(whole, resumed)
+
+
+def test_resume_auto_explains_how_to_continue_a_run_that_should_stop_ended_within_an_epoch(tmp_path, capsys):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *batch):
+            trainer.should_stop = trainer.global_step == 8
+
+    fit(tmp_path, on_step, train, val_loader, max_epochs=3, callbacks=[Stop()])
+    capsys.readouterr()
+    loop, _, _ = fit(tmp_path, on_step, train, val_loader, max_epochs=9, resume="auto")
+    assert loop.global_step == 8
+    assert "should_stop was set. To train further, write resume='last'." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "at"), sample(2, OPTIONS, [2, 8, 12]), ids=str)
 def test_a_run_stopped_by_max_time_within_an_epoch_resumes_exactly(tmp_path, options, at):
     """The epoch ends early and writes its row. The resumed run continues within this epoch."""
