@@ -1610,6 +1610,11 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
+        if type(val).__module__ in ("builtins", "itertools") and isinstance(val, Iterator):
+            raise TypeError(
+                f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
+                " expected a loader for several validations. Pass a DataLoader or a list."
+            )
         if isinstance(self.fabric.strategy, DDPStrategy):
             atexit.unregister(finish_gloo_threads)
             atexit.register(finish_gloo_threads)

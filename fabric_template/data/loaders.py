@@ -119,6 +119,8 @@ class DataConnector:
                     ' mode. Write CombinedLoader(loaders, "sequential"), or call predict for each'
                     " loader."
                 )
+            if stage == "val" and self.run.stage == "fit":
+                self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
                 # Trainer calls iter() here, which may draw random numbers. Call iter() too, so that
                 # the RNG states are the same as with Trainer.
@@ -127,6 +129,23 @@ class DataConnector:
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
         self.created[kind] = loaders
         return loaders
+
+    def _check_validation_loaders(self, loaders: list[Any]) -> None:
+        """Raise an error for a generator, which can be read only once.
+
+        With a limit or a reload in each epoch, a generator can be used in several validations.
+        """
+        config = self.run.config
+        if config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs:
+            return
+        for loader in loaders:
+            # The type of a generator or a map object is defined in one of these modules.
+            is_built_in = type(loader).__module__ in ("builtins", "itertools")
+            if is_built_in and isinstance(loader, Iterator):
+                raise ConfigurationTypeError(
+                    f"val_dataloaders: got a {type(loader).__name__}, which can be read only once,"
+                    " expected a loader for several validations. Pass a DataLoader or a list."
+                )
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:

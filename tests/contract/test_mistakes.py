@@ -551,3 +551,18 @@ def train_with_logged_values(rank, name):
 def test_fit_warns_if_only_the_value_of_the_first_process_is_logged(name):
     codes, errors = run_processes(train_with_logged_values, name, ranks=2)
     assert codes == [0, 0], errors
+
+
+@both_loops
+@pytest.mark.parametrize("make", [iter, lambda batches: (batch for batch in batches), partial(map, list)])
+def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
+    with pytest.raises(TypeError, match="^val_dataloaders: got a .* only once.*Pass a DataLoader or a list"):
+        fit(name, val=make(list(make_loader())), validation_step=loss_of)
+    _, history = fit(name, val=list(make_loader()), validation_step=loss_of)
+    assert history["val_loss"][0] > 0
+
+
+def test_a_limit_allows_a_generator_as_validation_loader():
+    options = {"limit_val_batches": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
+    _, history = fit("FabricLoop", options=options, val=iter(list(make_loader())), validation_step=loss_of)
+    assert history["val_loss"].notna().all()
