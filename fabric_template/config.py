@@ -152,7 +152,10 @@ class LoopConfig:
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit."""
+    """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit.
+
+    Like `seed_everything(workers=True)`, this also seeds the workers of later runs in the process.
+    """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
     a dict of arguments for torch.compile."""
