@@ -224,6 +224,7 @@ class MiniLoop:
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
+        self.active_stage: str | None = None  # "fit" or "validate" while one of them is running.
         self._reset()
 
     def _check_options(self) -> None:
@@ -320,6 +321,7 @@ class MiniLoop:
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
         refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
+        self._check_idle("fit")
         self._reset()
         self._set_up_steps(model, training_step, validation_step)
         self._check_fit(train_dataloaders, val_dataloaders, validation_step, optimizer)
@@ -327,7 +329,7 @@ class MiniLoop:
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
         self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
-        with self._prepared_model(path, checkpoint):
+        with self._prepared_model("fit", path, checkpoint):
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
             try:
@@ -694,12 +696,13 @@ class MiniLoop:
         self, model: Any, dataloaders: Any, load: Any = None, validation_step: Any = None
     ) -> list[dict[str, float]]:
         """Validate a model. Like Trainer, return the metrics in a list with one dict."""
+        self._check_idle("validate")
         self._set_up_steps(model, None, validation_step)
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
-        with self._prepared_model(path, checkpoint):
+        with self._prepared_model("validate", path, checkpoint):
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
@@ -1588,6 +1591,13 @@ class MiniLoop:
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
 
+    def _check_idle(self, call: str) -> None:
+        """Raise an error if this loop is already running, for example if a hook calls fit."""
+        stage = self.active_stage
+        text = f"{call}: got a call while {stage} is running, expected a call after {stage}. In a"
+        text += f" hook, use another loop: MiniLoop().{call}(model, loader)."
+        check(stage is None, text)
+
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
         text = ""
         if train is None:
@@ -1834,7 +1844,9 @@ class MiniLoop:
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     @contextmanager
-    def _prepared_model(self, path: Path | None, checkpoint: dict[str, Any]) -> Iterator[None]:
+    def _prepared_model(
+        self, stage: str, path: Path | None, checkpoint: dict[str, Any]
+    ) -> Iterator[None]:
         """Move the model to the device, and load its weights.
 
         After the ``with`` block, move the model back to its previous device.
@@ -1858,9 +1870,11 @@ class MiniLoop:
             added |= {"optimizers": self._get_optimizer, "lr_schedulers": self._get_schedulers}
         for part in logging.values():
             vars(part).update(added)
+        self.active_stage = stage
         try:
             yield
         finally:
+            self.active_stage = None
             network.to(device)
             for part in logging.values():
                 for name in added:

@@ -7,7 +7,7 @@ from parameters import sample
 from runs import fit, logs_of, val_loader, with_files
 from torch import nn
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 
 
 class Calls(Classifier):
@@ -27,7 +27,8 @@ class Calls(Classifier):
 
     def call(self, *_):
         loop = self.other or self.trainer
-        given = {"verbose": False} if self.method in ("validate", "test") else {}
+        is_quiet = self.method in ("validate", "test") and isinstance(loop, FabricLoop)
+        given = {"verbose": False} if is_quiet else {}
         self.results.append(getattr(loop, self.method)(self, val_loader(), **given))
 
 
@@ -42,6 +43,19 @@ def test_a_hook_cannot_call_fit_or_validate_on_the_running_loop(tmp_path, hook, 
         fit(tmp_path, lambda: Calls(hook, method), **options)
     loop, _, _ = fit(tmp_path, Calls, **options)
     assert loop.validate(Calls(), val_loader(), verbose=False)[0]["val_loss"] > 0
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
+def test_a_hook_cannot_call_fit_or_validate_on_the_running_mini_loop(tmp_path, hook, method):
+    loop = MiniLoop(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
+    text = f"^{method}: got a call while fit is running, expected a call after fit. In a hook, use another loop: Mini"
+    with pytest.raises(ValueError, match=text):
+        loop.fit(Calls(hook, method, loop), make_loader(), val_loader())
+    with pytest.raises(ValueError, match=f"^{method}: got a call while validate is running"):
+        loop.validate(Calls("on_validation_epoch_end", method, loop), val_loader())
+    loop.fit(Calls(), make_loader(), val_loader())
+    assert loop.validate(Calls(), val_loader())[0]["val_loss"] > 0
 
 
 @pytest.mark.parametrize("method", ["validate", "test"])
