@@ -715,6 +715,9 @@ class MiniLoop:
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         state = get_rng_state()
+        # Do not clear the gradients in validate(), because a hook of another loop may have called
+        # it before that loop's optimizer step.
+        self.network.zero_grad()
         self._validate()
         if not is_due:
             # Restore the RNG state, because a resumed run does not validate at this step.
@@ -727,7 +730,6 @@ class MiniLoop:
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
-        self.network.zero_grad()
         try:
             with torch.no_grad():
                 set_epoch(self.val_loader, self.current_epoch)
@@ -1861,24 +1863,41 @@ class MiniLoop:
         self._step_module: Any = StepModule(network)
         if any(parameter.requires_grad for parameter in network.parameters()):
             self._step_module = strategy.setup_module(self._step_module)
-        if self._is_lightning_module:
-            self.model.trainer = self
-        parts = [m for m in network.modules() if hasattr(type(m), "trainer")] + [self.model]
-        logging = {id(part): part for part in parts if has_no_log(part)}
-        added = {"log": self.log, "log_dict": self.log_dict}
-        if self._is_lightning_module:
-            added |= {"optimizers": self._get_optimizer, "lr_schedulers": self._get_schedulers}
-        for part in logging.values():
-            vars(part).update(added)
         self.active_stage = stage
         try:
-            yield
+            with self._added_methods(), torch.enable_grad():
+                yield
         finally:
             self.active_stage = None
             network.to(device)
-            for part in logging.values():
+
+    @contextmanager
+    def _added_methods(self) -> Iterator[None]:
+        """Let the model call methods such as ``log``, and set the trainer of a LightningModule.
+
+        If a hook of another loop runs this loop, restore the other loop's methods afterwards.
+        """
+        added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
+        trainer = None
+        if self._is_lightning_module:
+            added |= {"optimizers": self._get_optimizer, "lr_schedulers": self._get_schedulers}
+            trainer = vars(self.model).get("_trainer")
+            self.model.trainer = self
+        modules = [m for m in self.network.modules() if hasattr(type(m), "trainer")]
+        parts = {id(part): vars(part) for part in [*modules, self.model] if has_no_log(part)}
+        previous = {key: {n: v for n, v in parts[key].items() if n in added} for key in parts}
+        for attributes in parts.values():
+            attributes.update(added)
+        try:
+            yield
+        finally:
+            for key, attributes in parts.items():
                 for name in added:
-                    del vars(part)[name]
+                    attributes.pop(name, None)
+                attributes.update(previous[key])
+            # MiniLoop has the attribute active_stage, and FabricLoop has active_run.
+            if getattr(trainer, "active_stage", None) or getattr(trainer, "active_run", None):
+                self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
         if not weights.keys() & self._unwrapped.state_dict().keys():
@@ -1949,12 +1968,19 @@ def missing_step(name: str, call: str) -> str:
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     """Return the model's method with the given name.
 
-    If the method is missing, or is an empty hook of Lightning's base classes, return None.
+    If the method is missing, is an empty hook of Lightning's base classes, or was added by a loop,
+    return None.
     """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    return method if callable(method) and not is_empty else None
+    # FabricLoop adds the log method of its class ResultCollection.
+    owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
+    is_added = isinstance(owner, MiniLoop) or type(owner).__name__ in (
+        "MiniLoop",
+        "ResultCollection",
+    )
+    return method if callable(method) and not (is_empty or is_added) else None
 
 
 def unwrap_compiled(model: Any) -> Any:

@@ -32,7 +32,6 @@ from ..errors import explain_error
 from ..lightning_compat.overrides import LIGHTNING_PACKAGES, as_list, is_instance_of
 from ..lightning_compat.private import set_current_hook, set_device_mesh, set_profiled_module
 from ..loggers.console import end_reason, shorten_path
-from ..loggers.result_collection import ResultCollection
 from ..rng_state import unchanged_rng_state
 from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import move_optimizer_states
@@ -44,6 +43,7 @@ from .run import Run
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
+    from ..loggers.result_collection import ResultCollection
     from .plan import Plan
 
 _LIGHTNING_MODULES = tuple(f"{package}.core.module" for package in LIGHTNING_PACKAGES)
@@ -86,7 +86,8 @@ def run_in_process(run: Run) -> Any:
             train(run)
         else:
             run.loggers.log_hyperparameters()
-            run.network.zero_grad()
+            # Do not clear the gradients, because a hook of another loop may have called validate()
+            # before that loop's optimizer step.
             result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
         tear_down(run)
     return result
@@ -251,7 +252,10 @@ def set_torch_flags(config: LoopConfig) -> None:
 
 def attach_run(run: Run, stack: ExitStack) -> None:
     """Connect the module, the datamodule, the callbacks and the profiler to the run."""
-    for part in {id(part): part for part in (run.module, run.model)}.values():
+    parts = {id(part): part for part in (run.module, run.model)}.values()
+    for part in {id(part): part for part in (*parts, *run.network.modules())}.values():
+        remove_added_methods(part, stack)
+    for part in parts:
         if isinstance(getattr(type(part), "trainer", None), property):
             attach_trainer(part, run, stack)
         if run.steps.is_model_parallel and run.is_lightning_module:
@@ -263,6 +267,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
     if own_callbacks is not None:
         run.loop.add_callbacks_of_model(as_list(own_callbacks()))
     for callback in run.hooks.callbacks:
+        remove_added_methods(callback, stack)
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
@@ -279,7 +284,8 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
-        if getattr(outer, "active_run", None) is not None:
+        # FabricLoop has the attribute active_run, and MiniLoop has active_stage.
+        if getattr(outer, "active_run", None) or getattr(outer, "active_stage", None):
             stack.callback(setattr, part, "trainer", outer)
     part.trainer = run.loop
 
@@ -293,37 +299,48 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     own_log = getattr(type(part), "log", None)
     if own_log is not None and not _is_lightnings(own_log):
         if any(_is_lightnings(vars(base).get("log")) for base in type(part).__mro__):
-            attributes["log"] = partial(_call_own_log, part, run)
+            attributes["log"] = partial(_call_own_log, part, run.results)
             stack.callback(attributes.pop, "log", None)
         return
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
         # Do not replace a submodule that is named "log".
         previous = getattr(part, name, None) if own is None else attributes.get(name)
-        if not _is_of_run(previous) or not (own is None or _is_lightnings(own)):
+        if previous is not None or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
         # Exclude self.log from torch.compile. Otherwise, torch.compile would recompile
         # training_step at every call, because self.log changes Python counters.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
-        if previous is None:
-            stack.callback(attributes.pop, name, None)
-        else:
-            stack.callback(attributes.update, {name: previous})
+        stack.callback(attributes.pop, name, None)
 
 
-def _is_of_run(method: Any) -> bool:
-    """Return whether a ``log`` method is missing, or was set by a run of FabricLoop."""
-    owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else method
-    return method is None or isinstance(owner, ResultCollection)
+def remove_added_methods(part: Any, stack: ExitStack) -> None:
+    """Remove methods such as ``log`` that another run added, and restore them after this run.
+
+    A part has such methods if a hook of another run starts this run, or if the part is a copy that
+    was made in a hook.
+    """
+    attributes = getattr(part, "__dict__", {})
+    for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
+        method = attributes.get(name)
+        if callable(method) and _is_added(method):
+            stack.callback(attributes.update, {name: attributes.pop(name)})
+
+
+def _is_added(method: Any) -> bool:
+    """Return whether a run of MiniLoop or FabricLoop added a method to a part."""
+    owner = getattr(inspect.unwrap(method), "__self__", None)
+    is_own_log = isinstance(method, partial) and method.func is _call_own_log
+    return is_own_log or is_instance_of(owner, "MiniLoop", "ResultCollection")
 
 
 def _is_lightnings(method: Any) -> bool:
     return getattr(method, "__module__", None) in _LIGHTNING_MODULES
 
 
-def _call_own_log(part: Any, run: Run, *args: Any, **kwargs: Any) -> None:
-    set_current_hook(part, run.hooks.current)
+def _call_own_log(part: Any, results: ResultCollection, *args: Any, **kwargs: Any) -> None:
+    set_current_hook(part, results.run.hooks.current)
     type(part).log(part, *args, **kwargs)
 
 

@@ -846,9 +846,7 @@ AVERAGED_WEIGHTS = {
         self._ema.update_parameters(self._unwrapped)
         self._batches""",
     """        self.network.eval()
-        self.network.zero_grad()
 """: """        self.network.eval()
-        self.network.zero_grad()
         weights = copy.deepcopy(self._unwrapped.state_dict())
         if self._ema is not None:
             self._unwrapped.load_state_dict(self._ema.module.state_dict())

@@ -1,4 +1,6 @@
-"""Test calls to a loop in a hook, and calls to loop.backward after a run."""
+"""Test calls to a loop in a hook, copies made in a hook, and calls to loop.backward after a run."""
+
+import copy
 
 import pytest
 import torch
@@ -72,6 +74,111 @@ def test_a_hook_may_call_validate_or_test_on_a_second_loop(tmp_path, method):
     assert "log" not in vars(found[1])
     values = [row[0]["val_loss"] for row in found[1].results]
     assert values == expected[2]["val_loss"].tolist()
+
+
+class PlainCalls(nn.Module):
+    """A plain module that logs values, and calls a function in a hook."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("mine", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class OwnLog(Classifier):
+    def log(self, name, value, **options):
+        super().log(f"own_{name}", value, **options)
+
+
+def make_run(kind, root, name, **options):
+    options |= with_files() if kind is FabricLoop else {"accelerator": "cpu"}
+    return kind(**options | {"default_root_dir": root, "name": name})
+
+
+def train_with(kind, root, module, hook=None, call=None):
+    """Train a module that calls a function in a hook. Return the loop, the rows and the weights."""
+    if hook is not None:
+        setattr(module, hook, lambda *_: call(module))
+    loop = make_run(kind, root, "outer", max_epochs=2, accumulate_grad_batches=2)
+    loop.fit(module, make_loader(24, shuffle=False), val_loader())
+    return loop, logs_of(root, name="outer"), module.state_dict()
+
+
+def seeded(make_module):
+    torch.manual_seed(1)
+    return make_module(dropout=0.0)
+
+
+KINDS = [MiniLoop, FabricLoop]
+MODULES = [(outer, inner, make) for outer in KINDS for inner in KINDS for make in (Classifier, PlainCalls)]
+MODULES.append((FabricLoop, FabricLoop, OwnLog))
+
+
+@pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_validate_of_a_second_loop_does_not_change_the_first_run(tmp_path, outer, inner, make_module, hook):
+    found, by_hand, shifted = [], [], make_loader(18, shuffle=False, seed=7)
+    shifted.dataset.tensors[0].add_(3.0)
+
+    def validate(module):
+        x, y = shifted.dataset.tensors
+        by_hand.append(nn.functional.cross_entropy(module.net(x), y).item())
+        results = make_run(inner, tmp_path, "inner").validate(module, shifted)[0]
+        found.append(results["own_val_loss" if make_module is OwnLog else "val_loss"])
+
+    _, rows, weights = train_with(outer, tmp_path / "alone", seeded(make_module))
+    module = seeded(make_module)
+    loop, other_rows, other_weights = train_with(outer, tmp_path, module, hook, validate)
+    assert rows == other_rows
+    assert all(map(torch.equal, weights.values(), other_weights.values()))
+    assert found == pytest.approx(by_hand)
+    assert found
+    assert getattr(module, "trainer", loop) is loop
+    assert not {"log", "log_dict", "optimizers", "lr_schedulers"} & {*vars(module)}
+
+
+@pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
+@pytest.mark.parametrize("is_in_hook", [True, False])
+def test_a_copy_made_in_a_hook_logs_to_the_loop_that_trains_the_copy(tmp_path, outer, inner, make_module, is_in_hook):
+    class Trained(make_module):
+        def on_train_start(self):
+            if hasattr(self, "lr_schedulers"):
+                # A module may read its optimizer, which must be the one of its own loop.
+                assert self.optimizers().param_groups[0]["params"][0] is next(self.parameters())
+
+    copies = []
+
+    def train_copy():
+        copied = copies[-1]
+        vars(copied).pop("on_validation_epoch_end", None)
+        make_run(inner, tmp_path, "inner", max_epochs=1).fit(copied, make_loader(), val_loader())
+        name = "mine" if make_module is PlainCalls else "own_train_loss" if make_module is OwnLog else "train_loss"
+        header = logs_of(tmp_path, name="inner", version=len(copies) - 1)[0].partition("\n")[0]
+        assert name in header.split(",")
+
+    def copy_module(module):
+        copies.append(copy.deepcopy(module))
+        if is_in_hook:
+            train_copy()
+
+    _, rows, weights = train_with(outer, tmp_path / "alone", seeded(Trained))
+    module = seeded(Trained)
+    _, other_rows, other_weights = train_with(outer, tmp_path, module, "on_validation_epoch_end", copy_module)
+    if not is_in_hook:
+        del copies[1:]
+        train_copy()
+    assert rows == other_rows
+    assert all(map(torch.equal, weights.values(), other_weights.values()))
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
