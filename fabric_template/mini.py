@@ -1061,6 +1061,7 @@ class MiniLoop:
             "flags": {kind: dict(flags.items() - start[kind].items()) for kind, flags in current},
             "settings": self._run_settings(),
             "arguments": self._arguments,
+            "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
             "ranks": self._gather(of_process),
         }
@@ -1069,6 +1070,11 @@ class MiniLoop:
         """Return the batch size and the optimizer class, which a resumed run should not change."""
         batch_size = getattr(self.train_loader, "batch_size", None)
         return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
+
+    def _names_of_groups(self) -> list[list[str]]:
+        """Return the names of the parameters in each group of the optimizer."""
+        names = {parameter: name for name, parameter in self._unwrapped.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _restore_options(self, changed: dict[str, Any]) -> None:
         for name, (given, value) in changed.items():
@@ -1815,6 +1821,8 @@ class MiniLoop:
                 " to start a new run from the weights.",
             )
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
+        self._check_dtypes(checkpoint["state_dict"])
+        self._check_parameter_order(own.get("parameter_groups", [[]])[0])
         for kind, described in self._arguments.items():
             for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
                 check_arguments(kind, new, old)
@@ -1844,6 +1852,38 @@ class MiniLoop:
             has_options = self.optimizer.defaults.keys() <= group.keys()
             check(has_options, f"{text} Use load= to start a new run from the weights.")
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
+
+    def _check_dtypes(self, weights: dict[str, Any]) -> None:
+        """Raise an error if the model's weights have other dtypes than in the saved run.
+
+        The restored optimizer state would have the saved dtypes, and the first step would fail.
+        """
+        current = self._unwrapped.state_dict()
+        for name, saved in weights.items():
+            value = current.get(name.removeprefix("_orig_mod."))
+            if is_inexact(saved) and is_inexact(value):
+                check(
+                    saved.dtype == value.dtype,
+                    f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as"
+                    " in the saved run. Use the precision= and the default dtype of the saved run,"
+                    " or use load= to start a new run from the weights.",
+                )
+
+    def _check_parameter_order(self, saved: list[list[str]]) -> None:
+        """Raise an error if the optimizer trains the parameters in another order.
+
+        The state of an optimizer contains no names, so it would be restored for other parameters.
+        """
+        known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
+        pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
+        for index, names in enumerate(pairs):
+            new, old = (name.replace("_orig_mod.", "") for name in names)
+            check(
+                new == old or old not in known,
+                f"resume: got {new!r} as parameter {index} of the optimizer, expected {old!r} as in"
+                " the saved run. Create the layers, and pass the parameters to the optimizer, in"
+                " the order of the saved run, or use load= to start a new run from the weights.",
+            )
 
     @contextmanager
     def _prepared_model(
@@ -2511,6 +2551,11 @@ def to_python(value: Any) -> Any:
     )
     check(is_exact, text)
     return value.item()
+
+
+def is_inexact(value: Any) -> bool:
+    """Return whether a value is a tensor of floating-point or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:

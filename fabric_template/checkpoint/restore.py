@@ -115,7 +115,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
         OtherModelError: The weights do not match the model.
     """
     path = run.plan.start.path
-    target = run.module if run.is_lightning_module else run.network
+    target = loading_target(run)
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
@@ -129,6 +129,35 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
             f"{differences} The weights in '{path}' do not match the model."
             " Create the model with the same arguments as the saved model."
         ) from error
+
+
+def loading_target(run: Run) -> nn.Module:
+    """Return the module whose state_dict a checkpoint contains."""
+    return run.module if run.is_lightning_module else run.network
+
+
+def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Raise an error if the model's weights have other dtypes than in the saved run.
+
+    The restored optimizer states would have the saved dtypes, and the first step would fail.
+    """
+    target = loading_target(run)
+    weights = rename_weights(find_weights(checkpoint, run.plan.start.path), target)
+    current = target.state_dict()
+    for name, saved in weights.items():
+        value: Any = current.get(name)
+        if not (is_inexact(saved) and is_inexact(value)) or saved.dtype == value.dtype:
+            continue
+        raise CheckpointError(
+            f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as in"
+            " the saved run. Use the precision= and the default dtype of the saved run, or use"
+            " load= to start a new run from the weights."
+        )
+
+
+def is_inexact(value: Any) -> bool:
+    """Return whether a value is a tensor of floating-point or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -221,6 +250,7 @@ def plain_name(name: str) -> str:
 
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
+    check_dtypes(run, checkpoint)
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
@@ -423,6 +453,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     add_missing_groups(run, states)
     check_replaced_parameters(run)
     # Accept an empty list of states, because an on_load_checkpoint hook may have removed them.
+    if states:
+        check_parameter_order(run)
     if states and len(states) != len(optimizers):
         raise CheckpointError(
             f"{run.plan.start.path}: got the states of {len(states)} optimizers, expected"
@@ -512,6 +544,76 @@ def check_replaced_parameters(run: Run) -> None:
             )
 
 
+def check_parameter_order(run: Run) -> None:
+    """Raise an error if an optimizer trains the saved run's parameters in another order.
+
+    The state of an optimizer contains no names, so it would be restored for other parameters.
+    Parameters that this model does not have may have been renamed, and are not compared.
+    """
+    known = list(map(plain_name, run.optimization.named_parameters()))
+    current = [names_in_order(groups) for groups in names_of_groups(run)]
+    own = run.plan.start.own
+    saved = [names_in_order(groups) for groups in own.get("parameter_groups", ())]
+    if own["writer"] == "Trainer":
+        saved = [guess_saved_order(own["weights"], new, known) for new in current]
+    for old, new in zip(saved, current, strict=False):
+        shared = {*known} & {*old}
+        orders = [[name for name in names if name in shared] for names in (old, new)]
+        if len(old) != len(new) or orders[0] == orders[1]:
+            continue
+        pairs = zip(old, new, strict=True)
+        expected, found = next((a, b) for a, b in pairs if a != b and a in shared)
+        raise CheckpointError(
+            f"resume: got {found!r} as parameter {old.index(expected)} of the optimizer, expected"
+            f" {expected!r} as in the saved run. Create the layers, and pass the parameters to the"
+            " optimizer, in the order of the saved run, or use load= to start a new run from the"
+            " weights."
+        )
+
+
+def names_in_order(groups: list[list[str | None]]) -> list[str]:
+    """Return the names in all parameter groups, without the components that wrappers add."""
+    return [plain_name(str(name)) for name in chain(*groups)]
+
+
+def guess_saved_order(weights: list[str], new: list[str], known: list[str]) -> list[str]:
+    """Return the order in which the optimizer of a Trainer run probably trained its parameters.
+
+    Trainer does not save this order. If the new optimizer has the order of the new model, as with
+    ``self.parameters()``, assume the same for the saved run.
+
+    Args:
+        weights: The names of the saved weights.
+        new: The names of the new optimizer's parameters.
+        known: The names of the new model's parameters.
+    """
+    trained = {*new}
+    if new != [name for name in known if name in trained]:
+        return new
+    return [name for name in map(plain_name, weights) if name in trained]
+
+
+def check_state_shapes(optimizer: Any, states: Any) -> None:
+    """Raise an error if the saved state of one of torch's optimizers has other shapes.
+
+    torch would notice the different shapes only in the first step.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):
+        return
+    parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
+    for index, state in states.items():
+        shape = parameters[index].shape
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape:
+                raise CheckpointError(
+                    f"resume: got the shape {tuple(shape)} for parameter {index} of the optimizer,"
+                    f" expected {tuple(value.shape)}, the shape of its {name!r} in the saved run."
+                    " Create the layers, and pass the parameters to the optimizer, in the order of"
+                    " the saved run, or use load= to start a new run from the weights."
+                )
+
+
 def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
     # Compare only the options of the optimizer's class, because a scheduler may have added
     # "initial_lr" to the parameter groups.
@@ -534,6 +636,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
             " or use load= to start a new run from the weights."
         ) from error
     check_options(run, optimizer, known, optimizer.param_groups)
+    check_state_shapes(optimizer, state["state"])
 
 
 def check_options(

@@ -1,0 +1,207 @@
+"""Test runs that are resumed with parameters in another order, or with other dtypes."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from modules import make_loader, quiet
+from runs import with_files
+from torch import nn
+
+from fabric_template import FabricLoop, MiniLoop
+
+LOOPS = {"MiniLoop": MiniLoop, "FabricLoop": FabricLoop}
+both_loops = pytest.mark.parametrize("kind", list(LOOPS))
+pairs_of_loops = pytest.mark.parametrize("kinds", [(one, other) for one in LOOPS for other in LOOPS], ids=">".join)
+SAME_SHAPE = {"a": (8, 8), "b": (8, 8), "c": (8, 3)}
+OTHER_SHAPE = {"a": (8, 5), "b": (5, 8), "c": (8, 3)}
+
+
+class Layers(pl.LightningModule):
+    """Layers that are created in a given order, and always called in the order a, b, c."""
+
+    def __init__(self, order="abc", shapes=SAME_SHAPE, optimizer=torch.optim.Adam, frozen=""):
+        super().__init__()
+        self.optimizer_class = optimizer
+        for name in order:
+            self.add_module(name, nn.Linear(*shapes[name]))
+            self.get_submodule(name).requires_grad_(name not in frozen)
+        self.register_buffer("count", torch.tensor(3))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.c(self.b(self.a(batch[0].to(self.a.weight.dtype)))), batch[1])
+
+    def trained(self):
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def configure_optimizers(self):
+        return self.optimizer_class(self.trained(), lr=0.01)
+
+
+class ReverseOrder(Layers):
+    def trained(self):
+        return super().trained()[::-1]
+
+
+class Renamed(Layers):
+    """Layers in which the saved layer "a" has the name "d"."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [("d", self.a), ("b", self.b), ("c", self.c)]
+        for name in "abc":
+            delattr(self, name)
+        for name, layer in layers:
+            self.add_module(name, layer)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.c(self.b(self.d(batch[0]))), batch[1])
+
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        for name in ("weight", "bias"):
+            weights[f"d.{name}"] = weights.pop(f"a.{name}")
+
+
+def train(kind, model, epochs, **fit):
+    options = {"accelerator": "cpu", "max_epochs": epochs, "precision": fit.pop("precision", None)}
+    given = options if kind == "MiniLoop" else with_files(**options)
+    LOOPS[kind](**given).fit(model, make_loader(), **fit)
+    return model
+
+
+@pairs_of_loops
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (Layers, lambda: Layers("bac"), ("b.weight", "a.weight")),
+        (Layers, ReverseOrder, ("c.bias", "a.weight")),
+        (lambda: Layers(frozen="a"), lambda: Layers(frozen="b"), ("a.weight", "b.weight")),
+        (
+            lambda: Layers(shapes=OTHER_SHAPE, optimizer=torch.optim.RMSprop),
+            lambda: Layers("cab", shapes=OTHER_SHAPE, optimizer=torch.optim.RMSprop),
+            ("c.weight", "a.weight"),
+        ),
+    ],
+    ids=["layers", "optimizer", "frozen layers", "shapes"],
+)
+def test_resuming_with_parameters_in_another_order_is_refused(kinds, first, second, names):
+    """The state of an optimizer would be restored for other parameters."""
+    train(kinds[0], first(), 1)
+    found, expected = names
+    text = f"resume: got '{found}' as parameter 0 of the optimizer, expected '{expected}' as in the saved run"
+    with pytest.raises(ValueError, match=text):
+        train(kinds[1], second(), 2, resume="last")
+    train(kinds[1], second(), 1, load="last")
+
+
+@both_loops
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
+def test_a_compiled_model_resumes_with_its_parameters_in_the_saved_order(kind, before, after):
+    def run(is_compiled, epochs, **fit):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        model = torch.compile(net, backend="eager") if is_compiled else net
+        step = lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+        train(kind, model, epochs, optimizer=optimizer, training_step=step, **fit)
+
+    run(before, 1)
+    run(after, 2, resume="last")
+
+
+def test_a_run_resumes_with_a_renamed_layer():
+    torch.manual_seed(0)
+    expected = train("FabricLoop", Layers(), 2)
+    torch.manual_seed(0)
+    train("FabricLoop", Layers(), 1)
+    found = train("FabricLoop", Renamed(), 2, resume="last")
+    assert torch.equal(found.d.weight, expected.a.weight)
+
+
+def save_with_trainer(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(**quiet(accelerator="cpu", max_epochs=1, logger=False, **options))
+        trainer.fit(model, make_loader())
+    trainer.save_checkpoint("trainer.ckpt")
+
+
+@pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
+def test_a_trainer_run_does_not_resume_with_layers_in_another_order(shapes):
+    save_with_trainer(Layers(shapes=shapes))
+    with pytest.raises(ValueError, match=r"resume: got 'b\.weight' as parameter 0 of the optimizer, expected 'a\.wei"):
+        train("FabricLoop", Layers("bac", shapes=shapes), 2, resume="trainer.ckpt")
+    train("FabricLoop", Layers(shapes=shapes), 2, resume="trainer.ckpt")
+
+
+def test_a_trainer_run_does_not_resume_with_states_of_other_shapes():
+    save_with_trainer(Layers(shapes=OTHER_SHAPE))
+    text = (
+        r"resume: got the shape \(3,\) for parameter 0 of the optimizer, expected \(5, 8\), the shape of its 'exp_avg'"
+    )
+    with pytest.raises(ValueError, match=text):
+        train("FabricLoop", ReverseOrder(shapes=OTHER_SHAPE), 2, resume="trainer.ckpt")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
+def test_a_trainer_run_resumes_with_each_shape_of_optimizer_state(optimizer):
+    save_with_trainer(Layers(optimizer=optimizer))
+    train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
+
+
+# Dtypes
+
+
+@pairs_of_loops
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_resuming_with_a_different_true_precision_is_refused(kinds, precision):
+    train(kinds[0], Layers(), 1)
+    dtype = {"64-true": "float64", "bf16-true": "bfloat16"}[precision]
+    with pytest.raises(ValueError, match=f"resume: got torch.{dtype} as the dtype of 'a.weight', expected torch.float"):
+        train(kinds[1], Layers(), 2, resume="last", precision=precision)
+    train(kinds[1], Layers(), 1, load="last", precision=precision)
+
+
+@both_loops
+def test_resuming_with_a_different_default_dtype_is_refused(kind):
+    train(kind, Layers(), 1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype of 'a\.weight'"):
+            train(kind, Layers(), 2, resume="last")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@both_loops
+@pytest.mark.parametrize(
+    "precisions", [("64-true",) * 2, ("bf16-true",) * 2, (None, "bf16-mixed"), ("bf16-mixed", None)]
+)
+def test_a_run_resumes_if_its_weights_have_the_saved_dtypes(kind, precisions):
+    train(kind, Layers(), 1, precision=precisions[0])
+    train(kind, Layers(), 2, resume="last", precision=precisions[1])
+
+
+def test_a_trainer_run_does_not_resume_with_a_different_true_precision():
+    save_with_trainer(Layers(), precision="64-true")
+    with pytest.raises(
+        ValueError, match=r"resume: got torch\.float32 as the dtype of 'a\.weight', expected torch\.float64"
+    ):
+        train("FabricLoop", Layers(), 2, resume="trainer.ckpt")
+    train("FabricLoop", Layers(), 2, resume="trainer.ckpt", precision="64-true")
+
+
+class ChangesDtype(Layers):
+    def on_fit_start(self):
+        self.b.to(torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.b(self.a(batch[0]).double()).float()
+        return nn.functional.cross_entropy(self.c(hidden), batch[1])
+
+
+def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
+    train("FabricLoop", ChangesDtype(), 1)
+    train("FabricLoop", ChangesDtype(), 2, resume="last")
