@@ -39,6 +39,7 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -335,7 +336,7 @@ class MiniLoop:
             try:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
-                        self._restore(resumed, is_automatic=resume == "auto")
+                        self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
                     self._train()
             except (AttributeError, RuntimeError, TypeError) as error:
@@ -1104,7 +1105,7 @@ class MiniLoop:
             counts.update(ready=epochs + (batches > 0), started=epochs + (batches > 0))
         return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
 
-    def _restore(self, checkpoint: dict[str, Any], is_automatic: bool) -> None:
+    def _restore(self, path: Any, checkpoint: dict[str, Any], is_automatic: bool) -> None:
         """Restore everything except the weights from a checkpoint."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
@@ -1135,23 +1136,30 @@ class MiniLoop:
             # Without a monitor, keep the saved run's best checkpoints.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
+        if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
+            # If the run is killed before its first save, it must continue from this checkpoint,
+            # because the CSV rows after this checkpoint are removed now.
+            with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
+                shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
-        """Remove the CSV rows that were written after the checkpoint."""
+        """Remove the CSV rows after the checkpoint, unless nothing is left to train."""
+        is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
             # Another program may have added rows. Only rows with a step are from the loop.
-            rows = [row for row in read_rows(path) if "step" in row][: table["rows"]]
+            rows = [row for row in read_rows(path) if "step" in row]
+            rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
                 text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
                 text += " missing. The run continues without them."
-                if self.fabric.is_global_zero and path.exists():
+                if self.fabric.is_global_zero and path.exists() and not is_done:
                     path.replace(path.with_name(f"{name}.changed"))
                     text += f" The file was renamed to {name}.changed."
                 warnings.warn(text, stacklevel=3)
-            if self.fabric.is_global_zero:
+            if self.fabric.is_global_zero and not is_done:
                 write_rows(path, columns, rows)
             self._tables[name] = len(rows), columns
             self.history = rows if name == "metrics.csv" else self.history

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigurationError
-from .distributed import remove_checkpoint, save_checkpoint
+from ..files import replaced_file
+from .distributed import SHARDS_KEY, remove_checkpoint, save_checkpoint
 from .run_folders import RunFolders
 from .state import (
     build_checkpoint,
@@ -160,6 +162,24 @@ class CheckpointManager:
         path = self._path("last.ckpt")
         if self.write(run, path):
             self.last_model_path = str(path)
+
+    def replace_last(self, run: Run) -> None:
+        """If the run continues from another checkpoint than last.ckpt, copy it to last.ckpt.
+
+        Call this method before the CSV rows after the checkpoint are removed. If the run is killed
+        before its first save, it would otherwise continue from the newer last.ckpt, without these
+        rows.
+        """
+        if not self._is_continued or not run.fabric.is_global_zero:
+            return
+        path, last = Path(str(run.plan.start.path)), self._path("last.ckpt")
+        # Without save_last, last.ckpt would stay older than the other checkpoints.
+        is_used = self.config.save_last or last.exists()
+        # A copy of a sharded checkpoint would refer to the shards of the original.
+        is_sharded = SHARDS_KEY in (run.plan.start.checkpoint or {})
+        if is_used and not is_sharded and path.is_file() and path.resolve() != last.resolve():
+            with replaced_file(last) as file, path.open("rb") as source:
+                shutil.copyfileobj(source, file)
 
     def save_best(self, run: Run) -> None:
         """Save a checkpoint if the monitored metric is one of the save_top_k best values so far."""

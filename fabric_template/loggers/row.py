@@ -293,7 +293,13 @@ class RowWriter:
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove the CSV rows written after the checkpoint, and read those written before it."""
+        """Remove the CSV rows written after the checkpoint, and read those written before it.
+
+        If nothing is left to train, read all rows, and remove none.
+        """
+        is_finished = self.run.stop.is_finished
+        if not is_finished:
+            self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
         # This run may have more CSV loggers than the saved run. The additional loggers use the rows
         # of the saved run's first logger.
@@ -301,6 +307,10 @@ class RowWriter:
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
+            if is_finished and folder == Path(logger.log_dir):
+                table = read_table(folder / "metrics.csv")
+                self.continue_rows([parse_row(row) for row in table.rows])
+                continue
             step = self.run.progress.global_step
             is_lost = folder is None and state["last_row"] is not None
             copied = copy_other_rows(logger) if is_lost else ""

@@ -42,8 +42,7 @@ def fit(run: Run) -> None:
     write_run_config(run)
     run.validation_schedule.start()
     run.row.choose_interval()
-    is_done = run.stop.is_due_between_epochs and not run.progress.is_in_epoch
-    if is_done or run.config.limit_train_batches == 0:
+    if run.stop.is_finished or run.config.limit_train_batches == 0:
         # Like Trainer, call neither on_train_start nor on_train_end if there is nothing to train.
         restore_position(run)
         finish_averaging(run)

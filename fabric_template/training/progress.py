@@ -287,6 +287,11 @@ class StopCondition:
         """Return whether training ends before the next epoch."""
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
+    @property
+    def is_finished(self) -> bool:
+        """Return whether nothing is left to train."""
+        return self.is_due_between_epochs and not self.progress.is_in_epoch
+
     def request(self, is_requested: bool) -> None:
         """Set or clear should_stop, which takes effect after min_epochs and min_steps."""
         self.should_stop = bool(is_requested)
