@@ -1068,9 +1068,14 @@ class MiniLoop:
         }
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the batch size and the optimizer class, which a resumed run should not change."""
-        batch_size = getattr(self.train_loader, "batch_size", None)
-        return {"batch size": [batch_size], "optimizers": [type(self.optimizer).__name__]}
+        """Return the settings that a resumed run should not change."""
+        loader = self.train_loader
+        return {
+            "number of processes": self.fabric.world_size,
+            "batch size": [getattr(loader, "batch_size", None)],
+            "num_workers": [getattr(loader, "num_workers", None)],
+            "optimizers": [type(self.optimizer).__name__],
+        }
 
     def _names_of_groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group of the optimizer."""
@@ -1828,9 +1833,23 @@ class MiniLoop:
                 f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
                 " to start a new run from the weights.",
             )
-        self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
+        self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
+        self._warn_of_changes(own)
+
+    def _warn_of_changes(self, own: dict[str, Any]) -> None:
+        """Compare the settings, and the arguments of the optimizer and schedulers."""
+        current, saved = self._run_settings(), own["settings"]
+        changed = [
+            f"{name} was {saved[name]} and is now {value}"
+            for name, value in current.items()
+            if name != "optimizers" and saved.get(name, value) != value
+        ]
+        if changed:
+            text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
+            text += " from the results of an uninterrupted run."
+            warnings.warn(text, stacklevel=5)
         for kind, described in self._arguments.items():
             for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
                 check_arguments(kind, new, old)
@@ -2496,7 +2515,7 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
         texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
         text = f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
         text += " saved values. To change them, set the new values in the on_train_start hook."
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=6)
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:

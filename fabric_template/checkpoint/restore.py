@@ -387,12 +387,12 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     # changed.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
+    check_settings(run, own["settings"])
     if own["writer"] == "MiniLoop":
         # Checkpoints from MiniLoop contain no loader positions.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
     else:
-        check_settings(run, own["settings"])
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, of_process)

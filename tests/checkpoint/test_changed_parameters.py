@@ -1,4 +1,4 @@
-"""Test runs that are resumed with parameters in another order, or with other dtypes."""
+"""Test runs that are resumed with parameters in another order, with other dtypes or with other settings."""
 
 import warnings
 
@@ -64,10 +64,10 @@ class Renamed(Layers):
             weights[f"d.{name}"] = weights.pop(f"a.{name}")
 
 
-def train(kind, model, epochs, **fit):
+def train(kind, model, epochs, loader=None, **fit):
     options = {"accelerator": "cpu", "max_epochs": epochs, "precision": fit.pop("precision", None)}
     given = options if kind == "MiniLoop" else with_files(**options)
-    LOOPS[kind](**given).fit(model, make_loader(), **fit)
+    LOOPS[kind](**given).fit(model, loader or make_loader(), **fit)
     return model
 
 
@@ -205,3 +205,14 @@ class ChangesDtype(Layers):
 def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
     train("FabricLoop", ChangesDtype(), 1)
     train("FabricLoop", ChangesDtype(), 2, resume="last")
+
+
+# Settings
+
+
+@pairs_of_loops
+def test_resuming_with_a_different_batch_size_or_number_of_workers_is_warned_about(kinds):
+    train(kinds[0], Layers(), 1)
+    text = r"resume: batch size was \[4\] and is now \[8\], num_workers was \[0\] and is now \[1\]\. The run continues"
+    with pytest.warns(UserWarning, match=text):
+        train(kinds[1], Layers(), 2, loader=make_loader(batch_size=8, num_workers=1), resume="last")
