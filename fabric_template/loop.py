@@ -500,7 +500,7 @@ def make_fabric(given: dict[str, Any]) -> Any:
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
     if not is_instance_of(fabric, "Fabric"):
-        advice = "Pass other options by name, as in FabricLoop(max_epochs=10)."
+        advice = "Pass each option by name, as in FabricLoop(max_epochs=10)."
         if fabric is Fabric:
             advice = "Write FabricLoop(Fabric(accelerator='cpu'))."
         raise ConfigurationTypeError(

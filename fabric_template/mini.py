@@ -2500,8 +2500,8 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
     """Warn if the optimizer or a scheduler has other arguments than in the saved run.
 
-    Raise an error if a scheduler has another class or interval, because torch would combine the
-    saved state of one scheduler with the other one.
+    Raise an error if a scheduler's class or interval differs from the saved one, because torch
+    would load the saved state into the wrong scheduler.
     """
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
@@ -2905,8 +2905,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # The marks cover only a sample of the container's items. The version counters of all tensors
-    # also detect in-place changes to tensors outside the sample.
+    # The checksums in ``marks`` cover only a sample of the container's items. The version counters
+    # detect in-place changes to all tensors in the container.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     return kind, len(items), hash(tuple(map(id, items))), versions, marks
@@ -2915,7 +2915,7 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    The checksum detects changes through ``.data``, which do not change the version counter. For a
+    The checksum also detects changes made through ``.data``, which keep the version counter. For a
     GPU tensor or a tensor larger than 256 MB, the checksum covers only a sample of the elements.
     Return None for sparse tensors, meta tensors, and values that are not tensors.
     """

@@ -908,9 +908,10 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """For each current value, return the ids of the saved values that replace it.
+        """Map the id of each current value to the ids of the saved values that replace it.
 
-        For example, two attributes may share a list now, but get two lists from the checkpoint.
+        There may be more than one saved value. For example, two attributes may share a list now,
+        but get two lists from the checkpoint.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():

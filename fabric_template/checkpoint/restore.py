@@ -484,8 +484,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 def check_arguments(run: Run, kind: str, num_saved: int) -> None:
     """Warn if an optimizer or scheduler has other arguments than in the saved run.
 
-    Raise an error if a scheduler has another class or interval, because torch would combine the
-    saved state of one scheduler with the other one.
+    Raise an error if a scheduler's class or interval differs from the saved one, because torch
+    would load the saved state into the wrong scheduler.
 
     Args:
         kind: "optimizers" or "schedulers".

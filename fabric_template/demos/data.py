@@ -1,4 +1,4 @@
-"""Download, split and load the data of the demos."""
+"""Download, split and load the data for the demos."""
 
 from __future__ import annotations
 

@@ -396,9 +396,9 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers that a step returned, keyed by their columns in metrics.csv.
 
-    A returned tensor has the column ``<prefix>_loss``. Each item of a returned dict has the column
-    ``<prefix>_<key>``. A returned pair (loss, accuracy) has the columns ``<prefix>_loss`` and
-    ``<prefix>_acc``.
+    A returned tensor is written to the column ``<prefix>_loss``, and each item of a returned dict
+    to the column ``<prefix>_<key>``. A returned pair (loss, accuracy) is written to the columns
+    ``<prefix>_loss`` and ``<prefix>_acc``.
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

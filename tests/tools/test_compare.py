@@ -305,7 +305,7 @@ def test_compare_refuses_an_invalid_number_of_steps(steps):
         compare("old.py", "new.py", steps=steps)
 
 
-def test_record_training_changes_neither_the_training_nor_torch(tmp_path):
+def test_the_function_record_training_does_not_change_the_training_or_torch(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:

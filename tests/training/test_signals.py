@@ -289,7 +289,7 @@ class OutOfTime(Callback):
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
-def test_resume_auto_continues_a_run_that_max_time_ended_only_with_a_larger_max_time(tmp_path, capsys):
+def test_resume_auto_continues_a_run_ended_by_max_time_only_if_max_time_is_larger(tmp_path, capsys):
     options = {"max_epochs": 3}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     limited = {**options, "max_time": "00:01:00:00"}
