@@ -3336,14 +3336,19 @@ class Placeholder:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
-def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a file saved by torch.save, with placeholders for objects that torch.load refuses."""
+def load_file(file: Path | io.BytesIO, is_mapped: bool = False) -> dict[str, Any]:
+    """Load a file saved by torch.save, with placeholders for objects that torch.load refuses.
+
+    If ``is_mapped`` is True, read each tensor only when it is used.
+    """
     # Pass a copy of an io.BytesIO, because get_unsafe_globals_in_checkpoint() moves the read
     # position.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
-        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        loaded: dict[str, Any] = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=is_mapped
+        )
     return loaded
 
 
@@ -3422,8 +3427,14 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 def age_of(folder: Path) -> tuple[float, int]:
     """Return the time of the latest start or save in a version folder, and the version number."""
-    number = folder.name.removeprefix("version_")
-    return max(read_times(folder)), int(number) if number.isdigit() else -1
+    number, age = folder.name.removeprefix("version_"), max(read_times(folder))
+    for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
+        # Without a .lock file, as in a copy without hidden files, use the time in the checkpoint.
+        # Ignore errors here, because reading the checkpoint again will report them.
+        with suppress(Exception):
+            saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
+            age = max(age, float(saved))
+    return age, int(number) if number.isdigit() else -1
 
 
 def claim_version(*folders: Path) -> str:

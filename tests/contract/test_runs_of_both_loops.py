@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -51,6 +52,35 @@ def test_resume_continues_the_run_that_saved_last(first, second, keyword):
     shutil.copytree("checkpoints/run/version_1", "checkpoints/run/version_8")
     train(second, 3, resume=keyword)
     assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 8)] == [18, 6, 6]
+
+
+@pytest.mark.parametrize("without_lock", [[0], [1], [0, 1, 2]])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_resume_continues_the_newest_run_after_a_copy_without_hidden_files(first, second, without_lock):
+    """If a .lock file is missing, both loops read the time that the checkpoint contains."""
+    for _ in range(3):
+        train(first, 1)
+    train(second, 2, resume="last", version=0)
+    for number in without_lock:
+        Path(f"checkpoints/run/version_{number}/.lock").unlink()
+        Path(f"logs/run/version_{number}/.lock").unlink()
+    train(second, 3, resume="auto")
+    assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 2)] == [18, 6, 6]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_mini_loop_reads_the_time_of_the_best_checkpoint_if_last_ckpt_is_unusable(is_damaged):
+    train("MiniLoop", 2, monitor="val_loss", version=5)
+    train("MiniLoop", 2, monitor="val_loss", version=1)
+    folder = Path("checkpoints/run/version_1")
+    (folder / ".lock").unlink()
+    (folder / "last.ckpt").unlink()
+    if is_damaged:
+        (folder / "last.ckpt").write_bytes(b"damaged")
+    context = pytest.warns(match="last.ckpt: the file is damaged") if is_damaged else nullcontext()
+    with context:
+        train("MiniLoop", 3, resume="auto")
+    assert steps_in("version_1")["last.ckpt"] == 18
 
 
 @pytest.mark.parametrize("kind", LOOPS)
