@@ -773,6 +773,10 @@ class MiniLoop:
     ) -> None:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
         check_log_arguments(options)
+        if self._hook in ("", "on_train_end"):
+            place = "in on_train_end" if self._hook else "outside of the model's steps and hooks"
+            text = f"log: got {name!r} {place}, expected a call in a step, or in a hook such as"
+            raise ValueError(f"{text} on_train_epoch_end.")
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
@@ -1935,7 +1939,7 @@ class MiniLoop:
             with self._added_methods(), torch.enable_grad():
                 yield
         finally:
-            self.active_stage = None
+            self.active_stage, self._hook = None, ""
             network.to(device)
 
     @contextmanager

@@ -181,6 +181,31 @@ def test_a_copy_made_in_a_hook_logs_to_the_loop_that_trains_the_copy(tmp_path, o
     assert all(map(torch.equal, weights.values(), other_weights.values()))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_raises_an_error_outside_of_fit_and_validate(tmp_path, kind):
+    loop = make_run(kind, tmp_path, "run", max_epochs=1)
+    text = (
+        r"`self.log\(\)` outside of the loop's hooks|log: got 'mine' outside of the model's steps and hooks, expected"
+    )
+    with pytest.raises((ValueError, RuntimeError), match=f"FabricLoop.log: the loop has not run yet|{text}"):
+        loop.log("mine", 1.0)
+    loop.fit(Classifier(), make_loader(), val_loader())
+    with pytest.raises(ValueError, match=text):
+        loop.log("mine", 1.0)
+    loop.validate(Classifier(), val_loader())
+    with pytest.raises(ValueError, match=text):
+        loop.log("mine", 1.0, on_epoch=True)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "configure_optimizers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_raises_an_error_in_a_hook_that_belongs_to_no_row(tmp_path, kind, hook):
+    module = PlainCalls()
+    setattr(module, hook, lambda: module.log("mine", 1.0))
+    with pytest.raises(ValueError, match=f"inside `{hook}`|log: got 'mine' (in {hook}|outside of)"):
+        make_run(kind, tmp_path, "run", max_epochs=1).fit(module, make_loader())
+
+
 @pytest.mark.parametrize("make", [Gan, Classifier])
 def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_fitted_module(tmp_path, make):
     called = []
