@@ -189,6 +189,11 @@ class MiniLoop:
         # A model refers to its loop. If the model is copied, do not copy the loop.
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle only options and results, because the next fit sets up everything else again.
+        kept = {name: value for name, value in vars(self).items() if name in self._pickled}
+        return {**kept, "active_stage": None, "_hook": "", "_step_values": None, "_batches": None}
+
     def __post_init__(self) -> None:
         self._check_options()
         if isinstance(self.version, int):
@@ -227,6 +232,8 @@ class MiniLoop:
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self.active_stage: str | None = None  # "fit" or "validate" while one of them is running.
         self._reset()
+        # The names of the attributes that `__getstate__` returns.
+        self._pickled = {*vars(self), "_pickled", "log_dir", "checkpoint_dir"}
 
     def _check_options(self) -> None:
         # Convert numbers from NumPy or torch, which a hyperparameter search may pass.

@@ -8,6 +8,7 @@ from modules import Classifier, Gan, make_loader
 from parameters import sample
 from runs import fit, logs_of, val_loader, with_files
 from torch import nn
+from torch.utils.data import default_collate as collate
 
 from fabric_template import FabricLoop, MiniLoop
 
@@ -204,6 +205,37 @@ def test_log_raises_an_error_in_a_hook_that_belongs_to_no_row(tmp_path, kind, ho
     setattr(module, hook, lambda: module.log("mine", 1.0))
     with pytest.raises(ValueError, match=f"inside `{hook}`|log: got 'mine' (in {hook}|outside of)"):
         make_run(kind, tmp_path, "run", max_epochs=1).fit(module, make_loader())
+
+
+class SavesItself(PlainCalls):
+    path = None
+
+    def on_train_batch_end(self, *_):
+        torch.save(self, self.path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_can_be_pickled_during_and_after_fit(tmp_path, monkeypatch, kind):
+    """A pickled loop contains its options and results, but not the model, loaders and open files."""
+    monkeypatch.setattr(SavesItself, "path", tmp_path / "model.pt")
+    module, step = SavesItself(), lambda model, batch: nn.functional.cross_entropy(model.net(batch[0]), batch[1])
+    module.loop = loop = make_run(kind, tmp_path, "run", max_epochs=2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    options = {"training_step": step, "optimizer": optimizer}
+    options["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    loop.fit(module, make_loader(generator=torch.Generator(), collate_fn=lambda rows: collate(rows)), **options)
+    loop.validate(module, val_loader(), validation_step=step)
+    torch.save(module, tmp_path / "after.pt")
+    for path in (tmp_path / "model.pt", tmp_path / "after.pt"):
+        restored = torch.load(path, weights_only=False)
+        other = restored.loop
+        assert vars(restored.net).keys() == vars(module.net).keys()
+        assert getattr(other, "model", None) is None
+        assert other.validate(restored, val_loader())[0].keys() >= {"val_loss"}
+        other.fit(restored, make_loader(), optimizer=torch.optim.SGD(restored.parameters(), lr=0.1))
+        assert (other.current_epoch, loop.current_epoch) == (2, 2)
+        assert other.checkpoint_dir.parent == loop.checkpoint_dir.parent
+    assert other.checkpoint_dir != loop.checkpoint_dir
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
