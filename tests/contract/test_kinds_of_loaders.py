@@ -763,7 +763,7 @@ def check_killed_run(loop_name, root, run, kills):
 )
 @pytest.mark.parametrize("loop_name", LOOPS)
 @ignores_weights
-def test_a_run_whose_sampler_reads_what_the_model_writes_resumes_exactly(tmp_path, loop_name, hook, kills, workers):
+def test_a_run_resumes_exactly_if_its_sampler_reads_what_the_model_writes(tmp_path, loop_name, hook, kills, workers):
     made = []
 
     def run(root, last, **options):

@@ -562,7 +562,7 @@ def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
     assert history["val_loss"][0] > 0
 
 
-def test_a_limit_allows_a_generator_as_validation_loader():
+def test_limit_val_batches_allows_a_generator_as_validation_loader():
     options = {"limit_val_batches": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
     _, history = fit("FabricLoop", options=options, val=iter(list(make_loader())), validation_step=loss_of)
     assert history["val_loss"].notna().all()

@@ -348,7 +348,7 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_compare_finds_no_difference_in_the_example_of_the_readme(tmp_path):
+def test_compare_finds_no_difference_in_the_readme_example(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")

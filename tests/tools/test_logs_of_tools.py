@@ -292,7 +292,7 @@ def test_plot_logs_draws_train_and_validation_columns_in_one_panel(columns, line
     assert lines_of(plot_logs(frame)) == lines
 
 
-def test_read_logs_renames_columns_with_the_same_name():
+def test_read_logs_renames_duplicate_columns():
     file = write("epoch,loss,loss\n0,1.0,2.0\n1,0.5,1.5\n")
     table = read_logs(file)
     assert table[["loss", "loss.1"]].to_numpy().tolist() == [[1.0, 2.0], [0.5, 1.5]]

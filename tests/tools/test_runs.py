@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_the_command_runs_best_prints_the_path_of_a_csv_file_written_by_another_tool(capsys):
+def test_the_best_command_prints_the_path_of_a_csv_file_from_another_tool(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")

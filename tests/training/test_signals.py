@@ -304,7 +304,7 @@ def test_resume_auto_continues_a_run_ended_by_max_time_only_if_max_time_is_large
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_explains_how_to_continue_a_run_that_should_stop_ended_within_an_epoch(tmp_path, capsys):
+def test_resume_auto_explains_how_to_continue_a_run_ended_by_should_stop_within_an_epoch(tmp_path, capsys):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *batch):
             trainer.should_stop = trainer.global_step == 8
