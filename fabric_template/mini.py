@@ -2172,7 +2172,7 @@ def check_log_arguments(given: dict[str, Any]) -> None:
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a 0-dimensional float32 or float64 tensor."""
     text = f"log: got the name {name!r}, expected a name without line breaks, for the CSV file."
-    check("\n" not in name, text)
+    check("\n" not in name and "\r" not in name, text)
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
         found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import csv
 import errno
-import io
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -367,7 +367,10 @@ def copy_changed(path: Path) -> Path:
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file. Missing values become empty cells."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    lines: list[str] = []
+    # Before Python 3.13, csv quotes a cell with a carriage return only if lines end with one.
+    options: Any = {"restval": "", "extrasaction": "ignore", "lineterminator": "\r\n"}
+    writer = csv.DictWriter(SimpleNamespace(write=lines.append), columns, **options)
     writer.writerows(rows)
-    return buffer.getvalue().encode("utf-8", "backslashreplace")
+    text = "".join(f"{line.removesuffix(options['lineterminator'])}\n" for line in lines)
+    return text.encode("utf-8", "backslashreplace")

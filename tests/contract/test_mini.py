@@ -1253,10 +1253,11 @@ def test_logged_values_named_step_and_epoch_do_not_replace_the_csv_columns(kind)
     assert rows["epoch"].tolist() == [0, 0, 1, 1]
 
 
-def test_mini_loop_refuses_a_metric_name_that_contains_a_line_break():
+@pytest.mark.parametrize("name", ["train\nscore", "train\rscore", "score\r"])
+def test_mini_loop_refuses_a_metric_name_that_contains_a_line_break(name):
     class Wraps(Classifier):
         def training_step(self, batch, batch_idx):
-            self.log("train\nscore", 1.0, on_epoch=True)
+            self.log(name, 1.0, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match="expected a name without line breaks, for the CSV file"):

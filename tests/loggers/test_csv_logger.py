@@ -154,6 +154,7 @@ def test_rewinding_and_logging_again_gives_the_same_csv_files_as_a_single_run(tm
 
 
 CELLS = ["1", "", "0.5", 'a "quoted" cell', "a,b", "two\nlines", '"', '""', "\n\n", " x ", "ü", "'", ";", "x" * 200_000]
+CELLS += ["\r", "carriage\rreturn", "at the end\r", "\r\nboth\r\n"]
 
 
 def test_read_table_returns_every_column_name_and_cell_unchanged(metrics_csv, logger):
