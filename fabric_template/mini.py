@@ -48,7 +48,7 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -588,7 +588,7 @@ class MiniLoop:
             following = next(batches, END)
             yield following is END, batch
 
-    def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _timed(self, batches: Iterable[Any]) -> Generator[Any]:
         """Yield batches, and add up the seconds spent waiting for them."""
         started = time.monotonic()
         for batch in batches:
@@ -741,12 +741,14 @@ class MiniLoop:
         try:
             with torch.no_grad():
                 set_epoch(self.val_loader, self.current_epoch)
-                batches = islice(self.val_loader, sized_len(self.val_loader))
-                self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(self._timed(batches)):
-                    self._batch_size, self._logged_batch_size = find_batch_size(batch), None
-                    output = self._run_step("validation_step", self._move(batch), batch_idx)
-                    self._log_output(output, "val_")
+                length = sized_len(self.val_loader)
+                # After an error, closing() ends the worker processes, like `_stop_batches`.
+                with closing(self._timed(islice(self.val_loader, length))) as batches:
+                    self._call("on_validation_epoch_start")
+                    for batch_idx, batch in enumerate(batches):
+                        self._batch_size, self._logged_batch_size = find_batch_size(batch), None
+                        output = self._run_step("validation_step", self._move(batch), batch_idx)
+                        self._log_output(output, "val_")
                 self._batch_size = 1
                 self._update_metrics()
                 self._call("on_validation_epoch_end")

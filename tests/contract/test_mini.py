@@ -876,12 +876,14 @@ SECOND_VALIDATION = {
         self._second_loader = self._share(self.second_val, False)
 """,
     """                set_epoch(self.val_loader, self.current_epoch)
-                batches = islice(self.val_loader, sized_len(self.val_loader))
-                self._call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(self._timed(batches)):
-                    self._batch_size, self._logged_batch_size = find_batch_size(batch), None
-                    output = self._run_step("validation_step", self._move(batch), batch_idx)
-                    self._log_output(output, "val_")
+                length = sized_len(self.val_loader)
+                # After an error, closing() ends the worker processes, like `_stop_batches`.
+                with closing(self._timed(islice(self.val_loader, length))) as batches:
+                    self._call("on_validation_epoch_start")
+                    for batch_idx, batch in enumerate(batches):
+                        self._batch_size, self._logged_batch_size = find_batch_size(batch), None
+                        output = self._run_step("validation_step", self._move(batch), batch_idx)
+                        self._log_output(output, "val_")
                 self._batch_size = 1
 """: """                self._call("on_validation_epoch_start")
                 for self._suffix, loader in ("", self.val_loader), ("_second", self._second_loader):

@@ -404,3 +404,21 @@ def test_a_fit_that_ends_within_an_epoch_leaves_no_worker_process(loop, error):
         caught = raised  # A notebook also keeps the last error, and its frames.
     assert loop.global_step == (13 if error is None else 11), caught
     assert [child for child in multiprocessing.active_children() if child not in before] == []
+
+
+def raise_error(*_):
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize("hook", ["on_validation_epoch_start", "validation_step", "on_validation_epoch_end"])
+@pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
+def test_an_error_in_validation_leaves_no_worker_process(loop, hook, stage):
+    module, before = Ends(), multiprocessing.active_children()
+    module.validation_step = lambda batch, batch_idx: batch.sum()
+    setattr(module, hook, raise_error)
+    val = DataLoader([torch.zeros(1)] * 16, batch_size=2, num_workers=1)
+    given = ([torch.zeros(1, 1)], val) if stage == "fit" else (val,)
+    with pytest.raises(ValueError, match="mine") as _caught:
+        getattr(loop(accelerator="cpu", max_epochs=1), stage)(module, *given)
+    assert [child for child in multiprocessing.active_children() if child not in before] == []
