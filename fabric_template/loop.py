@@ -53,7 +53,7 @@ FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 
 
 def refuse_unknown(method: Method) -> Method:
-    """Make a method such as fit raise a TypeError for unknown arguments, with advice."""
+    """Make a method such as fit raise a helpful TypeError if an argument is unknown."""
     name, known = method.__name__, inspect.signature(method).parameters
 
     @functools.wraps(method)
@@ -380,7 +380,7 @@ class FabricLoop(TrainerAPI):
             sync_dist: Log the means over all processes. Then every process must call log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
-        # Accept a MetricCollection of torchmetrics, although it is not a Mapping.
+        # Accept torchmetrics' MetricCollection, although this class is not a Mapping.
         is_collection = hasattr(dictionary, "add_metrics")
         expected = "a dict of numbers. Write loop.log_dict({'epoch': 0, 'train_loss': loss})"
         check_type("log_dict", dictionary, object if is_collection else Mapping, expected)

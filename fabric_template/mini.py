@@ -544,7 +544,8 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             first = self._loader_state() if is_started else get_rng_state()
-            # Hooks such as on_train_start may have changed the loaders since iter(loader).
+            # After the call of iter(loader), hooks such as on_train_start may have changed the
+            # loaders.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
                 del first["parts"]
             self._epoch_start["first_batch"] = first
@@ -1166,7 +1167,8 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # Another program may have added rows. Only rows with a step are from the loop.
+            # Another program may have added rows. Keep only rows with a value in the step column,
+            # because the loop wrote these rows.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -2054,7 +2056,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # FabricLoop adds the log method of its class ResultCollection.
+    # FabricLoop adds log methods of its class ResultCollection to the model.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     is_added = isinstance(owner, MiniLoop) or type(owner).__name__ in (
         "MiniLoop",
@@ -2311,8 +2313,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers between the items that it yields.
 
     In the saved run, dropout may have drawn random numbers between two of the sampler's items. A
-    resumed run skips batches without running the model, so the sampler draws other random numbers
-    than in the saved run.
+    resumed run skips batches without running the model, so the sampler draws different random
+    numbers than in the saved run.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2511,7 +2513,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn if the optimizer or a scheduler has other arguments than in the saved run.
+    """Warn if an argument of the optimizer or a scheduler differs from the saved run.
 
     Raise an error if a scheduler's class or interval differs from the saved one, because torch
     would load the saved state into the wrong scheduler.
@@ -3131,7 +3133,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 def set_shared(name: str, current: Any, value: Any) -> None:
     """Write a saved value into an object in shared memory.
 
-    Raise an error if the type or the length of the value does not match the object.
+    Raise an error if the saved value has a different type or length than the object.
     """
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")

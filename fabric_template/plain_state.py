@@ -877,7 +877,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Temporarily restore a saved state of the random generators and objects' attributes."""
+        """Temporarily restore the random generators and objects' attributes from a saved state."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])

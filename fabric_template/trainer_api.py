@@ -391,8 +391,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If ``validate`` or ``test`` was called after ``fit`` with a different model, save that model
-        instead.
+        If the latest call of ``validate`` or ``test`` used a different model than ``fit``, save the
+        model of this latest call instead.
         """
         if self.run is None:
             raise AttributeError(

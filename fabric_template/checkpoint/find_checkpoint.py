@@ -314,7 +314,7 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
     """Yield the files whose names start with "last", and then all other files.
 
-    Both groups are sorted from newest to oldest.
+    Sort the files in each of these two groups from newest to oldest.
     """
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:

@@ -175,7 +175,8 @@ def read_plain(
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
     """For each key of a checkpoint, describe the first placeholder in its value.
 
-    Omit hyperparameters, and keys whose values contain no placeholder for an unknown object.
+    The result contains neither the hyperparameters nor the keys whose values contain no placeholder
+    for an unknown object.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}

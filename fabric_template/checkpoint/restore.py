@@ -64,8 +64,9 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights match the model. If the weights do not match, fit loads them after
-        on_fit_start, which may add modules, and validate, test and predict raise an error.
+        Whether the weights match the model. If the weights do not match, fit tries again after
+        on_fit_start, because this hook may add modules. If the weights do not match in validate,
+        test or predict, raise an error instead.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -281,7 +282,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore the options that hooks changed in the saved run.
+    """Set each option that a hook changed in the saved run to the changed value.
 
     If the user has passed a new value for an option, keep the new value.
     """
@@ -452,7 +453,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
     check_replaced_parameters(run)
-    # Accept an empty list of states, because an on_load_checkpoint hook may have removed them.
+    # Accept a checkpoint without optimizer states, because an on_load_checkpoint hook may have
+    # removed the states.
     if states:
         check_parameter_order(run)
     if states and len(states) != len(optimizers):
@@ -466,10 +468,11 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     check_arguments(run, "schedulers", len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
-    # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer of
-    # them.
+    # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer
+    # scheduler states than this run has schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    # Accept an empty list of states, unless the saved run had no schedulers.
+    # If the checkpoint has no scheduler states, warn only if the saved run had no schedulers,
+    # because an on_load_checkpoint hook may have removed the states.
     is_added = run.plan.start.own.get("arguments", {}).get("schedulers") == []
     if (saved or is_added) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -482,7 +485,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def check_arguments(run: Run, kind: str, num_saved: int) -> None:
-    """Warn if an optimizer or scheduler has other arguments than in the saved run.
+    """Warn if an argument of an optimizer or scheduler differs from the saved run.
 
     Raise an error if a scheduler's class or interval differs from the saved one, because torch
     would load the saved state into the wrong scheduler.

@@ -41,7 +41,10 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store a checkpoint, and convert its training state if the run resumes."""
+        """Store a checkpoint.
+
+        If the run resumes, also convert the checkpoint's training state to FabricLoop's format.
+        """
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -193,7 +196,8 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    If the result is False, Trainer would run its sanity check, and then start the next epoch.
+    The result False means that Trainer would run its sanity check, and then start the epoch after
+    the saved epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

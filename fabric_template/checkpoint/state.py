@@ -371,7 +371,7 @@ def check_optimizer_states(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Describe the first object in each state that can be read only with weights_only=False."""
+    """For each state, describe the first object that can be read only with weights_only=False."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)

@@ -95,7 +95,8 @@ class ResumableLoader:
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them the resumed run has read.
         self._resumed: tuple[int, int] | None = None
-        # Whether the loader skips the same number of batches again after the resumed epoch.
+        # Whether the loader skips its first batches not only in the resumed epoch, but also in
+        # later epochs.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader)),
@@ -167,7 +168,7 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) already draws the first indices.
+        """Return whether iter(loader) draws the first indices, and not the first call of next().
 
         If ``__iter__`` is a generator function, the first indices are drawn when the first batch is
         requested.
@@ -429,7 +430,7 @@ class ResumableLoader:
         return captured
 
     def keep_start_values(self) -> None:
-        """Copy the loader's attributes before on_train_start and set_epoch() may change them."""
+        """Copy the loader's attributes before on_train_start or set_epoch() can change them."""
         for part in self._states_with_start_values():
             part.keep_start_values()
 

@@ -133,7 +133,8 @@ class DataConnector:
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
         """Raise an error for a generator, which can be read only once.
 
-        With a limit or a reload in each epoch, a generator can be used in several validations.
+        If limit_val_batches or reload_dataloaders_every_n_epochs is set, accept a generator,
+        because several validations can then use the generator.
         """
         config = self.run.config
         if config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs:
@@ -577,7 +578,8 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     parts = combined.flattened
     is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
-        # A checkpoint restores a list in place, which is not possible with a tuple.
+        # Replace a tuple with a list, because a resumed run restores a list in place, but cannot
+        # change a tuple.
         is_tuple = isinstance(source, tuple) and not all(map(_is_array, source))
         loader = list(source) if is_tuple else source
         return with_loaders(CombinedLoader(None, mode), [loader])

@@ -100,7 +100,7 @@ class SignalHandler:
 
         All processes must stop after the same training step, so they exchange received signals
         about once a second. Rank 0 decides after how many batches the processes exchange signals
-        again. Between two exchanges of signals, a call of ``agree`` only compares two integers.
+        again. Between two exchanges of signals, a call to ``agree`` only compares two integers.
 
         Args:
             known: The result of the previous call.

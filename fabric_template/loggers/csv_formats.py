@@ -91,8 +91,8 @@ def split_columns(columns: Columns, split: str) -> Columns:
 def select(keys: list[Any], cells: list[Any]) -> Columns:
     """Split a column of a long table into one column per key, such as one per metric.
 
-    ``keys`` contains each row's key. In the new column of a key, all rows with another key contain
-    "".
+    ``keys`` contains each row's key. In the column of a key, the cells of all rows with a different
+    key are empty strings.
     """
     pairs = list(zip(keys, cells, strict=True))
     return {

@@ -178,8 +178,8 @@ class CSVLogger(Logger):
 class Table:
     """Appends rows to a CSV file.
 
-    If a row has a new column, the table rewrites the whole file atomically. If writing fails, for
-    example because the disk is full, the row stays in memory until the next append.
+    A row with a new column causes an atomic rewrite of the whole file. If writing a row fails, for
+    example because the disk is full, the row stays in memory until the next call of ``append``.
 
     Attributes:
         num_rows, columns: The number of rows and the columns in the file.
@@ -191,7 +191,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Do not stop training if the file cannot be read. The next write tries to read it again.
+        # Do not stop training if the file cannot be read. Before the first row is written,
+        # write_waiting() tries to read the file again.
         with suppress(OSError):
             self._read()
 

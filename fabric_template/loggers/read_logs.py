@@ -150,7 +150,7 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """List the metrics.csv in a folder or, if there is none, all metrics.csv in its subfolders.
+    """List a folder's metrics.csv file or, if it has none, the metrics.csv files in its subfolders.
 
     Skip hidden subfolders, whose names start with a dot.
     """
@@ -180,7 +180,7 @@ def read_table(path: Path) -> CSVTable:
     If the file is missing, return a table without rows.
 
     Python's csv module is unsuitable, because it raises an error for very long cells. The csv
-    module would also read all lines after a stray quotation mark as one cell.
+    module also merges all lines after a stray quotation mark into one cell.
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):

@@ -428,7 +428,7 @@ class ResultCollection:
             metric.update(to_float(value), self.returned_batch_size())
 
     def returned_batch_size(self) -> int:
-        """Return the batch_size that the step passed to ``self.log``, or else the batch's size."""
+        """Return the batch_size that the step method passed to ``log``, or the batch's size."""
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size
         try:

@@ -58,8 +58,8 @@ class RowWriter:
         # From the checkpoint: the values of elapsed(), waited() and _excluded_seconds.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validations and saves since the last row of metrics.csv, which
-        # samples_per_second does not include.
+        # The seconds spent on validations and saves since the last row of metrics.csv. The column
+        # samples_per_second does not include these seconds.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:

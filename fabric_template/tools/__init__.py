@@ -1,1 +1,4 @@
-"""Provide the command line and tools that analyze runs. Training does not need these modules."""
+"""Provide the command-line interface and the tools that analyze runs.
+
+Training does not need the modules of this package.
+"""

@@ -311,8 +311,8 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add the run's name, version and root folder, so that the command
-    uses this run's folders.
+    If ``is_new_run`` is False, add the run's name, version and root folder to the options, so that
+    the command uses this run's folders.
     """
     import yaml
 

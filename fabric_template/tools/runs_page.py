@@ -132,7 +132,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 def make_cell(column: str, value: Any, order: Any) -> str:
     """Return an HTML table cell.
 
-    A cell that contains a number gets an HTML attribute, by which the page sorts the rows.
+    A cell that contains a number gets an HTML attribute that the page uses to sort the rows.
     """
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text

@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Divide the steps into ten groups, and return the median of the mean times in seconds."""
+        """Return the median of ten mean step times in seconds, each over a tenth of the steps."""
         # Times of individual steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)

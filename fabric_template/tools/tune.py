@@ -195,7 +195,7 @@ class LearningRateRamp:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
         """Record the mean loss of each optimizer step.
 
-        Stop training if the loss is not finite or far above the lowest loss.
+        Stop training if the loss is infinite, NaN or far above the lowest loss so far.
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         # Undo the division by the number of accumulated batches.

@@ -25,7 +25,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares the gradients that training_step computes with those of the loop's backward pass."""
+    """Compares gradients computed in training_step with gradients of the loop's backward pass."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -62,7 +62,7 @@ class FirstStepCheck:
         """Raise an error if training_step and the loop's backward pass computed the same gradients.
 
         All processes must call this method. If training_step called backward() in only some
-        processes, raise no error, because the loop clears the gradients of these calls.
+        processes, raise no error, because the loop clears the gradients that backward() computed.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)

@@ -318,8 +318,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 def remove_added_methods(part: Any, stack: ExitStack) -> None:
     """Remove methods such as ``log`` that another run added, and restore them after this run.
 
-    A part has such methods if a hook of another run starts this run, or if the part is a copy that
-    was made in a hook.
+    A module or callback has a ``log`` method of another run if a hook of that run starts this run,
+    or if the module or callback is a copy that was made in a hook.
     """
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
@@ -329,7 +329,7 @@ def remove_added_methods(part: Any, stack: ExitStack) -> None:
 
 
 def _is_added(method: Any) -> bool:
-    """Return whether a run of MiniLoop or FabricLoop added a method to a part."""
+    """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
     return is_own_log or is_instance_of(owner, "MiniLoop", "ResultCollection")

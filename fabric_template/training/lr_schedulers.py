@@ -66,7 +66,7 @@ def step_scheduler(run: Run, config: LRSchedulerConfig) -> None:
 
 
 def warn_if_never_stepped(run: Run) -> None:
-    """Warn if max_steps ended training before a scheduler that is stepped per epoch was stepped."""
+    """Warn if max_steps ended training before a scheduler with interval="epoch" took a step."""
     progress = run.progress
     is_first_epoch = progress.epochs_done <= 1 and not progress.is_epoch_complete
     if not run.stop.has_max_steps or not is_first_epoch or not run.optimization.is_automatic:

@@ -268,7 +268,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the loop can bypass the strategy, as on one device in float32 precision."""
+    """Return whether the loop can bypass the strategy, because it uses one device and float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -325,7 +325,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return each training and requires_grad flag that differs from the recorded value."""
+        """Return the training and requires_grad flags that differ from the recorded values."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -333,7 +333,7 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Remember each module's mode (train or eval) while an evaluation switches to eval mode.
+        """Store each module's mode (train or eval) before an evaluation sets the eval mode.
 
         Yields:
             A function that restores each module's previous mode (train or eval). If the `with`

@@ -379,8 +379,8 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # The next batch clears the optimizer's gradients, so do not save them. If the user
-        # overrides zero_grad(), which may then keep gradients, save all gradients.
+        # The next batch clears the optimizer's gradients, so do not save them. However, if the user
+        # overrides zero_grad(), save all gradients, because the override may keep them.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)

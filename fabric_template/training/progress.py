@@ -309,12 +309,13 @@ class StopCondition:
         self.signal = signals.agree(self.signal, self.progress.total_batches, is_due)
 
     def state_dict(self) -> dict[str, Any]:
-        # Leave out a stop by max_time, because a resumed run may have a larger max_time.
+        # If max_time ended training, save should_stop=False, because a resumed run may have a
+        # larger max_time.
         should_stop = self.should_stop and not self.is_out_of_time
         return {"should_stop": should_stop, "divergence": self.divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Keep a stop that a Timer callback has requested in on_fit_start.
+        # If a Timer callback has set should_stop in on_fit_start, do not clear should_stop.
         self.should_stop = self.should_stop or state["should_stop"]
         self.divergence = state["divergence"]
 

@@ -96,7 +96,7 @@ class Run:
     def watch_attributes(self) -> None:
         """Store the attributes of the model, the datamodule and the callbacks.
 
-        Checkpoints contain the attributes of these objects that change after this call.
+        If an attribute of one of these objects changes after this call, checkpoints contain it.
         """
         self.plain_state = make_plain_state(self)
 
