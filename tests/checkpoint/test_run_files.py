@@ -221,8 +221,9 @@ def test_starting_a_finished_run_again_with_resume_auto_changes_no_file(tmp_path
     first, before, watch = start(), contents(), Watch()
     assert_same_end(first, start(watch, seed=9))
     assert (watch.seen, contents()) == ([], before)
+    further = " To train further, write resume='last'." if stops else ""
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"resume: {tmp_path / LAST} is from a finished run ({place}). Nothing is left to train: {reason}."
+        f"resume: {tmp_path / LAST} is from a finished run ({place}). Nothing is left to train: {reason}.{further}"
         " For a new run, leave out resume=."
     )
     if not stops:
