@@ -258,7 +258,8 @@ class MiniLoop:
         )
         for option in ("name", "version"):
             value = getattr(self, option)
-            is_name = isinstance(value, str) and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
+            is_text = isinstance(value, str) and value.isprintable()
+            is_name = is_text and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
             is_number = value is None or (type(value) is int and value >= 0)
             expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
             is_valid = is_name or (option == "version" and is_number)
@@ -3452,14 +3453,25 @@ def age_of(folder: Path) -> tuple[float, int]:
     return age, int(number) if number.isdigit() else -1
 
 
+def create_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system"
+            f" reported: {error.strerror}. Choose another folder."
+        ) from error
+
+
 def claim_version(*folders: Path) -> str:
     """Create a folder with the next free version number, even if several runs start at once."""
+    create_folder(folders[0])
     names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
     numbers = [name[8:] for name in names if name.startswith("version_")]
     version = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
     while True:
         with suppress(FileExistsError):
-            (folders[0] / f"version_{version}").mkdir(parents=True)
+            (folders[0] / f"version_{version}").mkdir()
             return f"version_{version}"
         version += 1
 
@@ -3479,7 +3491,7 @@ def read_git(folder: str) -> dict[str, Any]:
 @contextmanager
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
     with open(folder / ".lock", "a") as file:
         # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
         with suppress(ImportError, OSError):

@@ -91,6 +91,29 @@ def test_resume_finds_a_version_whose_name_contains_brackets(kind):
     assert [steps_in(version)["last.ckpt"] for version in ("a1", "a[1]")] == [6, 12]
 
 
+@pytest.mark.parametrize("option", ["name", "version"])
+@pytest.mark.parametrize("value", ["two\nlines", "x\ry", "\0", "a\u2028b"])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_name_or_version_with_unprintable_characters_is_refused(kind, value, option):
+    with pytest.raises(ValueError, match=rf"{option}: got .*expected .*a non-empty folder name"):
+        LOOPS[kind](accelerator="cpu", **{option: value})
+
+
+@pytest.mark.parametrize("version", [None, 0])
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("path", ["logs", "checkpoints", "logs/run", "checkpoints/run"])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_file_or_a_broken_link_in_place_of_a_folder_is_refused(kind, path, is_link, version):
+    path = Path(path)
+    path.parent.mkdir(exist_ok=True)
+    if is_link:
+        path.symlink_to("missing")
+    else:
+        path.write_text("")
+    with pytest.raises(ValueError, match=rf"default_root_dir: got .*{path}.*, expected a writable folder"):
+        train(kind, 1, version=version)
+
+
 class Dies(Classifier):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 2:
