@@ -25,7 +25,7 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
-# The error about unused parameters has the text of Trainer's error, because people search for it.
+# The error about unused parameters repeats the text of Trainer's error, which people search for.
 UNUSED_PARAMETERS = (
     "has parameters that were not used in producing the loss returned by training_step. If this is"
     " intentional, write strategy='ddp_find_unused_parameters_true'."

@@ -2382,7 +2382,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None, without the profiler event of zero_grad(), which takes 20 us."""
+    """Set all gradients to None. Unlike zero_grad(), record no profiler event (20 us)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2829,7 +2829,7 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # Items are saved separately. The container's length is enough to detect new items.
+                # The items are saved separately. Here, only detect added items by the length.
                 found[name] = ChangeMark((len(value),))
     return found
 

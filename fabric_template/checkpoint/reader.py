@@ -35,7 +35,7 @@ _FOLDER = 0x10
 
 
 class Placeholder:
-    """Replaces a saved object whose creation could run code.
+    """Replaces a saved object that could run arbitrary code when it is loaded.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
     Instead of calling an unknown class or function, the unpickler creates an instance of its

@@ -58,9 +58,9 @@ class MNISTData(SplitData):
 def read_idx(path: Path) -> Tensor:
     """Read a compressed IDX file that contains bytes.
 
-    An IDX file starts with three bytes for the type and one byte for the number of dimensions.
-    These four bytes are followed by the sizes of the dimensions as big-endian integers, and then by
-    the values.
+    An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
+    dimensions. These four bytes are followed by the sizes of the dimensions as big-endian integers,
+    and then by the values.
     """
     content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]

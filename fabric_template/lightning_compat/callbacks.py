@@ -169,9 +169,9 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # With BatchNorm layers, the callback copies the weights before an extra epoch that updates
-        # the BatchNorm statistics. If the saved run trained this extra epoch, do not copy the
-        # weights again.
+        # If the model has BatchNorm layers, the callback copies the weights before an extra epoch
+        # that updates the BatchNorm statistics. If the saved run has already started this extra
+        # epoch, do not copy the weights again.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -568,7 +568,7 @@ def make_bits(value):
 
 @pytest.mark.parametrize("is_buffer", [False, True])
 @pytest.mark.parametrize("kind", SAVES)
-def test_unsigned_tensors_are_restored(tmp_path, kind, is_buffer):
+def test_tensors_of_unsigned_integers_are_restored(tmp_path, kind, is_buffer):
     make = shuffled(partial(Unsigned, is_buffer))
     whole = train(kind, tmp_path / "whole", make)
     with pytest.raises(KilledError):

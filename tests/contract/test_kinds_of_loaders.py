@@ -874,7 +874,7 @@ def assign_turned(loader):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("change", "size"), [(move_first, 24), (turn_in_place, 15_000), (assign_turned, 15_000)])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_whose_on_train_start_changes_the_sampler_resumes_exactly(tmp_path, loop_name, change, size, workers):
+def test_resuming_is_exact_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, size, workers):
     loaders = []
 
     class ChangesLoader(RanksSamples):

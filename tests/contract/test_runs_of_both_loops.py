@@ -69,7 +69,7 @@ def test_resume_continues_the_newest_run_after_a_copy_without_hidden_files(first
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_mini_loop_reads_the_time_of_the_best_checkpoint_if_last_ckpt_is_unusable(is_damaged):
+def test_mini_loop_reads_the_save_time_in_best_ckpt_if_last_ckpt_is_unusable(is_damaged):
     train("MiniLoop", 2, monitor="val_loss", version=5)
     train("MiniLoop", 2, monitor="val_loss", version=1)
     folder = Path("checkpoints/run/version_1")
