@@ -464,10 +464,10 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
             " start a new run from the weights."
         )
     saved = checkpoint.get("lr_schedulers", ())
-    check_arguments(run, "optimizers", len(states))
     check_arguments(run, "schedulers", len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
+    check_arguments(run, "optimizers", len(states))
     # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer
     # scheduler states than this run has schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
