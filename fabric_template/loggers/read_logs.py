@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,9 +127,23 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
     positions = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*positions}) == len(positions) and all(map(all, positions))
     has_steps = not steps and any(name.endswith("_step") for name in columns if name not in axes)
-    if not axes or (is_complete and not has_steps):
+    if not axes or (is_complete and not has_steps) or has_rows_within_epochs(columns, axes):
         return columns
     return join_rows(columns, steps)
+
+
+def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
+    """Return whether a file without steps has several complete rows in each epoch.
+
+    All epochs except the last one must have the same number of rows. Otherwise, a restarted run has
+    repeated an epoch.
+    """
+    if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
+        return False
+    sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
+    is_regular = len({*sizes[:-1]}) == 1 and 1 < sizes[0] >= sizes[-1]
+    is_repeated = len(sizes) > len({*columns[axes[0]]})
+    return is_regular and not is_repeated and all(map(all, columns.values()))
 
 
 def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:

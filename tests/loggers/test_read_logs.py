@@ -164,3 +164,20 @@ def test_read_logs_imports_neither_torch_nor_lightning(three_runs):
         " print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "kept"),
+    [
+        ([0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 4, 5]),
+        ([0, 0, 1, 1, 2], [0, 1, 2, 3, 4]),
+        ([0, 1, 1, 2], [0, 2, 3]),
+        ([0, 0], [1]),
+    ],
+)
+def test_complete_rows_within_an_epoch_are_kept_unless_a_restarted_run_repeats_an_epoch(tmp_path, epochs, kept):
+    losses = [0.5, 0.1, 0.7, 0.6, 0.4, 0.9][: len(epochs)]
+    pd.DataFrame({"epoch": epochs, "val_loss": losses}).to_csv(tmp_path / "metrics.csv", index=False)
+    found = read_logs(tmp_path)
+    assert found["val_loss"].tolist() == [losses[index] for index in kept]
+    assert list_runs(tmp_path)["best"].tolist() == [min(losses[index] for index in kept)]
