@@ -76,6 +76,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
+from torch.utils.weak import WeakIdKeyDictionary
 from tqdm import tqdm
 
 REFUSED_HOOKS = """
@@ -149,6 +150,9 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # total + value * weight.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
+# For each object that a fit in this process has used, and for each kind of values: the values at
+# the start of each run, and at the end of the latest fit. The dict keeps no object alive.
+EARLIER_FITS: Any = WeakIdKeyDictionary()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -332,17 +336,21 @@ class MiniLoop:
         refuse_unknown("fit", others, inspect.signature(self.fit).parameters)
         self._check_idle("fit")
         self._reset()
+        self.optimizer: Any = optimizer
+        self.schedulers: list[dict[str, Any]] = []
         self._set_up_steps(model, training_step, validation_step)
         self._check_fit(train_dataloaders, val_dataloaders, validation_step, optimizer)
         path, checkpoint = self._find_start(resume, load)
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
         self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
-        with self._prepared_model("fit", path, checkpoint):
+        with ExitStack() as stack, self._prepared_model("fit", path, checkpoint):
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
             try:
                 with self._opened_folders(version, is_new=not resumed):
+                    # Record the values at the end, when the model is on its previous device again.
+                    stack.callback(self._record_fit)
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
@@ -1134,11 +1142,7 @@ class MiniLoop:
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
         self._precision.load_state_dict(checkpoint.get(name, {}))
-        flags = own["flags"]
-        for place, parameter in self._unwrapped.named_parameters():
-            parameter.requires_grad = flags["requires_grad"].get(place, parameter.requires_grad)
-        for place, module in self._unwrapped.named_modules():
-            module.training = flags["training"].get(place, module.training)
+        self._set_flags(own["flags"])
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
@@ -1162,6 +1166,12 @@ class MiniLoop:
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
+
+    def _set_flags(self, flags: dict[str, dict[str, bool]]) -> None:
+        for place, parameter in self._unwrapped.named_parameters():
+            parameter.requires_grad = flags["requires_grad"].get(place, parameter.requires_grad)
+        for place, module in self._unwrapped.named_modules():
+            module.training = flags["training"].get(place, module.training)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Remove the CSV rows after the checkpoint, unless nothing is left to train."""
@@ -1600,6 +1610,65 @@ class MiniLoop:
                 stacklevel=2,
             )
 
+    def _undo_earlier_fits(self, run: Path, resumed: dict[str, Any]) -> None:
+        """Reset what earlier fits in this process have changed in the objects of a resumed run.
+
+        A checkpoint contains only what has changed since the start of the run, so a resumed run has
+        to start with the same values. Keep the values that have changed since the latest fit.
+        """
+        network, flags = self._unwrapped, flags_of(self._unwrapped)
+        for name, value in find_start_values(self, "options", run, self._options()).items():
+            setattr(self, name, value)
+        for kind in flags:
+            flags[kind] = find_start_values(network, kind, run, flags[kind])
+        self._set_flags(flags)
+        self._parts["fit optimizer"] = self.optimizer
+        self._find_objects()
+        ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
+        saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
+        states: dict[str, dict[str, Any]] = {}
+        for place in [p for p in self._parts if owner_of(self._parts[p]) in EARLIER_FITS]:
+            owner, values = owner_of(self._parts[place]), self._all_values(place)
+            start = find_start_values(owner, "attributes", run, values)
+            lost = {name for name in start if isinstance(start[name], ChangeMark)}
+            for name in (lost & values.keys()) - saved.get(place, {}).keys():
+                warnings.warn(
+                    f"resume: an earlier fit in this process changed the attribute {name!r} of the"
+                    f" {place or 'model'}, and the loop cannot restore its value. A resumed run may"
+                    " differ. Create the model and the loaders again.",
+                    stacklevel=2,
+                )
+            # Keep an object or generator that training has created, if the checkpoint contains it.
+            known = {name for name in start if f"{place}.{name}".removeprefix(".") in saved}
+            known |= {n for n in saved.get(place, {}) if is_random_state(saved[place][n])}
+            states[place] = {n: start[n] for n in start if n not in lost | known}
+        self._load_parts(states)
+        del self._parts["fit optimizer"]
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SMALLEST}
+
+    def _all_values(self, place: str) -> dict[str, Any]:
+        """Return the encoded attributes of a part, and a ChangeMark for each other attribute."""
+        others = dict.fromkeys(namespace_of(self._parts[place]), ChangeMark())
+        return {**others, **self._plain_state(place)}
+
+    def _record_fit(self) -> None:
+        """Store the values at the start and at the end of this fit, for a later resumed fit."""
+        # Reading the attributes of a user's object may raise any error.
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run, flags = self.checkpoint_dir.resolve(), flags_of(self._unwrapped)
+            record_values(self, "options", run, self._given_options, self._options())
+            for kind in flags:
+                record_values(self._unwrapped, kind, run, self._start_flags[kind], flags[kind])
+            self._find_objects()
+            for place in self._start_states.keys() & self._parts.keys():
+                others = dict.fromkeys(self._start_names[place], ChangeMark())
+                start = {**others, **self._start_states[place]}
+                owner, end = owner_of(self._parts[place]), self._all_values(place)
+                record_values(owner, "attributes", run, start, end)
+
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
@@ -1686,6 +1755,8 @@ class MiniLoop:
         # loader refers to it.
         self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
+        if resumed:
+            self._undo_earlier_fits(path.resolve().parent, resumed)
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -1778,7 +1849,7 @@ class MiniLoop:
 
         Check the checkpoint to resume from, and warn about modules in eval mode.
         """
-        self._given_options = {name: getattr(self, name) for name in SMALLEST}
+        self._given_options = self._options()
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
@@ -2718,6 +2789,38 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     """
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
+
+
+def owner_of(part: Any) -> Any:
+    """Return the object whose attributes are saved. ``objects_in`` wraps some objects."""
+    return vars(part)["item"] if type(part) is SimpleNamespace and "item" in vars(part) else part
+
+
+def record_values(owner: Any, kind: str, run: Path, start: Any, end: dict[str, Any]) -> None:
+    """Store the values of an object at the start and at the end of a fit."""
+    end = {name: start[name] if is_same(start.get(name), end[name]) else end[name] for name in end}
+    # Objects of some classes with __slots__ do not support weak references.
+    with suppress(TypeError):
+        of_owner = EARLIER_FITS.setdefault(owner, {})
+        # The key None contains the values at the start of the first fit.
+        starts = of_owner[kind][0] if kind in of_owner else {None: start}
+        starts[run] = starts[None] if is_same(start, starts[None]) else start
+        of_owner[kind] = starts, end
+
+
+def find_start_values(owner: Any, kind: str, run: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values at the start of a run, of all values that fits have changed since then."""
+    if kind not in EARLIER_FITS.get(owner, {}):
+        return {}
+    starts, end = EARLIER_FITS[owner][kind]
+    start = starts.get(run, starts[None])
+
+    def is_changed(name: str) -> bool:
+        value = values.get(name, REMOVED)
+        is_of_fit = is_same(value, end.get(name, REMOVED))
+        return is_of_fit and not is_same(value, start.get(name, REMOVED))
+
+    return {name: start.get(name, REMOVED) for name in {**start, **values} if is_changed(name)}
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:

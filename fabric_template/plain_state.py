@@ -58,6 +58,8 @@ _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"
 _LIBRARIES |= sys.stdlib_module_names
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
+# The digest or the encoded value of an attribute that cannot be saved, or is too large.
+UNKNOWN: Any = ("unknown", None)
 _NOT_CREATED = "the saved run, but not this run, created it during training"
 
 Place = tuple[str, str]
@@ -977,6 +979,27 @@ class PlainState:
             with suppress(Exception):
                 found[place] = digest(value), encoder.encode_attribute(value)
         return found
+
+    def values(self) -> dict[str, dict[str, tuple[Any, Any]]]:
+        """Return the digest and the encoded value of each attribute, keyed by object and name.
+
+        The encoded value of an attribute of more than 1 MB is UNKNOWN.
+        """
+        encoder = Encoder(self._device, self.addresses_of_network(), _COMPARED_BYTES)
+        found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in self._parts}
+        for (name, attribute), value in self.attributes():
+            mark = encoded = UNKNOWN
+            # Reading a user's object may raise any error.
+            with suppress(Exception):
+                mark = self._digest(value)
+                encoded = encoder.encode_attribute(value)
+            found[name][attribute] = mark, encoded
+        return found
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The objects whose attributes are saved, keyed by name."""
+        return self._parts
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

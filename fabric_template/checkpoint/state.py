@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # The counters in each of Trainer's progress objects.
 _COUNTS = ("ready", "started", "processed", "completed")
+# Checkpoints contain only options with values of these types.
+OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
@@ -149,7 +151,7 @@ def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
     return {
         name: pair
         for name, pair in pairs.items()
-        if isinstance(pair[1], bool | int | float | str | None) and pair[0] != pair[1]
+        if isinstance(pair[1], OPTION_TYPES) and pair[0] != pair[1]
     }
 
 
@@ -429,6 +431,7 @@ def watch_objects(run: Run) -> None:
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
     }
+    run.fit_record.watch(PlainState(parts))
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
     run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
 

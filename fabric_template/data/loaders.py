@@ -25,14 +25,14 @@ from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
+from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .loader_parts import is_of_library, samplers_of
+from .loader_parts import is_of_library, parts_of_order, parts_of_samples, samplers_of
 from .loader_state import END, STICKY_POSITION, ResumableLoader
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
-    from ..plain_state import PlainState
     from ..training.run import Run
 
 # The names under which Lightning's profilers record the time spent reading a batch.
@@ -342,6 +342,10 @@ class StageLoaders:
         self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None = None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
+        if run.stage == "fit" and stage in run.data.given:
+            for loader in combined.flattened:
+                for parts in (parts_of_order(loader), parts_of_samples(loader)):
+                    run.fit_record.watch(PlainState(parts))
         self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
         self.as_given: Any = with_loaders(combined, self.loaders).iterables
         limit = getattr(run.config, f"limit_{stage}_batches")

@@ -18,6 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
+from ..checkpoint.fit_record import end_fit_record
 from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
 from ..checkpoint.state import check_saved_state, watch_objects
@@ -74,6 +75,7 @@ def run_plan(plan: Plan) -> Any:
     finally:
         # A second Ctrl-C may have interrupted handle_exception, so end the run in any case.
         run.progress.end_run()
+        end_fit_record(run)
 
 
 def run_in_process(run: Run) -> Any:
@@ -131,6 +133,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
+    if is_training:
+        run.undo_earlier_fits()
     prepare_data(run)
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call_with_stage("setup", run.stage)

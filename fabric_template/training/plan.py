@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..checkpoint.find_checkpoint import find_start_point
+from ..checkpoint.fit_record import reset_options
 from ..checkpoint.start_point import StartPoint
 from ..data.loaders import has_loader
 from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sources
@@ -118,7 +119,10 @@ def make_plan(
         returns_predictions=returns_predictions,
     )
     check_call(plan)
-    return replace(plan, start=find_start_point(plan, start, weights_only))
+    plan = replace(plan, start=find_start_point(plan, start, weights_only))
+    if plan.start.resumes:
+        reset_options(loop, str(plan.start.path))
+    return replace(plan, config=loop.config)
 
 
 def choose_model(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import WarningCache
 
+from ..checkpoint.fit_record import FitRecord, start_fit_record, watch_flags
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import make_plain_state
 from ..data.loaders import DataConnector
@@ -42,6 +43,7 @@ class Run:
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Runs the steps with the precision, the strategy and torch.compile.
+        fit_record: Undoes what earlier fits in this process have changed in the run's objects.
         plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
 
@@ -67,6 +69,7 @@ class Run:
         self.steps = StepRunner(fabric, self.module, self.network, plan.compile)
         self.optimization: Optimization = Optimization(self)
         self.validation_schedule = ValidationSchedule(self)
+        self.fit_record = FitRecord()
         self.plain_state: PlainState = PlainState({})
         self.loggers = LoggerConnector(self)
         has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
@@ -93,12 +96,18 @@ class Run:
         self.stop.set_options(config)
         self.checkpoints.set_options(config)
 
+    def undo_earlier_fits(self) -> None:
+        """If the run resumes, reset what earlier fits in this process have changed."""
+        self.fit_record = start_fit_record(self)
+
     def watch_attributes(self) -> None:
         """Store the attributes of the model, the datamodule and the callbacks.
 
         If an attribute of one of these objects changes after this call, checkpoints contain it.
         """
         self.plain_state = make_plain_state(self)
+        self.fit_record.watch(self.plain_state)
+        watch_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
         """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization.

@@ -1,0 +1,248 @@
+"""Test that a run resumes exactly with the objects of an earlier fit in the same process, in both loops."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from killed_model import KilledError
+from modules import make_data
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from fabric_template import FabricLoop, MiniLoop
+
+both_loops = pytest.mark.parametrize("kind", [MiniLoop, FabricLoop])
+
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.data, self.noise, self.large = make_data(40), 0.0, torch.zeros(600_000)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return x + self.noise + self.large[0], y
+
+
+class Decaying(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.decay = 0.0
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=self.decay)
+        return super().step(closure)
+
+
+class Buffer:
+    def __init__(self):
+        self.values, self.generator = [], random.Random(3)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = torch.nn.Linear(8, 3), torch.nn.Dropout(0.3)
+        self.register_buffer("temperature", torch.ones(1), persistent=False)
+        self.scale, self.history, self.memory = 1.0, [], None
+
+    def forward(self, x):
+        scale = self.scale + 0.1 * len(self.history)
+        return self.layer(self.dropout(x)) * scale * self.temperature
+
+
+class Script:
+    """A script that calls fit several times with the same model, optimizer and loader.
+
+    Args:
+        change: A function of the script that a hook calls once per epoch.
+        first: The first epoch in which the hook calls ``change``.
+    """
+
+    def __init__(self, kind, root, change, first=2):
+        torch.manual_seed(0)
+        self.kind, self.root, self.change, self.first, self.kill_at = kind, root, change, first, None
+        # MiniLoop refuses a change of accumulate_grad_batches within an accumulation window.
+        self.batch = 0 if change is accumulate else 1
+        self.make_objects()
+
+    def make_objects(self):
+        self.net, self.dataset = Net(), Noisy()
+        self.optimizer = Decaying(self.net.parameters())
+        self.loader = DataLoader(self.dataset, 8, shuffle=True)
+        self.loop = self.make_loop()
+
+    def make_loop(self, epochs=4):
+        return self.kind(accelerator="cpu", max_epochs=epochs, default_root_dir=self.root)
+
+    def training_step(self, net, batch, batch_idx):
+        x, y = batch
+        if (self.loop.current_epoch, batch_idx) == self.kill_at:
+            raise KilledError
+        return cross_entropy(net(x), y)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.loop.current_epoch >= self.first and batch_idx == self.batch:
+            self.change(self)
+
+    def fit(self, resume=None, kill_at=None):
+        self.kill_at, self.net.on_train_batch_start = kill_at, self.on_train_batch_start
+        try:
+            self.loop.fit(
+                self.net, self.loader, optimizer=self.optimizer, training_step=self.training_step, resume=resume
+            )
+        except KilledError:
+            assert kill_at is not None
+        del self.net.on_train_batch_start
+        return [value.clone() for value in self.net.state_dict().values()]
+
+
+def freeze(script):
+    script.net.layer.bias.requires_grad_(False)
+
+
+def scale(script):
+    script.net.scale += 1.0
+
+
+def count(script):
+    script.net.history.append(script.loop.current_epoch)
+
+
+def heat(script):
+    script.net.temperature.mul_(1.5)
+
+
+def stop_dropout(script):
+    script.net.dropout.eval()
+
+
+def add_noise(script):
+    script.dataset.noise += 0.5
+
+
+def decay(script):
+    script.optimizer.decay += 0.1
+
+
+def accumulate(script):
+    script.loop.accumulate_grad_batches = 2
+
+
+def remember(script):
+    script.net.memory = script.net.memory or Buffer()
+    script.net.memory.values.append(script.net.memory.generator.random())
+    script.net.scale = sum(script.net.memory.values)
+
+
+CHANGES = [freeze, scale, count, heat, stop_dropout, add_noise, decay, accumulate, remember]
+
+
+def assert_equal(weights, expected):
+    assert all(map(torch.equal, weights, expected))
+
+
+@both_loops
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_resumed_with_the_same_objects_has_the_weights_of_an_uninterrupted_run(tmp_path, kind, change):
+    expected = Script(kind, tmp_path / "whole", change).fit()
+    script = Script(kind, tmp_path / "killed", change)
+    script.fit(kill_at=(2, 3))
+    assert_equal(script.fit(resume="last"), expected)
+
+
+@both_loops
+@pytest.mark.parametrize("change", [freeze, scale, decay, remember])
+def test_several_interruptions_keep_the_values_from_the_start_of_the_first_fit(tmp_path, kind, change):
+    expected = Script(kind, tmp_path / "whole", change, first=1).fit()
+    script, resume = Script(kind, tmp_path / "killed", change, first=1), None
+    for kill_at in [(2, 3), (2, 2), (2, 4), (3, 2)]:
+        script.fit(resume, kill_at)
+        resume = "last"
+    assert_equal(script.fit(resume), expected)
+
+
+@both_loops
+def test_a_new_loop_resumes_with_the_same_model_and_loader(tmp_path, kind):
+    expected = Script(kind, tmp_path / "whole", scale).fit()
+    script = Script(kind, tmp_path / "killed", scale)
+    script.fit(kill_at=(2, 3))
+    script.loop = script.make_loop()
+    assert_equal(script.fit(resume="last"), expected)
+
+
+@both_loops
+def test_a_continued_run_saves_what_an_earlier_fit_of_the_run_has_changed(tmp_path, kind):
+    def scale_once(script):
+        script.net.scale = 2.0
+
+    expected = Script(kind, tmp_path / "whole", scale_once, first=0).fit()
+    script, resume = Script(kind, tmp_path / "continued", scale_once, first=0), None
+    for epochs in (1, 2):
+        script.loop = script.make_loop(epochs)
+        script.fit(resume)
+        script.change, resume = lambda script: None, "last"
+    script.make_objects()
+    assert_equal(script.fit(resume), expected)
+
+
+@both_loops
+def test_a_value_that_the_user_has_changed_between_two_fits_is_kept(tmp_path, kind):
+    script = Script(kind, tmp_path, lambda script: setattr(script.net, "scale", script.net.scale + 1.0))
+    script.fit(kill_at=(2, 3))
+    script.net.scale = 7.0
+    script.loop.max_epochs = 3
+    script.fit(resume="last")
+    assert script.net.scale == 8.0
+    assert script.loop.current_epoch == 3
+
+
+@both_loops
+def test_each_of_two_runs_with_one_model_resumes_with_its_own_start_values(tmp_path, kind):
+    script = Script(kind, tmp_path, scale, first=1)
+    script.fit(kill_at=(1, 3))
+    assert script.net.scale == 2.0
+    script.fit(kill_at=(1, 3))
+    assert script.net.scale == 3.0
+    folder = tmp_path / "checkpoints" / "run"
+    script.fit(folder / "version_1" / "last.ckpt", kill_at=(1, 0))
+    assert script.net.scale == 2.0
+    script.fit(folder / "version_0" / "last.ckpt", kill_at=(1, 0))
+    assert script.net.scale == 1.0
+
+
+@both_loops
+def test_a_new_run_with_the_same_objects_starts_with_their_current_values(tmp_path, kind):
+    script = Script(kind, tmp_path, scale)
+    script.fit(kill_at=(2, 3))
+    script.fit(kill_at=(0, 0))
+    assert script.net.scale == 2.0
+
+
+@both_loops
+def test_a_large_attribute_that_an_earlier_fit_has_changed_causes_a_warning(tmp_path, kind):
+    def change(script):
+        script.dataset.large.add_(0.5)
+
+    script = Script(kind, tmp_path, change)
+    script.fit(kill_at=(2, 3))
+    with pytest.warns(UserWarning, match=r"earlier fit in this process changed the attribute .*large"):
+        script.fit(resume="last")
+
+
+@both_loops
+def test_the_loops_keep_no_object_of_an_earlier_fit_alive(tmp_path, kind):
+    script = Script(kind, tmp_path, scale)
+    script.fit(kill_at=(2, 3))
+    script.fit(resume="last")
+    objects = (script.net, script.optimizer, script.loader, script.dataset, script.loop)
+    references = [weakref.ref(item) for item in objects]
+    del script, objects
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
