@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from unittest import mock
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -36,6 +38,9 @@ with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
+# Optimizers compute the same with and without these options.
+OPTIONS_OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+AFTER_THE_LAST_STEP = " after the last step"
 
 # Maps each quantity to the likely reason why it differs between two runs, and to a fix.
 EXPLANATIONS = {
@@ -46,6 +51,10 @@ EXPLANATIONS = {
     "shape of a parameter": (
         "the models or the parameters of the optimizers differ",
         "the same model and parameters in both",
+    ),
+    "dtype of a parameter": (
+        "the models have different precisions for {names}",
+        "the same net.double(), net.half() or precision= in both",
     ),
     "norm of an initial weight": (
         "the runs initialized, loaded or trained {names} differently",
@@ -70,6 +79,22 @@ EXPLANATIONS = {
     "is trained": (
         "only one run freezes {names}, or leaves them unused",
         "requires_grad_() and the optimizer for the same parameters in both",
+    ),
+    "dtype of a buffer": (
+        "the models have different precisions for {names}",
+        "the same net.double(), net.half() or precision= in both",
+    ),
+    "norm of a buffer": (
+        "{names}: a different momentum=, or additional forward passes in train mode",
+        "call net.eval() before validation, and the same momentum= in both",
+    ),
+    "norm of a weight after the last step": (
+        "only one run changes {names} after the last step, or the optimizer state before it",
+        "the same code before and after the last optimizer.step() in both",
+    ),
+    "norm of a buffer after the last step": (
+        "only one run changes {names} after the last step, such as by a forward pass in train mode",
+        "call net.eval() before validation and testing",
     ),
 }
 
@@ -100,6 +125,9 @@ class Comparison:
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     """Find the first optimizer step at which two training runs differ.
 
+    The weights and buffers after the last step are compared, too, at the end of both runs or
+    before the next step.
+
     Each run is a script with its arguments (``"train.py --lr 0.1"``), a function without
     arguments, or a file written by `record_training`. A script runs in its own process.
 
@@ -121,7 +149,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
             pairs = find_differences(quantity, a, b)
             if pairs:
                 # Show a tensor's norm without the hash that is recorded with it.
-                values = [value[0] if "norm" in quantity else value for value in pairs[0]]
+                values = [x[0] if x and "norm" in quantity else x for x in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
     if lengths[0] != lengths[1]:
@@ -138,7 +166,13 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
+    if quantity.endswith(AFTER_THE_LAST_STEP) and quantity not in second["quantities"]:
+        # The second run has more steps.
+        return []
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
+    if quantity in (*first.get("tensors", []), *second.get("tensors", [])):
+        # A tensor such as lr=torch.tensor(0.1) has fewer digits than a float.
+        a, b = (torch.tensor(values, dtype=torch.float32).tolist() for values in (a, b))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
         # Accept additional tensors in one run, such as targets that only one model takes as input.
         return []
@@ -155,9 +189,14 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
         return explain_loss(first, second)
     if quantity == "norm of a gradient":
         return explain_gradients(first, second)
+    if quantity.startswith("number of buffers"):
+        return explain_number_of_buffers(quantity, first, second)
     a, b = (record["quantities"][quantity] for record in (first, second))
-    changed = {name: x for name, x, y in zip(first["names"], a, b, strict=False) if x != y}
+    names_of_values = first["names"].get(quantity, first["names"]["parameters"])
+    changed = {name: x for name, x, y in zip(names_of_values, a, b, strict=False) if x != y}
     names = ", ".join([*changed][:3])
+    if quantity not in EXPLANATIONS:
+        quantity = quantity.removesuffix(AFTER_THE_LAST_STEP)
     if quantity in EXPLANATIONS:
         reason, fix = EXPLANATIONS[quantity]
         return reason.format(names=names), fix
@@ -202,6 +241,14 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
     return f"only the {which} clips, scales or detaches gradients, or it clips more", fix
 
 
+def explain_number_of_buffers(quantity: str, first: Record, second: Record) -> tuple[str, str]:
+    a, b = (record["names"][quantity] for record in (first, second))
+    which, more, fewer = ("first", a, b) if len(a) > len(b) else ("second", b, a)
+    names = ", ".join([name for name in more if name not in fewer][:3])
+    fix = "the same layers, options (track_running_stats=) and train() or eval() in both"
+    return f"only the {which} changes {names}", fix
+
+
 class EnoughSteps(BaseException):
     """Raised to end training after the last recorded step."""
 
@@ -215,7 +262,7 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
         if callable(training):
             with record_training(recording, steps, stop=True):
                 training()
-        elif Path(training).is_file() and not str(training).endswith(".py"):
+        elif os.path.isfile(training) and not str(training).endswith(".py"):
             recording = Path(training)
         else:
             run_script(str(training), recording, steps, is_shown)
@@ -231,9 +278,11 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
     If ``is_shown`` is True, print the elapsed time while the script runs.
     """
+    # An existing path may contain spaces without quotes.
+    arguments = [script] if os.path.isfile(script) else shlex.split(script)
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
-    command = [sys.executable, "-c", code, str(recording), str(steps), *shlex.split(script)]
+    command = [sys.executable, "-c", code, str(recording), str(steps), *arguments]
     streams: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.DEVNULL,
@@ -262,7 +311,8 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
     Args:
         path: The file to write.
         steps: The number of optimizer steps to record.
-        stop: Leave the `with` block after the last recorded step. By default, training continues.
+        stop: Leave the `with` block before the step that follows the last recorded step. By
+            default, training continues.
     """
     recorder = Recorder(steps, stop)
     try:
@@ -271,6 +321,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
     except EnoughSteps:
         pass
     finally:
+        recorder.record_end()
         Path(path).write_text(json.dumps(recorder.steps, default=float), encoding="utf-8")
 
 
@@ -280,7 +331,11 @@ class Recorder:
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
         self.steps: list[Record] = []
+        self.has_ended = False
         self.modules: dict[int, torch.nn.Module] = {}
+        self.module_names: dict[int, str] = {}
+        # The buffers of each module before its first forward pass.
+        self.initial_buffers: dict[int, dict[str, list[Any]]] = {}
         self.optimizers: list[Any] = []
         self.parameters: list[torch.Tensor] = []
         self.start_step()
@@ -310,8 +365,19 @@ class Recorder:
         """Record the input batches of modules that directly own parameters, such as Linear."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        if len(self.steps) == self.limit and module.training:
+            self.stop_recording()
+            return
         if id(module) not in self.modules:
-            self.modules |= {id(child): child for child in module.modules()}
+            for name, child in module.named_modules():
+                self.modules[id(child)] = child
+                self.module_names.setdefault(id(child), name)
+        # Hooks do not run inside a module that torch.compile() returned.
+        called = module.modules() if hasattr(module, "_orig_mod") else [module]
+        for owner in called:
+            if id(owner) not in self.initial_buffers:
+                buffers = find_float_buffers(owner).items()
+                self.initial_buffers[id(owner)] = {name: fingerprint(x) for name, x in buffers}
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
@@ -333,37 +399,92 @@ class Recorder:
         self.start_forward()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if len(self.steps) == self.limit:
+            self.stop_recording()
+            return
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.weights = [fingerprint(p) for p in self.parameters]
+        self.buffers, self.names_of_buffers = self.describe_buffers()
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record an optimizer step. After the last recorded step, remove all hooks."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.steps.append(self.describe_step(optimizer))
         self.start_step()
-        if len(self.steps) == self.limit:
-            self.hooks.close()
-            if self.stop:
-                raise EnoughSteps
 
-    def describe_step(self, optimizer: Any) -> Record:
+    def stop_recording(self) -> None:
+        """Record the weights before the step that follows the last recorded step."""
+        self.record_end()
+        self.hooks.close()
+        if self.stop:
+            raise EnoughSteps
+
+    def record_end(self) -> None:
+        """Add the weights and buffers after the last step to its record."""
+        if self.has_ended or not self.steps:
+            return
+        self.has_ended = True
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        parameters = {id(p): p for group in groups for p in group["params"]}.values()
+        entries = [(p, fingerprint(p)) for p in parameters]
+        entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
+        names = self.name_parameters([parameter for parameter, _ in entries])
+        quantities = {
+            "dtype of a parameter": [str(parameter.dtype) for parameter, _ in entries],
+            "norm of a weight": [weight for _, weight in entries],
+        }
+        buffers, names_of_buffers = self.describe_buffers()
+        names_of_values = dict.fromkeys(quantities, names) | dict.fromkeys(
+            buffers, names_of_buffers
+        )
+        for name, values in (quantities | buffers).items():
+            self.steps[-1]["quantities"][name + AFTER_THE_LAST_STEP] = values
+            self.steps[-1]["names"][name + AFTER_THE_LAST_STEP] = names_of_values[name]
+
+    def name_parameters(self, parameters: list[torch.Tensor]) -> list[str]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
         # A parameter has a different name in each module that contains it. Use the name in the
         # module that was called first, which is usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
+        return [names.get(id(parameter), "a parameter") for parameter in parameters]
+
+    def describe_buffers(self) -> tuple[Record, list[str]]:
+        """Return the buffers that changed since the first forward pass, and their names.
+
+        Constant buffers are left out, because a port may pass a constant as an argument instead.
+        """
+        entries = []
+        for key, initial in self.initial_buffers.items():
+            for name, buffer in find_float_buffers(self.modules[key]).items():
+                now, before = fingerprint(buffer), initial.get(name, [])
+                if now != before:
+                    full_name = f"{self.module_names[key]}.{name}".lstrip(".")
+                    entries.append((list(buffer.shape), before, now, str(buffer.dtype), full_name))
+        # The order of the modules may differ between the runs.
+        entries.sort(key=lambda entry: entry[:2])
+        quantities = {
+            "number of buffers": [len(entries)],
+            "dtype of a buffer": [dtype for *_, dtype, _ in entries],
+            "norm of a buffer": [now for *_, now, _, _ in entries],
+        }
+        return quantities, [name for *_, name in entries]
+
+    def describe_step(self, optimizer: Any) -> Record:
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         entries = list(zip(self.parameters, self.weights, groups, strict=True))
         # Sort the parameters, because the runs' optimizers may list them in different orders.
         entries.sort(key=lambda entry: (tuple(entry[0].shape), entry[1]))
         parameters = [parameter for parameter, *_ in entries]
         number = self.optimizers.index(optimizer) + 1
+        options = [name for name in optimizer.defaults if name not in OPTIONS_OF_THE_IMPLEMENTATION]
+        tensors = [name for name in options if find_tensors([group[name] for group in groups])]
         # List causes before effects, such as batches before losses. The first difference is then
         # the cause of all others.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],
-            **{name: [group[name] for *_, group in entries] for name in optimizer.defaults},
+            "dtype of a parameter": [str(p.dtype) for p in parameters],
+            **{name: [copy_value(group[name]) for *_, group in entries] for name in options},
             f"norm of {'a' if self.steps else 'an initial'} weight": [w for _, w, _ in entries],
             "backward passes": [len(self.data["loss"])],
             **self.data,
@@ -371,9 +492,22 @@ class Recorder:
             "norm of a gradient": [
                 fingerprint(torch.zeros(1) if p.grad is None else p.grad) for p in parameters
             ],
+            **self.buffers,
         }
-        names_of_parameters = [names.get(id(p), "a parameter") for p in parameters]
-        return {**self.step, "names": names_of_parameters, "quantities": quantities}
+        names = {"parameters": self.name_parameters(parameters)}
+        names |= dict.fromkeys(self.buffers, self.names_of_buffers)
+        return {**self.step, "tensors": tensors, "names": names, "quantities": quantities}
+
+
+def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # LazyBatchNorm1d creates its buffers in its first forward pass.
+    buffers = [pair for pair in module.named_buffers(recurse=False) if not is_lazy(pair[1])]
+    return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+
+
+def copy_value(value: Any) -> Any:
+    """Return an option of an optimizer with numbers instead of tensors, which may change later."""
+    return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:

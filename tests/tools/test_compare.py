@@ -158,7 +158,7 @@ class Careless(Normed):
 KINDS = [Script, Accumulating, Clipping, ScheduledByStep, TwoGroups, Dropping, Normed]
 KINDS += [HalfPrecision, Careless, Reordered]
 ADOPTIONS = [(kind, FabricLoop) for kind in KINDS]
-ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Careless)]
+ADOPTIONS += [(kind, MiniLoop) for kind in (Script, Accumulating, Clipping, ScheduledByStep, Normed, Careless)]
 
 
 @pytest.mark.parametrize(("kind", "loop"), ADOPTIONS)
@@ -243,6 +243,69 @@ Slower, WithAdamW, OneGroup = (
 ByEpoch = change(ScheduledByStep, interval="epoch")
 InOrder = change(Script, loader=loader_in_order)
 
+
+class ValidatedInTrainMode(Normed):
+    def validate(self, net, val):
+        with torch.no_grad():
+            sum(self.loss(net, batch) for batch in val)
+
+
+class InDouble(Script):
+    def net(self):
+        return super().net().double()
+
+    def loss(self, net, batch):
+        return super().loss(net, (batch[0].double(), batch[1]))
+
+
+class ClearedAtTheEnd(Script):
+    """Clears the optimizer's momentum before its last step."""
+
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.batches = getattr(self, "batches", 0) + 1
+        if self.batches == 15:
+            optimizer.state.clear()
+        super().train_on(i, batch, net, optimizer, is_last)
+
+
+class ChangedAtTheEnd(Script):
+    def validate(self, net, val):
+        super().validate(net, val)
+        self.epochs_left = getattr(self, "epochs_left", self.epochs) - 1
+        if self.epochs_left == 0:
+            nn.init.zeros_(net[0].bias)
+
+
+def normed_net(**options):
+    def net(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, **options), nn.ReLU(), nn.Linear(16, 3))
+
+    return net
+
+
+class MeanOfInputs(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=dtype))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean().to(self.mean.dtype), 0.1)
+        return x
+
+
+def averaging_net(dtype):
+    def net(self):
+        return nn.Sequential(nn.Linear(8, 16), MeanOfInputs(dtype), nn.Linear(16, 3))
+
+    return net
+
+
+Unscaled = change(Normed, net=normed_net(affine=False))
+OtherMomentum = change(Normed, net=normed_net(momentum=0.5))
+Untracked = change(Normed, net=normed_net(track_running_stats=False), validate=lambda self, net, val: None)
+Averaging, AveragingInDouble = (change(Script, net=averaging_net(dtype)) for dtype in (torch.float, torch.double))
+UnscaledInTrainMode = change(Unscaled, validate=ValidatedInTrainMode.validate)
+
 MISTAKES = [
     # (first script, second script, options of fit or None if the second script is hand-written,
     # too, expected step, quantity, part of the reason, part of the fix)
@@ -261,6 +324,14 @@ MISTAKES = [
     (Script, Accumulating, {}, 0, "backward passes", "different numbers of batches", "accumulate_grad_batches="),
     (Drawing, Dropping, {}, 3, "loss", "random numbers (dropout)", "seed="),
     (Script, HalfPrecision, {}, 0, "loss", "precision", "precision="),
+    (ValidatedInTrainMode, Normed, {}, 5, "norm of a buffer", "1.running_mean, 1.running_var", "call net.eval() before"),
+    (Unscaled, UnscaledInTrainMode, None, 5, "norm of a buffer", "1.running_mean, 1.running_var", "call net.eval()"),
+    (Normed, OtherMomentum, None, 0, "norm of a buffer", "a different momentum=", "the same momentum="),
+    (Normed, Untracked, None, 0, "number of buffers", "only the first changes 1.running_mean, 1.run", "track_running_stats="),
+    (Averaging, AveragingInDouble, None, 0, "dtype of a buffer", "different precisions for 1.mean", "net.double()"),
+    (Script, InDouble, None, 0, "dtype of a parameter", "precisions for 2.bias, 2.weight, 0.bias", "net.double()"),
+    (ClearedAtTheEnd, Script, {}, 14, "norm of a weight after the last step", "optimizer state", "the same code"),
+    (Script, ChangedAtTheEnd, None, 14, "norm of a weight after the last step", "changes 0.bias after", "the same code"),
     (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
 ]  # fmt: skip
 
@@ -294,6 +365,110 @@ def test_compare_finds_an_additional_step_of_a_second_optimizer():
     assert compare(lambda: train((0, 1)), lambda: train((0, 1))).is_equal
     result = compare(lambda: train((0, 1)), lambda: train((0, 1, 1)))
     assert (result.step, result.values) == (2, ("Adam (number 1)", "Adam (number 2)"))
+
+
+def test_constant_buffers_of_a_lightning_module_are_no_difference(tmp_path):
+    class Weighted(Normed):
+        weight = torch.tensor([1.0, 2.0, 3.0])
+
+        def loss(self, net, batch):
+            return cross_entropy(net(batch[0]), batch[1], self.weight)
+
+        def validate(self, net, val):
+            pass
+
+    class WeightedClassifier(Classifier):
+        def training_step(self, batch, batch_idx):
+            return self.criterion(self(batch[0]), batch[1])
+
+    def with_module():
+        module = WeightedClassifier(lambda module: optimizer)
+        module.net, optimizer, _, train, _ = Weighted().make()
+        module.criterion = nn.CrossEntropyLoss(weight=Weighted.weight)
+        module.register_buffer("unused", torch.ones(7))
+        FabricLoop(**with_files(tmp_path, max_epochs=3)).fit(module, train)
+
+    assert str(compare(Weighted().by_hand, with_module)) == "equal    no difference in 15 steps"
+
+
+def test_buffers_of_lazy_modules_are_compared():
+    class Lazy(Normed):
+        def net(self):
+            net = nn.Sequential(nn.Linear(8, 16), nn.LazyBatchNorm1d(), nn.Linear(16, 3))
+            net(torch.zeros(2, 8))
+            return net
+
+    def validate(self, net, val):
+        net(next(iter(val))[0])
+
+    assert compare(Lazy().by_hand, Lazy().by_hand).is_equal
+    result = compare(Lazy().by_hand, change(Lazy, validate=validate)().by_hand)
+    assert (result.step, result.quantity) == (5, "norm of a buffer")
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_buffers_of_compiled_modules_are_compared():
+    def compiled(kind):
+        class Compiled(kind):
+            def net(self):
+                return torch.compile(super().net(), backend="eager")
+
+        return Compiled().by_hand
+
+    assert compare(compiled(Normed), compiled(Normed)).is_equal
+    result = compare(compiled(Normed), compiled(ValidatedInTrainMode))
+    assert (result.step, result.quantity) == (5, "norm of a buffer")
+
+
+@pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
+def test_a_loop_stops_after_the_compared_steps(tmp_path, loop):
+    script = Normed()
+    result = compare(script.by_hand, lambda: script.with_fit(tmp_path, loop), steps=7)
+    assert str(result) == "equal    no difference in 7 steps"
+    mistaken = compare(lambda: script.with_fit(tmp_path, loop), ValidatedInTrainMode().by_hand, steps=7)
+    assert (mistaken.step, mistaken.quantity) == (5, "norm of a buffer")
+    assert "1.running_mean" in mistaken.reason
+
+
+def sgd_options(**options):
+    def optimizer(self, net):
+        return torch.optim.SGD(net.parameters(), **{"lr": 0.1, "momentum": 0.9} | options)
+
+    return change(Script, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"fused": True}, {"differentiable": False}, {"lr": torch.tensor(0.1)}], ids=str
+)
+def test_options_that_do_not_change_an_optimizer_step_are_no_difference(options):
+    for pair in ((Script, sgd_options(**options)), (sgd_options(**options), Script)):
+        result = compare(*(script().by_hand for script in pair))
+        assert result.quantity not in options
+        # Fused implementations may round differently.
+        assert result.is_equal or "fused" in options
+
+
+def test_compare_shows_the_values_of_options_in_tensors():
+    result = compare(Script().by_hand, sgd_options(lr=torch.tensor(0.2))().by_hand)
+    assert str(result).startswith("step 0   lr: 0.1 in the first, 0.2 in the second\n")
+
+
+@pytest.mark.parametrize("steps", [7, 50])
+def test_compare_finds_a_change_right_after_the_last_recorded_step(steps):
+    def train(should_change):
+        net, optimizer, _, loader, _ = Script().make()
+        batch = next(iter(loader))
+        for i in range(2 * steps):
+            Script().train_on(i, batch, net, optimizer, False)
+            if should_change and i + 1 == steps:
+                nn.init.zeros_(net[2].bias)
+
+    assert compare(lambda: train(False), lambda: train(False), steps).is_equal
+    result = compare(lambda: train(False), lambda: train(True), steps)
+    assert (result.step, result.quantity) == (steps - 1, "norm of a weight after the last step")
+    assert "2.bias" in result.reason
+    # The change follows the compared steps.
+    assert compare(lambda: train(False), lambda: train(True), steps - 1).is_equal
 
 
 # Recordings, scripts and the command
@@ -356,6 +531,16 @@ def test_compare_runs_scripts_with_their_arguments(tmp_path, capsys, quick_scrip
         "reason   the optimizers have different values for bias, weight\n"
         "fix      lr=0.1\n"
     )
+
+
+def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts):
+    folder = tmp_path / "old version"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (tmp_path / "it's new.py").write_text(SCRIPT)
+    assert main(["compare", "old version/train.py", "it's new.py", "--steps", "3"]) == 0
+    assert main(["compare", "old version/train.py", "'old version/train.py' 0.2"]) == 1
+    assert "lr: 0.1 in the first, 0.2 in the second" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
