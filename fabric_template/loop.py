@@ -321,7 +321,8 @@ class FabricLoop(TrainerAPI):
         if not isinstance(loader, TensorLoader):
             return loader
         loader, seed = loader.to(self.fabric.device), int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return loader.for_rank(self.fabric.global_rank, self.fabric.world_size, seed)
+        rank, size = self.fabric.global_rank, self.fabric.world_size
+        return loader.for_rank(rank, size, seed, has_order_per_pass=True)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients in the loop's precision, like ``fabric.backward``."""

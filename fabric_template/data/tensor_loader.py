@@ -21,6 +21,7 @@ class TensorLoader:
         *tensors: Tensors of the same length. A batch is a tuple with a slice of each tensor.
         batch_size: Number of samples per batch.
         shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
+            With several processes, the order depends on the seed and on the epoch.
         drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
         device: The device to which the tensors are moved when the loader is created.
@@ -50,6 +51,7 @@ class TensorLoader:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.generator = generator
         self._sampler: DistributedSampler[Any] | None = None
+        self._has_order_per_pass = False
         # The sample indices in the order of the current epoch. None keeps the original order.
         self._order: Tensor | None = None
 
@@ -58,20 +60,27 @@ class TensorLoader:
         return self.with_options(tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     def for_rank(
-        self, rank: int, world_size: int, seed: int = 0, is_padded: bool = True
+        self,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        is_padded: bool = True,
+        has_order_per_pass: bool = False,
     ) -> TensorLoader:
         """Return a loader that yields only one process's share of the samples.
 
         Args:
             seed: The seed for shuffling, which must be equal in all processes.
             is_padded: Repeat some samples, so that each process gets the same number of samples.
+            has_order_per_pass: Draw a new order in each pass. By default, only ``set_epoch``
+                changes the order, as in a DistributedSampler.
         """
         if world_size == 1:
             return self
         samples: Any = range(len(self.tensors[0]))
         make = DistributedSampler if is_padded else UnpaddedSampler
         sampler: Any = make(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
-        return self.with_options(_sampler=sampler)
+        return self.with_options(_sampler=sampler, _has_order_per_pass=has_order_per_pass)
 
     def with_options(self, **options: Any) -> TensorLoader:
         """Return a copy of the loader with changed options, such as ``shuffle=False``."""
@@ -86,7 +95,10 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. With several processes, the sample order depends on the epoch."""
+        """Set the epoch. With several processes, the sample order depends on the epoch.
+
+        In a loader from ``loop.setup``, each pass increases the epoch by one.
+        """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -102,6 +114,8 @@ class TensorLoader:
         order = None
         if self._sampler is not None:
             order = torch.tensor(list(self._sampler))
+            if self._has_order_per_pass:
+                self._sampler.set_epoch(self._sampler.epoch + 1)
         elif self.shuffle:
             order = torch.randperm(self._num_samples, generator=self.generator)
         self._order = order

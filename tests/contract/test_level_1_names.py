@@ -1,13 +1,15 @@
-"""Test what loop.setup returns, and how a hand-written loop logs."""
+"""Test what loop.setup returns, and how a hand-written loop logs, saves and loads."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from modules import quiet
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, TensorLoader
 
 
 def make_net():
@@ -68,3 +70,41 @@ def test_a_hand_written_loop_on_two_processes_logs_each_row_once(monkeypatch, ca
     loop.fabric.launch(log_alone, loop)
     assert capfd.readouterr().out == "once\n"
     assert Path("logs/ranks/version_0/metrics.csv").read_text() == "epoch,own,all\n0,0,0\n1,0.5,1.5\n"
+
+
+def read_passes(loader, epochs=None):
+    """Return the samples of three passes, after set_epoch() with the epochs that are not None."""
+    passes = []
+    for epoch in epochs or [None] * 3:
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        passes.append([sample for (batch,) in loader for sample in batch.tolist()])
+    return passes
+
+
+def record_passes(fabric, loop):
+    x = torch.arange(11)
+    made = [TensorLoader(x, batch_size=3, shuffle=True) for _ in range(3)]
+    made.append(DataLoader(TensorDataset(x), batch_size=3, shuffle=True))
+    found = loop.setup(make_net(), None, *made)[1:]
+    epochs = [None, [2, 1, 0], [5, None, None], None]
+    passes = [read_passes(*given) for given in zip(found, epochs, strict=True)]
+    # A mid-epoch validation on unshuffled data has the same order in each pass.
+    passes.append(read_passes(loop.setup(make_net(), None, TensorLoader(x, batch_size=2))[1]))
+    Path(f"passes{loop.fabric.global_rank}.json").write_text(json.dumps(passes))
+
+
+def test_each_pass_over_a_shuffled_tensor_loader_has_a_new_order_in_two_processes(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork", seed=3))
+    loop.fabric.launch(record_passes, loop)
+    ranks = [json.loads(Path(f"passes{rank}.json").read_text()) for rank in (0, 1)]
+    for plain, by_hand, continued, of_data_loader, in_order in ranks:
+        assert plain == of_data_loader
+        assert by_hand == plain[::-1]
+        # The passes after set_epoch(5) use the epochs 6 and 7.
+        assert len({str(order) for order in [*plain, *continued]}) == 6
+        assert in_order[0] == in_order[1] == in_order[2]
+    for passes in zip(*ranks, strict=True):
+        for first, second in zip(*passes, strict=True):
+            assert set(first) | set(second) == set(range(11))
