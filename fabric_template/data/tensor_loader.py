@@ -18,7 +18,8 @@ class TensorLoader:
     """A loader that slices batches from tensors, without workers, collation or host-device copies.
 
     Args:
-        *tensors: Tensors of the same length. A batch is a tuple with a slice of each tensor.
+        *tensors: Tensors of the same length. A batch is a tuple with a copy of a slice of each
+            tensor, so in-place operations on a batch do not change the tensors.
         batch_size: Number of samples per batch.
         shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
             With several processes, the order depends on the seed and on the epoch.
@@ -127,7 +128,8 @@ class TensorLoader:
         for index in range(len(self)):
             cut = slice(index * self.batch_size, (index + 1) * self.batch_size)
             if order is None:
-                yield tuple([tensor[cut] for tensor in self.tensors])
+                # Copy the slices, because in-place operations on a batch must not change the data.
+                yield tuple([tensor[cut].clone() for tensor in self.tensors])
             else:
                 rows = order[cut]
                 yield tuple([take_rows(tensor, rows) for tensor in self.tensors])

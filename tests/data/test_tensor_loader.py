@@ -187,3 +187,31 @@ def test_a_killed_run_with_a_tensor_loader_resumes_exactly(tmp_path, name, devic
         root = tmp_path / str(batch)
         assert list(root.rglob("last.ckpt"))
         assert_same_end(whole, fit(root, seed=99, resume="auto", **options))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[::2], lambda x: x.half()])
+def test_in_place_operations_on_a_batch_do_not_change_the_data(make, shuffle):
+    x = make(torch.arange(24.0).reshape(8, 3))
+    before = x.clone()
+    loader = TensorLoader(x, x[:, 0], batch_size=3, shuffle=shuffle)
+    loop = FabricLoop(**quiet(max_epochs=2))
+    net = torch.nn.Linear(3, 1)
+
+    def step(net, batch):
+        for part in batch:
+            part.sub_(1)
+        return net(batch[0].float()).mean()
+
+    given = loop.setup(torch.nn.Linear(1, 1), None, loader)[1]
+    for batch in [*loader, *given]:
+        batch[0].zero_()
+        batch[1].add_(2)
+    loop.fit(net, loader, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), training_step=step)
+    assert torch.equal(x, before)
+
+
+def test_a_batch_keeps_the_memory_format_of_the_data():
+    x = torch.ones(6, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    for batch, _ in TensorLoader(x, torch.arange(6), batch_size=4):
+        assert batch.is_contiguous(memory_format=torch.channels_last)
