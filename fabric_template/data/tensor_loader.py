@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
@@ -46,11 +47,10 @@ class TensorLoader:
         device: torch.device | str | None = None,
     ) -> None:
         check_tensors(tensors)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"TensorLoader: got batch_size={batch_size!r}, expected an int >= 1.")
+        check_options(batch_size, shuffle, drop_last, generator)
         self.tensors = tensors if device is None else tuple(tensor.to(device) for tensor in tensors)
-        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
-        self.generator = generator
+        self.batch_size, self.generator = int(batch_size), generator
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self._sampler: DistributedSampler[Any] | None = None
         self._has_order_per_pass = False
         # The sample indices in the order of the current epoch. None keeps the original order.
@@ -153,6 +153,23 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
         return tensor.index_select(0, rows)
     # Indexing keeps the tensor's subclass and its memory format, such as channels_last.
     return tensor[rows]
+
+
+def check_options(batch_size: Any, shuffle: Any, drop_last: Any, generator: Any) -> None:
+    """Raise an error if an option of a TensorLoader has the wrong type."""
+    is_int = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
+    if not is_int or batch_size < 1:
+        raise ValueError(f"TensorLoader: got batch_size={batch_size!r}, expected an int >= 1.")
+    for name, value in {"shuffle": shuffle, "drop_last": drop_last}.items():
+        if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+            raise TypeError(f"TensorLoader: got {name}={describe(value)}, expected True or False.")
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
+        raise TypeError(
+            f"TensorLoader: got generator={describe(generator)}, expected a torch.Generator on the"
+            " CPU. Write generator=torch.Generator().manual_seed(0)."
+        )
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:

@@ -4,6 +4,7 @@ import json
 import warnings
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from modules import quiet
@@ -215,3 +216,28 @@ def test_a_batch_keeps_the_memory_format_of_the_data():
     x = torch.ones(6, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     for batch, _ in TensorLoader(x, torch.arange(6), batch_size=4):
         assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shuffle": "no"}, "got shuffle='no', expected True or False"),
+        ({"drop_last": "x"}, "got drop_last='x', expected True or False"),
+        ({"shuffle": None}, "got shuffle=None, expected True or False"),
+        ({"drop_last": 2}, "got drop_last=2, expected True or False"),
+        ({"batch_size": 2.0}, r"got batch_size=2\.0, expected an int >= 1"),
+        ({"batch_size": np.bool_(True)}, "got batch_size=np.True_, expected an int >= 1"),
+        ({"batch_size": np.int64(0)}, r"got batch_size=np.int64\(0\), expected an int >= 1"),
+        ({"generator": 3}, "got generator=3, expected a torch.Generator on the CPU. Write generator="),
+        ({"generator": np.random.default_rng(0)}, "got generator=.*, expected a torch.Generator"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused(options, text):
+    with pytest.raises((TypeError, ValueError), match=f"^TensorLoader: {text}"):
+        tensor_loader(4, **options)
+
+
+def test_numpy_numbers_are_accepted_as_options():
+    loader = tensor_loader(5, batch_size=np.int64(2), shuffle=np.False_, drop_last=np.True_)
+    assert [batch.flatten().tolist() for (batch,) in loader] == [[0.0, 1.0], [2.0, 3.0]]
+    assert (loader.batch_size, type(loader.batch_size), len(loader)) == (2, int, 2)
