@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
@@ -288,6 +289,9 @@ class FabricLoop(TrainerAPI):
         wraps the model, ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
+        With several processes, each process gets its share of a DataLoader's or a TensorLoader's
+        samples. Other iterables are returned unchanged.
+
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
             >>> net = torch.nn.Linear(2, 1)
@@ -299,6 +303,7 @@ class FabricLoop(TrainerAPI):
         check_type("setup", model, nn.Module, f"an nn.Module. Write {expected}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             check_type("setup", optimizer, Optimizer, f"an optimizer. Write {expected}")
+        check_own_loaders(loaders)
         join_processes(self.fabric)
         self._describe_parts(model, optimizer, loaders)
         parts = [model] if optimizer is None else [model, optimizer]
@@ -318,11 +323,20 @@ class FabricLoop(TrainerAPI):
     def _setup_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoader):
             return self.fabric.setup_dataloaders(loader)
-        if not isinstance(loader, TensorLoader):
-            return loader
-        loader, seed = loader.to(self.fabric.device), int(os.environ.get("PL_GLOBAL_SEED", 0))
         rank, size = self.fabric.global_rank, self.fabric.world_size
-        return loader.for_rank(rank, size, seed, has_order_per_pass=True)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        if isinstance(loader, TensorLoader):
+            loader = loader.to(self.fabric.device)
+            return loader.for_rank(rank, size, seed, has_order_per_pass=True)
+        if size > 1 and callable(getattr(loader, "for_rank", None)):
+            return loader.for_rank(rank, size, seed)
+        if size > 1 and not is_instance_of(loader, "_FabricDataLoader"):
+            rank_zero_warn(
+                f"loop.setup: got {describe(loader)}, which setup does not divide among the"
+                " processes. Pass a DataLoader, or choose each process's batches by"
+                " loop.global_rank, and do not pass the loader to setup."
+            )
+        return loader
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients in the loop's precision, like ``fabric.backward``."""
@@ -521,6 +535,15 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
     """Raise an error with an example call if an argument has the wrong type."""
     if not isinstance(value, kind):
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
+
+
+def check_own_loaders(loaders: tuple[Any, ...]) -> None:
+    """Raise an error if an argument of ``setup`` is not a loader, but, say, a list of loaders."""
+    for loader in loaders:
+        is_other = isinstance(loader, list | tuple | Mapping | str | torch.Tensor | nn.Module)
+        is_other = is_other or is_instance_of(loader, "CombinedLoader")
+        if is_other or not hasattr(loader, "__iter__"):
+            check_type("setup", loader, (), "a loader. Pass each loader as its own argument")
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:

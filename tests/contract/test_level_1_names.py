@@ -1,10 +1,12 @@
 """Test what loop.setup returns, and how a hand-written loop logs, saves and loads."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,3 +110,65 @@ def test_each_pass_over_a_shuffled_tensor_loader_has_a_new_order_in_two_processe
     for passes in zip(*ranks, strict=True):
         for first, second in zip(*passes, strict=True):
             assert set(first) | set(second) == set(range(11))
+
+
+def setup_other_loaders(fabric, loop):
+    class Divided(list):
+        def for_rank(self, rank, world_size, seed):
+            return self[rank::world_size]
+
+    class Stream:
+        def __iter__(self):
+            return iter([torch.ones(1), torch.zeros(1)])
+
+    is_first = loop.fabric.global_rank == 0
+    text = "^loop.setup: got a Stream, which setup does not divide among the processes. Pass a DataLoader"
+    with pytest.warns(UserWarning, match=text) if is_first else nullcontext():
+        assert len(list(loop.setup(make_net(), None, Stream())[1])) == 2
+    # A loader that setup returned is not divided again.
+    loader = loop.setup(make_net(), None, DataLoader(range(6)))[1]
+    assert len(list(loop.setup(make_net(), None, loader)[1])) == 3
+    assert loop._setup_loader(Divided([0, 1, 2, 3])) == [[0, 2], [1, 3]][loop.fabric.global_rank]
+    Path(f"done{loop.fabric.global_rank}").touch()
+
+
+def test_setup_warns_of_a_loader_that_it_does_not_divide_among_two_processes(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork"))
+    loop.fabric.launch(setup_other_loaders, loop)
+    assert Path("done0").exists()
+    assert Path("done1").exists()
+
+
+def make_scheduler():
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make_net().parameters(), lr=0.1), 1)
+
+
+LOADER = TensorLoader(torch.ones(4, 4), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: [LOADER], "a list"),
+        (lambda: (LOADER, LOADER), "a tuple"),
+        (lambda: {"train": LOADER}, "a dict"),
+        (lambda: CombinedLoader([LOADER]), "a CombinedLoader"),
+        (make_scheduler, "a StepLR"),
+        (lambda: make_scheduler().optimizer, "an SGD"),
+        (make_net, "a Sequential"),
+        (lambda: TensorDataset(torch.ones(4, 4)), "a TensorDataset"),
+        (lambda: torch.ones(4, 4), "a Tensor"),
+        (lambda: "data/train", "'data/train'"),
+        (lambda: None, "None"),
+    ],
+)
+def test_setup_refuses_other_objects_in_the_place_of_a_loader(make, name):
+    loop, net = FabricLoop(**quiet()), make_net()
+    with pytest.raises(TypeError, match=f"^loop.setup: got {name}, expected a loader. Pass each loader as its own"):
+        loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), LOADER, make())
+
+
+def test_setup_returns_an_iterable_of_batches_unchanged_in_one_process():
+    batches = (torch.ones(2, 4) for _ in range(3))
+    assert FabricLoop(**quiet()).setup(make_net(), None, batches)[1] is batches
