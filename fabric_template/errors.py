@@ -64,12 +64,16 @@ class OtherModelError(CheckpointError, RuntimeError):
     """Raised if the weights in a checkpoint do not match the model."""
 
 
-class WeightsOnlyError(CheckpointError, KeyError):
-    """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
+class MissingKeyError(CheckpointError, KeyError):
+    """Raised if ``loop.load`` gets a key that is not in the checkpoint."""
 
     def __str__(self) -> str:
         # Return the message itself, because KeyError.__str__ returns its repr.
         return str(self.args[0])
+
+
+class WeightsOnlyError(MissingKeyError):
+    """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):

@@ -6,8 +6,10 @@ import functools
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +31,14 @@ from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .distributed.process_group import join_by_default
 from .distributed.strategies import convert_plugin, convert_strategy
-from .errors import ConfigurationError, ConfigurationTypeError, describe, unknown_argument
+from .errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    MissingCheckpointError,
+    MissingKeyError,
+    describe,
+    unknown_argument,
+)
 from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
@@ -423,29 +432,58 @@ class FabricLoop(TrainerAPI):
             record_own_loop(self, self._own_parts)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
-        """Atomically write a checkpoint that contains modules, optimizers and other values."""
+        """Atomically write a checkpoint that contains modules, optimizers and other values.
+
+        ``load`` can read tensors, arrays, numbers, strings, dates, paths and containers of these.
+        Save other objects as such values, for example ``vars(args)`` instead of ``args``.
+        """
         self._prepare_files("save", path, state)
+        kept = {k: KeptValue(v) if is_rebuilt(v) else v for k, v in state.items()}
         try:
-            self.fabric.save(path, state)
+            self.fabric.save(path, kept)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ConfigurationError(
                 "loop.save: got a value that cannot be pickled, expected tensors, numbers, strings,"
                 f" or containers of these. {error}"
             ) from error
 
-    def load(self, path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, state: dict[str, Any], weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Restore the objects in ``state`` from a checkpoint.
 
         Return the checkpoint's values whose keys are not in ``state``.
+
+        Args:
+            weights_only: If False, also read objects of other classes, which may run code from the
+                file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        values: dict[str, Any] = self.fabric.load(path, state)
+        # The checkpoint's values replace the containers in ``state``, so hide these from Fabric.
+        given = {key: None if is_rebuilt(value) else value for key, value in state.items()}
+        # Older versions of Fabric.load have no weights_only argument.
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        try:
+            values: dict[str, Any] = self.fabric.load(path, given, **options)
+        except MissingCheckpointError as error:
+            text = f"loop.load: got {str(path)!r}, expected the path of a checkpoint file."
+            raise MissingCheckpointError(f"{text} Check the path.") from error
+        except KeyError as error:
+            found = re.search("contains a key ('.*') that does not exist", str(error.args[0]))
+            if found is None:
+                raise
+            raise MissingKeyError(
+                f"loop.load: got the key {found[1]}, expected keys of the checkpoint {str(path)!r}."
+                " Remove the key from the dict, or load a checkpoint that contains it."
+            ) from error
+        state.update(given)
         return values
 
     def _prepare_files(self, method: str, path: Any, state: Any) -> None:
         """Check the arguments of save and load, and make Fabric use the loop's CheckpointIO."""
         expected = f"a path and a dict. Write loop.{method}('mine.ckpt', state)"
         check_type(method, path, str | os.PathLike, expected)
+        check_type(method, state, dict, expected)
         check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
@@ -538,12 +576,34 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def check_own_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise an error if an argument of ``setup`` is not a loader, but, say, a list of loaders."""
+    """Raise an error if an argument of ``setup`` is not a loader, such as a list of loaders."""
     for loader in loaders:
         is_other = isinstance(loader, list | tuple | Mapping | str | torch.Tensor | nn.Module)
         is_other = is_other or is_instance_of(loader, "CombinedLoader")
         if is_other or not hasattr(loader, "__iter__"):
             check_type("setup", loader, (), "a loader. Pass each loader as its own argument")
+
+
+class KeptValue:
+    """A value that Fabric saves unchanged.
+
+    Fabric rebuilds containers, which loses a deque's maxlen, and fails for a range.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+def is_rebuilt(value: Any) -> bool:
+    """Return whether a value is a container or a dataclass, which Fabric would rebuild."""
+    is_container = isinstance(value, Mapping | Sequence) or is_dataclass(value)
+    return is_container and not has_state(value)
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,10 @@
 """Test what loop.setup returns, and how a hand-written loop logs, saves and loads."""
 
+import argparse
 import json
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
+from fabric_template.errors import CheckpointError
 
 
 def make_net():
@@ -172,3 +176,68 @@ def test_setup_refuses_other_objects_in_the_place_of_a_loader(make, name):
 def test_setup_returns_an_iterable_of_batches_unchanged_in_one_process():
     batches = (torch.ones(2, 4) for _ in range(3))
     assert FabricLoop(**quiet()).setup(make_net(), None, batches)[1] is batches
+
+
+# loop.save and loop.load
+
+CONTAINERS = {
+    "last": deque([1.0, 2.0], maxlen=2),
+    "rows": range(2, 9, 3),
+    "nested": {"a": [deque([range(3)], maxlen=4)], "b": (1, {"c": torch.ones(2)})},
+    "counts": Counter("aab"),
+    "groups": defaultdict(list, {1: [2]}),
+    "ordered": OrderedDict(b=1, a=2),
+    "shape": torch.Size([2, 3]),
+    "bytes": b"ab",
+    "text": "ab",
+    "numbers": {1, 2},
+}
+
+
+def test_load_returns_the_containers_that_save_wrote(tmp_path):
+    loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
+    loop.save(path, {**CONTAINERS, "net": make_net()})
+    # The old values in ``state`` may be containers, too.
+    state = {"net": make_net(), "last": deque([0.0], maxlen=2), "rows": range(3), "nested": {}}
+    found = {**loop.load(path, state), **state}
+    del found["net"]
+    assert str(dict(sorted(found.items()))) == str(dict(sorted(CONTAINERS.items())))
+    assert all(type(found[name]) is type(value) for name, value in CONTAINERS.items())
+    assert (found["last"].maxlen, found["nested"]["a"][0].maxlen) == (2, 4)
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Settings:
+    lr: float = 0.1
+
+
+@pytest.mark.parametrize("value", [argparse.Namespace(lr=0.1), Settings(), Point(1, 2), [Point(1, 2)]])
+def test_load_reads_objects_of_other_classes_only_on_request(tmp_path, value):
+    loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
+    loop.save(path, {"args": value, "epoch": 3})
+    with pytest.raises(CheckpointError, match=r"in the part 'args.*If you trust the file, pass weights_only=False"):
+        loop.load(path, {"args": None})
+    assert loop.load(path, {}, weights_only=False) == {"args": value, "epoch": 3}
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+@pytest.mark.parametrize("state", [make_net(), None, [1], "net"], ids=["module", "None", "list", "text"])
+def test_save_and_load_refuse_a_state_that_is_not_a_dict(tmp_path, method, state):
+    loop = FabricLoop(**quiet())
+    with pytest.raises(TypeError, match=rf"^loop.{method}: got .*, expected a path and a dict. Write loop.{method}\("):
+        getattr(loop, method)(tmp_path / "mine.ckpt", state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_names_a_missing_key_and_a_missing_file(tmp_path):
+    loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
+    loop.save(path, {"epoch": 3})
+    state = {"epoch": 0, "optimizer": None}
+    with pytest.raises(KeyError, match="^loop.load: got the key 'optimizer', expected keys of the checkpoint"):
+        loop.load(path, state)
+    assert state == {"epoch": 0, "optimizer": None}
+    with pytest.raises(FileNotFoundError, match=r"^loop.load: got '.*no.ckpt', expected the path of a checkpoint file"):
+        loop.load(tmp_path / "no.ckpt", {})
