@@ -544,6 +544,7 @@ def make_fabric(given: dict[str, Any]) -> Any:
     """Return the user's Fabric object, or create a Fabric object from the options."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
+        check_fabric_arguments(arguments)
         arguments["plugins"] = [convert_plugin(plugin) for plugin in as_list(arguments["plugins"])]
         arguments["strategy"] = convert_strategy(arguments["strategy"])
         try:
@@ -567,6 +568,22 @@ def make_fabric(given: dict[str, Any]) -> Any:
             f" two. Write FabricLoop(Fabric({both[0]}=...))."
         )
     return fabric
+
+
+def check_fabric_arguments(arguments: dict[str, Any]) -> None:
+    """Raise an error for arguments that Fabric would refuse with a message that is hard to read."""
+    devices = arguments["devices"]
+    if isinstance(devices, int | str) and devices in (0, "0"):
+        raise ConfigurationError(
+            f"devices: got {devices!r}, expected at least one device. Write devices=1, or leave out"
+            " devices."
+        )
+    for plugin in as_list(arguments["plugins"]):
+        if isinstance(plugin, str):
+            raise ConfigurationTypeError(
+                f"plugins: got {plugin!r}, expected an object such as MixedPrecision('16-mixed',"
+                " 'cuda'). For mixed precision, write precision='16-mixed'."
+            )
 
 
 def check_type(method: str, value: Any, kind: Any, expected: str) -> None:

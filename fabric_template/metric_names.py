@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Keywords in the names of metrics to minimize, metrics to maximize, and values that are neither.
+# Keywords found in the names of metrics to minimize, of metrics to maximize, and of other values.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

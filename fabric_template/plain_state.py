@@ -983,7 +983,7 @@ class PlainState:
     def values(self) -> dict[str, dict[str, tuple[Any, Any]]]:
         """Return the digest and the encoded value of each attribute, keyed by object and name.
 
-        The encoded value of an attribute of more than 1 MB is UNKNOWN.
+        An attribute larger than 1 MB is encoded as UNKNOWN.
         """
         encoder = Encoder(self._device, self.addresses_of_network(), _COMPARED_BYTES)
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in self._parts}

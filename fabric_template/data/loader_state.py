@@ -84,7 +84,7 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The RNG states before the iterator was created, and before it read the first batch.
+        # The RNG states just before the iterator was created, and before its first batch.
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
@@ -333,8 +333,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run does not read the finished batches again, save the changed attributes of
-        # the loader's parts, such as the dataset.
+        # If a resumed run will skip the finished batches by index, save the changed attributes of
+        # the dataset and of the loader's other parts.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -443,7 +443,7 @@ class ResumableLoader:
         return states if self._model_state is None else [*states, self._model_state]
 
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore a state, and reset the attributes that the saved run had not changed.
+        """Restore a saved state. Reset attributes that the saved run had not changed.
 
         When ``stack`` is closed, the model's attributes get the values from before this call.
         """

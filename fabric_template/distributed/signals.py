@@ -179,6 +179,6 @@ def is_notebook() -> bool:
 
 
 def find_shell() -> Any:
-    """Return the shell of IPython or of a notebook, or None in a script."""
+    """Return the IPython shell of a terminal or a notebook, or None in a script."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if get_ipython is None else get_ipython()

@@ -278,7 +278,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
     If ``is_shown`` is True, print the elapsed time while the script runs.
     """
-    # An existing path may contain spaces without quotes.
+    # A path to an existing file needs no quotes, even if it contains spaces.
     arguments = [script] if os.path.isfile(script) else shlex.split(script)
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)

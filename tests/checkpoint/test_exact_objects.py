@@ -914,7 +914,7 @@ class ModelWithSharedMemory(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_or_warns_about_shared_memory_of_a_different_size(tmp_path, kind):
+def test_resuming_fails_or_warns_if_shared_memory_has_a_different_size(tmp_path, kind):
     """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)

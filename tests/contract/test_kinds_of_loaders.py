@@ -573,7 +573,7 @@ def test_a_run_whose_loader_changes_its_attributes_resumes_exactly(tmp_path, loo
 @pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_resumed_twice_within_an_epoch_resets_what_set_epoch_changes(tmp_path, loop_name, workers):
+def test_a_run_resumed_twice_within_an_epoch_resets_the_attributes_that_set_epoch_changes(tmp_path, loop_name, workers):
     def make_loader():
         return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)
 
