@@ -1726,7 +1726,9 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
-        if type(val).__module__ in ("builtins", "itertools") and isinstance(val, Iterator):
+        is_read_again = self.max_epochs != 1 or self.validate_every_n_steps is not None
+        is_built_in = type(val).__module__ in ("builtins", "itertools")
+        if is_read_again and is_built_in and isinstance(val, Iterator):
             raise TypeError(
                 f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
                 " expected a loader for several validations. Pass a DataLoader or a list."
@@ -2913,6 +2915,9 @@ def plain_state(
         values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
     elif isinstance(part, torch.optim.Optimizer):
         values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
+    elif isinstance(part, torch_data.DataLoader):
+        # fabric.launch() stores the loader's arguments in attributes such as __pl_saved_kwargs.
+        values = {name: values[name] for name in values if not name.startswith("__pl_")}
     found = {}
     for name, value in values.items():
         if isinstance(value, GENERATORS):

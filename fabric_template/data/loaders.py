@@ -131,13 +131,13 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error for a generator, which can be read only once.
+        """Raise an error if the sanity check would read the batches of a generator.
 
-        If limit_val_batches or reload_dataloaders_every_n_epochs is set, accept a generator,
-        because several validations can then use the generator.
+        With a limit, or with a reload in each epoch, several validations can use a generator.
         """
         config = self.run.config
-        if config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs:
+        is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
+        if is_limited or config.num_sanity_val_steps == 0:
             return
         for loader in loaders:
             # The type of a generator or a map object is defined in one of these modules.

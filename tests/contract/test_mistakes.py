@@ -557,7 +557,7 @@ def test_fit_warns_if_only_the_value_of_the_first_process_is_logged(name):
 @pytest.mark.parametrize("make", [iter, lambda batches: (batch for batch in batches), partial(map, list)])
 def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
     with pytest.raises(TypeError, match="^val_dataloaders: got a .* only once.*Pass a DataLoader or a list"):
-        fit(name, val=make(list(make_loader())), validation_step=loss_of)
+        fit(name, val=make(list(make_loader())), validation_step=loss_of, options={"max_epochs": 2})
     _, history = fit(name, val=list(make_loader()), validation_step=loss_of)
     assert history["val_loss"][0] > 0
 

@@ -102,7 +102,7 @@ def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
     with pytest.warns(UserWarning, match=f"The val {hint}"):
-        fit(tmp_path, val=once, max_epochs=2)
+        fit(tmp_path, val=once, max_epochs=2, num_sanity_val_steps=0)
 
 
 class Slices:

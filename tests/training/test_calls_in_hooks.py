@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from modules import Classifier, Gan, make_loader
 from parameters import sample
 from runs import fit, logs_of, val_loader, with_files
@@ -272,3 +273,18 @@ def test_fit_works_again_after_ctrl_c_interrupted_the_clean_up(tmp_path):
         loop.fit(Calls("on_train_epoch_end", "no_such_method"), make_loader())
     loop.fit(Calls(), make_loader())
     assert loop.global_step == 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_accepts_a_loader_that_was_created_in_fabric_launch(tmp_path, kind):
+    """fabric.launch() stores the loader's arguments, such as its generator, in the loader."""
+
+    def make(fabric):
+        return make_loader(generator=torch.Generator(), num_workers=0)
+
+    loader = Fabric(accelerator="cpu").launch(make)
+    assert any(name.startswith("__pl_") for name in vars(loader))
+    module = PlainCalls()
+    step = {"training_step": lambda model, batch: nn.functional.cross_entropy(model.net(batch[0]), batch[1])}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    make_run(kind, tmp_path, "run", max_epochs=1).fit(module, loader, optimizer=optimizer, **step)
