@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The values used for options that the user leaves at None.
+# The values of options that the user has not set.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -290,8 +290,7 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # An earlier value of validate_every_n_steps has set check_val_every_n_epoch to None.
-            # Restore the default of check_val_every_n_epoch, 1.
+            # Reset check_val_every_n_epoch to 1, because validate_every_n_steps has set it to None.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -305,7 +304,7 @@ class LoopConfig:
 def _convert_option(name: str, value: Any) -> Any:
     """Convert NumPy numbers in an option to Python numbers.
 
-    In options such as limit_train_batches, also convert a number of batches such as 3.0 to an int.
+    In options such as limit_train_batches, also convert floats such as 3.0 to an int.
     """
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
@@ -333,7 +332,7 @@ def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
         return {key: to_yaml_value(item, is_strict) for key, item in named.items()}
     if isinstance(value, set | frozenset):
-        # Sort a set, because its order differs between processes.
+        # Sort sets, because their order differs between processes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         return [to_yaml_value(item, is_strict) for item in value]
@@ -411,8 +410,8 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# For each option, a description of the valid values for error messages, and a function that checks
-# a value. An option that is not listed here must be True or False.
+# Maps each option to a description of the valid values, and to a function that checks a value.
+# Options that are missing here must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a number of epochs (int >= 0), or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
@@ -465,8 +464,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# overfit_batches=3.0 is not converted to an int, because Trainer uses all batches if
-# overfit_batches is the float 3.0.
+# Do not convert overfit_batches=3.0 to an int, because Trainer uses all batches for this float.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -561,7 +559,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # A package installed without its source files has no field docstrings to read.
+        # An installed package may lack this source file.
         return {}
     texts = {}
     for node in lines:

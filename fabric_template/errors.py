@@ -25,7 +25,7 @@ NUMPY_BATCH = (
     "got NumPy arrays in the batch, expected tensors. Write TensorLoader(x, y, batch_size=32), or"
     " convert the batch in the step with torch.as_tensor."
 )
-# The error about unused parameters repeats the text of Trainer's error, which people search for.
+# Use the text of Trainer's error message, because users search the web for this text.
 UNUSED_PARAMETERS = (
     "has parameters that were not used in producing the loss returned by training_step. If this is"
     " intentional, write strategy='ddp_find_unused_parameters_true'."
@@ -68,7 +68,7 @@ class MissingKeyError(CheckpointError, KeyError):
     """Raised if ``loop.load`` gets a key that is not in the checkpoint."""
 
     def __str__(self) -> str:
-        # Return the message itself, because KeyError.__str__ returns its repr.
+        # KeyError.__str__ would return the message in quotes.
         return str(self.args[0])
 
 
@@ -104,13 +104,11 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Return a clearer error for a torch error whose advice does not apply to training loops.
-
-    For any other error, return None.
+    """Translate a torch error into an error with advice for training loops, or return None.
 
     Args:
         hook: The name of the hook or step that raised the error.
-        model: The kind of model that the message names, such as "LightningModule".
+        model: The kind of model that the message mentions, such as "LightningModule".
         is_automatic: Whether the loop calls backward() and the optimizer.
     """
     text = str(error)

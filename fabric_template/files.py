@@ -24,13 +24,13 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file, which replaces the file at ``path`` at the end of the `with` block.
 
-    Even if the process fails or is killed, or the power fails, ``path`` contains either the
-    complete old file or the complete new file.
+    Even after a crash or a power failure, ``path`` contains either the complete old file or the
+    complete new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # A killed process with the same process ID may have left a temporary file. Mode "xb" refuses
-    # existing files, so it never writes through a symbolic link.
+    # Delete the temporary file of a killed process that had the same process ID. Mode "xb" always
+    # creates a new file, so it never writes through a symbolic link.
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
@@ -86,14 +86,14 @@ def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
 
 
 def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder in a tree with the names of its files, as os.walk does.
+    """Yield the path of each folder in a tree, and the names of the files in this folder.
 
     Follow links to folders, but yield no folder twice. Skip hidden folders, and folders whose names
     are in ``skipped``.
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit links last, so that a folder is found under its own name, not a link's.
+        # Visit links last, to prefer the real path of a folder to a path through a link.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen
@@ -113,7 +113,7 @@ def version_folder(version: int | str) -> str:
 
 
 def version_of(name: str) -> int | str:
-    """Return the number in a folder name such as "version_3", or else the name itself."""
+    """Return the number in a name such as "version_3", but return all other names unchanged."""
     # Do not use a regular expression, because it is slow for thousands of versions.
     text = name[8:] if name.startswith("version_") else ""
     return int(text) if text.isdecimal() and str(int(text)) == text else name
@@ -161,11 +161,11 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return the Unix timestamps of a run's last start and last save in a version folder.
+    """Return the Unix times at which a run last started and last saved a checkpoint.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Saving a checkpoint appends a line such as "saved 1764277700.25". If a .lock file has no
-    "started" line or no "saved" line, the time of the missing line is 0.0.
+    Saving a checkpoint appends a line such as "saved 1764277700.25". If a .lock file has no "saved"
+    line, the time of the last save is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
@@ -195,9 +195,9 @@ def make_folder(folder: Path) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigurationError:
-    """Return an error that names the folder.
+    """Return the error for a folder that cannot be read or created.
 
-    If the folder's path contains a broken link, the error also names the link.
+    If the folder's path contains a broken link, the message mentions the link.
     """
     from .errors import ConfigurationError
 

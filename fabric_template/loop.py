@@ -148,7 +148,7 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         # With logger=True, prefer the loggers of a Fabric object that the user has passed.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # A logger name such as "wandb" adds a logger, and does not replace the CSV logger.
+        # If the user passes only a name such as "wandb", also keep the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -299,7 +299,7 @@ class FabricLoop(TrainerAPI):
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         With several processes, each process gets its share of a DataLoader's or a TensorLoader's
-        samples. Other iterables are returned unchanged.
+        samples. A plain iterable, such as a generator, is returned unchanged.
 
         Example:
             >>> loop = FabricLoop(accelerator="cpu")
@@ -394,9 +394,9 @@ class FabricLoop(TrainerAPI):
         """Log several values by name.
 
         In a step function and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
-        each value. In all other code, log_dict writes a row to steps.csv, or to metrics.csv if
-        ``dictionary`` has an "epoch" key. During ``fit``, the current epoch's values are added to
-        its row.
+        each value. Where ``log`` is not allowed, log_dict writes a row to steps.csv, or to
+        metrics.csv if ``dictionary`` has an "epoch" key. During ``fit``, values with the current
+        "epoch" are added to that epoch's row.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -426,7 +426,7 @@ class FabricLoop(TrainerAPI):
             log_rows(self.loggers, scalars, step)
 
     def _record_own_loop(self) -> None:
-        """Before a hand-written loop logs its first row, record its settings in config.yaml."""
+        """Write the settings of a hand-written loop to config.yaml before the first logged row."""
         if not (self._is_recorded or self.has_fitted):
             self._is_recorded = True
             record_own_loop(self, self._own_parts)
@@ -435,7 +435,7 @@ class FabricLoop(TrainerAPI):
         """Atomically write a checkpoint that contains modules, optimizers and other values.
 
         ``load`` can read tensors, arrays, numbers, strings, dates, paths and containers of these.
-        Save other objects as such values, for example ``vars(args)`` instead of ``args``.
+        For example, save ``vars(args)`` instead of ``args``, because ``load`` refuses a Namespace.
         """
         self._prepare_files("save", path, state)
         kept = {k: KeptValue(v) if is_rebuilt(v) else v for k, v in state.items()}
@@ -452,14 +452,14 @@ class FabricLoop(TrainerAPI):
     ) -> dict[str, Any]:
         """Restore the objects in ``state`` from a checkpoint.
 
-        Return the checkpoint's values whose keys are not in ``state``.
+        Return the checkpoint's remaining values, whose keys are not in ``state``.
 
         Args:
             weights_only: If False, also read objects of other classes, which may run code from the
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # The checkpoint's values replace the containers in ``state``, so hide these from Fabric.
+        # Replace containers with None, because Fabric cannot copy some containers, such as a range.
         given = {key: None if is_rebuilt(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -496,7 +496,7 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Measure how long each part of a training step takes. See ``fabric_template.profile``."""
-        # Import the tool only when needed, because a copied package may lack the tools folder.
+        # Import the tool late, because users may copy the package without the tools folder.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 
@@ -527,7 +527,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        With ModelCheckpoint callbacks, return only a checkpoint that these callbacks saved.
+        If the loop has ModelCheckpoint callbacks, consider only their checkpoints.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -593,7 +593,7 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def check_own_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise an error if an argument of ``setup`` is not a loader, such as a list of loaders."""
+    """Raise an error if ``setup`` gets something that is not a loader, such as a list."""
     for loader in loaders:
         is_other = isinstance(loader, list | tuple | Mapping | str | torch.Tensor | nn.Module)
         is_other = is_other or is_instance_of(loader, "CombinedLoader")
@@ -602,9 +602,9 @@ def check_own_loaders(loaders: tuple[Any, ...]) -> None:
 
 
 class KeptValue:
-    """A value that Fabric saves unchanged.
+    """Wrap a value so that Fabric saves the value unchanged.
 
-    Fabric rebuilds containers, which loses a deque's maxlen, and fails for a range.
+    Without this class, Fabric copies containers, loses a deque's maxlen, and fails for a range.
     """
 
     def __init__(self, value: Any) -> None:
@@ -640,7 +640,6 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
 
 
 def without_coordinates(scalars: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row without "epoch" or "step"."""
     return {name: value for name, value in scalars.items() if name not in ("epoch", "step")}
 
 
@@ -651,14 +650,14 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether the current hook may log values, as step methods and epoch-end hooks may."""
+    """Return whether the current hook allows logging, like step methods and epoch-end hooks."""
     hook = str(run.hooks.current)
     # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values during a run.
+    """Log values during fit, validate, test or predict.
 
     If "epoch" is the current epoch of fit, add the values to that epoch's row in metrics.csv.
     If "epoch" is missing or is not the current epoch of fit, write the values to steps.csv as a new
@@ -674,7 +673,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of fit.
+    """Log values outside of fit, validate, test and predict.
 
     Write values with an "epoch" key to metrics.csv, and values without this key to steps.csv.
     """

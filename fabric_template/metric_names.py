@@ -13,12 +13,12 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Names of other columns that are not metrics.
+# Columns with these names do not contain metrics.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
 )
-# A column is not a metric if its name ends with one of these, as in "eval_runtime".
+# Columns with one of these endings, such as "eval_runtime", do not contain metrics.
 DURATIONS = (
     *("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "waiting"),
     *("duration", "dur", "memory", "mem", "id", "fps"),
@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Keywords found in the names of metrics to minimize, of metrics to maximize, and of other values.
+# Terms in metric names for which lower values, higher values or neither are better.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

@@ -1,14 +1,14 @@
-"""Save random generators and attributes of objects, which state_dict() does not contain.
+"""Save the random generators and object attributes that state_dict() does not contain.
 
 A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
 values. Only plain attributes that have changed since the start of the run are saved. An array, a
 tensor or a container is encoded as a tuple (kind, content, ...), which
-torch.load(weights_only=True) can read. If an attribute is too large to save, a warning names it,
-and the run continues.
+torch.load(weights_only=True) can read. An attribute that is too large is not saved, but causes a
+warning.
 
-In a checkpoint, the key of a value is the pair (object name, attribute name). If a module has its
-own scheduler in an attribute, the scheduler's state_dict is saved. If a module has a replay buffer
-in an attribute, the buffer's attributes are saved.
+In a checkpoint, the key of a value is the pair (object name, attribute name). If a module's
+attribute is a scheduler, the scheduler's state_dict is saved. If a module's attribute is a replay
+buffer, the buffer's attributes are saved.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as 
 _COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
 _MOST_OBJECTS = 64  # The maximum number of objects whose attributes are saved.
-_MOST_SEARCHED = 500  # The maximum size of a container that is searched for objects.
+_MOST_SEARCHED = 500  # The maximum number of items in a container that is searched for objects.
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
-# The digest or the encoded value of an attribute that cannot be saved, or is too large.
+# Replaces the digest or the encoded value of an attribute that cannot be saved.
 UNKNOWN: Any = ("unknown", None)
 _NOT_CREATED = "the saved run, but not this run, created it during training"
 
@@ -147,7 +147,7 @@ def _digest_tensor(tensor: Tensor) -> Any:
         raise NotPlainError
     place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
     values = tensor.detach().reshape(-1)
-    # A change through NumPy does not increase tensor._version. On the CPU, compare all elements.
+    # On the CPU, compare all elements, because changes through NumPy do not affect _version.
     most = _MOST_BYTES if tensor.device.type == "cpu" else _COMPARED_BYTES
     if values.numel() * values.element_size() <= most:
         return place, _checksum(values)
@@ -225,7 +225,7 @@ def is_named_tuple(kind: type) -> bool:
 def find_class(base: type, module: str, name: str) -> Any:
     """Return the subclass of ``base`` with the given name, or None.
 
-    Search only imported modules, so that the search runs no code.
+    Search only modules that are already imported, because an import would run code.
     """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -442,11 +442,10 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly and in place, because other objects may share its dicts.
+    """Load an optimizer's state exactly, and in place because other objects may share the dicts.
 
     For example, a wrapper around an optimizer often shares the optimizer's parameter groups.
-    load_state_dict() alone would create new groups, and convert tensors in lists and dicts to the
-    parameter's dtype.
+    load_state_dict() alone would create new groups, and change the dtype of some tensors.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -527,7 +526,7 @@ class SlotAttributes(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
+        # Do not call setattr, because loading a checkpoint must not run the setter of a property.
         if name in self._slots:
             object.__setattr__(self._instance, name, value)
         elif hasattr(self._instance, "__dict__"):
@@ -553,7 +552,7 @@ def slots_of(kind: type) -> list[str]:
 
 @dataclass(frozen=True)
 class Part:
-    """Describe an object whose random generators or attributes are saved in checkpoints.
+    """An object whose random generators or attributes are saved in checkpoints.
 
     Args:
         instance: The object.
@@ -599,7 +598,7 @@ def is_own_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Exclude objects from this package, even if a user has copied it under another name.
+    # Exclude this package's objects, even if a user has renamed a copy of the package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
@@ -637,7 +636,7 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package, not of the user's own code."""
+    """Return whether a class comes from an installed package rather than from the user's code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
@@ -693,7 +692,7 @@ class PlainState:
         self._warned: set[str] = set()
         # The digests and encoded values that ``keep_start_values`` has stored.
         self._start_values: dict[Place, tuple[Any, Any]] | None = None
-        # Objects such as optimizers, whose state is saved elsewhere. None before add() is called.
+        # Objects that are saved elsewhere, such as optimizers. The value is None until add() runs.
         self._saved: dict[int, Any] | None = None
         self._find_objects()
         self._at_start = self.digests()
@@ -804,8 +803,7 @@ class PlainState:
     def warn_of_iterators(self) -> None:
         """Warn about iterators in attributes, because a resumed run cannot restore their positions.
 
-        Do not warn about an iterator that iter(loader) has replaced since ``find_iterators`` was
-        called.
+        Ignore attributes that got a new iterator after ``find_iterators`` was called.
         """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:
@@ -813,7 +811,7 @@ class PlainState:
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether objects were added to a list or dict in a loader."""
+        """Return whether training has added objects to a list or dict of a loader."""
         if self._network is not None or type(value) not in _CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -879,7 +877,7 @@ class PlainState:
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Temporarily restore the random generators and objects' attributes from a saved state."""
+        """Temporarily restore random generators and attributes from a saved state."""
         generators = self.generator_states()
         previous = {name: dict(part.namespace()) for name, part in self._parts.items()}
         self.load_generator_states(state["generators"])
@@ -910,10 +908,10 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each current value to the ids of the saved values that replace it.
+        """Map the id of each attribute's current value to the ids of the saved values.
 
-        There may be more than one saved value. For example, two attributes may share a list now,
-        but get two lists from the checkpoint.
+        If two attributes share a list now, but not in the checkpoint, this list has two saved
+        values.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -940,7 +938,7 @@ class PlainState:
         self._start_values = None
 
     def reset_attributes(self, saved: Collection[Place]) -> None:
-        """Reset the attributes that are not in ``saved``, but have changed in this run.
+        """Reset the attributes that have changed in this run but are not in ``saved``.
 
         A checkpoint contains only the attributes that have changed since the start of the run. In a
         resumed run, on_train_start and set_epoch() may have changed an attribute that the
@@ -951,7 +949,7 @@ class PlainState:
         current, changed = self.digests(), {}
         expected = dict(self._at_start)
         expected.update((place, pair[0]) for place, pair in self._start_values.items())
-        # If an attribute has a value that cannot be saved, such as a function, do not reset it.
+        # Do not reset attributes with values that cannot be saved, such as functions.
         known = {place for place, _ in self.attributes() if place not in current} | {*saved}
         for place, found in expected.items():
             if place in known or current.get(place) == found:
@@ -963,7 +961,7 @@ class PlainState:
         self.load_attributes(changed)
 
     def changed_start_values(self) -> dict[Place, Any]:
-        """Return the start value of each attribute that no longer has its start value."""
+        """Return the start value of each attribute that has changed."""
         current, kept = self.digests(), self._start_values or {}
         return {
             place: value
@@ -989,7 +987,7 @@ class PlainState:
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in self._parts}
         for (name, attribute), value in self.attributes():
             mark = encoded = UNKNOWN
-            # Reading a user's object may raise any error.
+            # The code of a user's class may raise any error.
             with suppress(Exception):
                 mark = self._digest(value)
                 encoded = encoder.encode_attribute(value)
@@ -1003,9 +1001,9 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Suppress errors in a `with` block that saves or restores ``what``.
+        """Suppress errors in a `with` block that saves or restores the object ``what``.
 
-        Warn only once about each attribute or generator that causes an error.
+        Warn once about each object that causes an error, unless its type is not supported.
         """
         try:
             yield
@@ -1021,7 +1019,7 @@ class PlainState:
         if what in self._warned:
             return
         self._warned.add(what)
-        # Ignore the error that a warning filter may raise, because it must not end the run.
+        # Continue training even if a warning filter turns the warning into an error.
         with suppress(Warning):
             warnings.warn(
                 f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"

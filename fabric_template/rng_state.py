@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# The global generators of random and np.random.
+# The global generators of the modules random and np.random.
 _OF_RANDOM: Any = getattr(random.random, "__self__", None)
 _OF_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
 _LARGEST_SEARCHED = 64
@@ -55,7 +55,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator, but not one of the global generators."""
+    """Return whether a value is a random generator, except for the global generators."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Return a copy of a nested dict in which a tuple (dtype, bytes) replaces each NumPy array."""
+    """Copy a nested dict, and convert each NumPy array to a tuple (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _OF_FABRIC = ("is_global_zero", "global_rank", "local_rank", "node_rank", "world_size", "print")
-# Trainer's read-only attributes, and functions that compute them from a FabricLoop.
+# Maps Trainer's read-only attributes to functions that compute them from a FabricLoop.
 _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # The run
     "global_step": lambda loop: loop.run.progress.global_step if loop.run else 0,
@@ -109,7 +109,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``LightningModule.log`` reads ``is_distributed`` for sync_dist=True.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
-# Attributes of Trainer's loops, and functions that compute them from a LoopAPI.
+# Maps attributes of Trainer's loops to functions that compute them from a LoopAPI.
 _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("epoch_loop", "automatic_optimization", "manual_optimization"), lambda api: api
@@ -121,12 +121,12 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Some modules step an unwrapped optimizer, and increment the ``completed`` counter themselves.
+    # Modules that use an unwrapped optimizer increment the ``completed`` counter themselves.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
-    # Some modules choose their monitor depending on whether there is a validation loader.
+    # Some modules monitor a different metric if there is no validation loader.
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),
@@ -195,8 +195,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps the optimizers. A model that is not a LightningModule
-        # lacks this method, so wrap its optimizers now.
+        # LightningModule.optimizers() wraps optimizers. For models without this method, wrap the
+        # optimizers here.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -264,12 +264,12 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The object that contains limits such as max_epochs: a StopCondition or the options."""
+        """The run's StopCondition, or the loop's options before the first run."""
         return self.config if self.run is None else self.run.stop
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps that fit will take, or infinity if this is unknown."""
+        """The number of optimizer steps that fit will take, or infinity if there is no limit."""
         run = self.require_run("estimated_stepping_batches")
         max_steps = math.inf if run.stop.max_steps == -1 else run.stop.max_steps
         if run.stop.max_epochs == -1:
@@ -285,7 +285,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the evaluation loaders if the run's stage is one of ``stages``, otherwise None."""
+        """Return the evaluation loaders, or None if the run's stage is not in ``stages``."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
@@ -363,7 +363,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object that receives values from ``super().log()`` if a module overrides ``log``."""
+        """The object that stores the values from ``super().log()`` calls in modules."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -391,8 +391,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If the latest call of ``validate`` or ``test`` used a different model than ``fit``, save the
-        model of this latest call instead.
+        If ``validate`` or ``test`` was called later with a different model, save that model
+        instead.
         """
         if self.run is None:
             raise AttributeError(
@@ -401,7 +401,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Prefer the last fit if it trained this model, because an evaluation run has no optimizers.
+        # Use the last fit if it trained this model, because evaluation has no optimizers to save.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -463,7 +463,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The Predictions of the current run, or empty Predictions before the first run."""
+        """The current run's Predictions object, which is empty before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -489,11 +489,11 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return False if the optimizer steps after the current batch, and True otherwise."""
+        """Return whether no optimizer step follows the current batch."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether the loop validates in this epoch. Lightning's progress bar calls this."""
+        """Return whether the loop validates in this epoch, for Lightning's progress bar."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 

@@ -48,7 +48,7 @@ class CIFAR10Data(SplitData):
         self.splits = hold_out(self.read_files(TRAIN), self.read_files(TEST))
 
     def read_files(self, names: list[str]) -> Batch:
-        # Each record in the files has one label byte and 32 * 32 bytes per color channel.
+        # The files store each image as a label byte and 32 * 32 bytes per color channel.
         content = b"".join((self.path / name).read_bytes() for name in names)
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, 3073)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()

@@ -43,7 +43,7 @@ class SplitData:
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return the "train", "val" and "test" datasets. "val" is the last tenth of ``train``."""
+    """Return one dataset per split. The last tenth of ``train`` becomes the "val" dataset."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),

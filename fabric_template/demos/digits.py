@@ -1,6 +1,6 @@
 """Classify 1,797 images of handwritten digits with a small convolutional network.
 
-This is the default demo. Its model is an nn.Module with step methods. The images are part of
+This is the default demo. The model is an nn.Module with step methods. The images are part of
 scikit-learn.
 """
 

@@ -86,7 +86,7 @@ class GAN(LightningModule):
         self.log_dict(losses, on_step=False, on_epoch=True)
 
     def validation_step(self, points: Tensor, batch_idx: int) -> None:
-        """Generate as many points as the batch contains, and log both results of ``judge()``."""
+        """Generate as many points as the batch contains, and log the results of ``judge()``."""
         judged = judge(self.predict_step(points, batch_idx))
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 

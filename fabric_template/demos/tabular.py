@@ -1,4 +1,4 @@
-"""Predict a column of a table from its other columns with a LightningModule and torchmetrics."""
+"""Predict a table column from the other columns with a LightningModule and torchmetrics."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TabularNet(LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         )
-        # Buffers are saved with the weights, so a loaded model predicts in the target's units.
+        # Store the target's mean and std in buffers, so that checkpoints contain them.
         self.mean = nn.Buffer(torch.tensor(0.0))
         self.std = nn.Buffer(torch.tensor(1.0))
         self.val_r2 = R2Score()

@@ -47,7 +47,7 @@ COMMANDS = {
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
-# Without --resume, these commands write to a new folder, such as logs/digits/version_1.
+# Commands that write to a new folder, such as logs/digits/version_1, unless --resume is given.
 TRAINING_COMMANDS = ("fit", "profile", "tune")
 EVALUATION_COMMANDS = ("validate", "test", "predict")
 LOOP_COMMANDS = (*TRAINING_COMMANDS, *EVALUATION_COMMANDS)
@@ -122,13 +122,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# Options for Python objects are not on the command line, except those in CLASS_OPTIONS.
+# Options of FabricLoop that the command line omits, or defines in CLASS_OPTIONS.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
 class ShortName(ABCMeta):
-    """Show the type ``Class`` as "class" in the help and errors of jsonargparse."""
+    """Make jsonargparse show the type ``Class`` as "class" in help texts and error messages."""
 
     def __repr__(cls) -> str:
         return "class"
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check in this package, not the user's code, raised the error."""
+    """Return whether a check in this package, rather than the user's code, raised the error."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -311,8 +311,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add the run's name, version and root folder to the options, so that
-    the command uses this run's folders.
+    If ``is_new_run`` is False, add options that make the command use the folders of this run.
     """
     import yaml
 
@@ -420,7 +419,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes and arguments of model, data and callbacks as values for a YAML file."""
+    """Return the classes and arguments of the model, the data and the callbacks as YAML values."""
     import yaml
 
     given, texts = settings.as_dict(), {}
@@ -483,7 +482,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train a model. Print the results, and commands that resume or validate the run."""
+    """Train a model. Print the results and the commands to resume or validate the run."""
     from ..loggers.console import format_summary
 
     try:
@@ -502,7 +501,7 @@ def fit_command(
 
 
 def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
-    """Return the results and files of a run, and commands that resume or validate it."""
+    """Return the results and files of a run, and the commands to resume or validate the run."""
     from .plots import save_picture
 
     summary = loop.ending()
@@ -510,7 +509,7 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     summary.pop("resume", None)
     if folder is None:
         return summary
-    # The command must not fail if the picture cannot be drawn.
+    # Continue even if the curves cannot be drawn.
     with contextlib.suppress(Exception):
         summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
     run = shlex.quote(folder)

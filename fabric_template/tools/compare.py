@@ -38,7 +38,7 @@ with record_training(recording, int(steps), stop=True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
-# Optimizers compute the same with and without these options.
+# These options do not influence the results of an optimizer.
 OPTIONS_OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 AFTER_THE_LAST_STEP = " after the last step"
 
@@ -125,8 +125,7 @@ class Comparison:
 def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     """Find the first optimizer step at which two training runs differ.
 
-    The weights and buffers after the last step are compared, too, at the end of both runs or
-    before the next step.
+    After the last compared step, also compare the final weights and buffers.
 
     Each run is a script with its arguments (``"train.py --lr 0.1"``), a function without
     arguments, or a file written by `record_training`. A script runs in its own process.
@@ -148,7 +147,7 @@ def find_first_difference(*recordings: list[Record]) -> Comparison:
         for quantity in a["quantities"]:
             pairs = find_differences(quantity, a, b)
             if pairs:
-                # Show a tensor's norm without the hash that is recorded with it.
+                # Show a tensor's norm, but not the tensor's hash.
                 values = [x[0] if x and "norm" in quantity else x for x in pairs[0]]
                 reason, fix = explain(quantity, a, b, step)
                 return Comparison(min(lengths), step, quantity, tuple(values), reason, fix)
@@ -167,14 +166,14 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     if quantity.endswith(AFTER_THE_LAST_STEP) and quantity not in second["quantities"]:
-        # The second run has more steps.
+        # Only the first run has ended, so there is nothing to compare.
         return []
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity in (*first.get("tensors", []), *second.get("tensors", [])):
-        # A tensor such as lr=torch.tensor(0.1) has fewer digits than a float.
+        # Round to float32, because an option may be a tensor, such as lr=torch.tensor(0.1).
         a, b = (torch.tensor(values, dtype=torch.float32).tolist() for values in (a, b))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Accept additional tensors in one run, such as targets that only one model takes as input.
+        # Accept samples that only one model takes as input, such as targets.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # The batch size is recorded as 0 if no module with parameters received the batch.
@@ -306,7 +305,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
 @contextmanager
 def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> Iterator[None]:
-    """Record the training steps inside a `with` block to a JSON file for `compare`.
+    """Record the training steps of a `with` block in a JSON file for `compare`.
 
     Args:
         path: The file to write.
@@ -326,7 +325,7 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
 
 
 class Recorder:
-    """Uses PyTorch's global hooks to record each optimizer step as a JSON-serializable dict."""
+    """Use PyTorch's global hooks to record each optimizer step as a JSON-serializable dict."""
 
     def __init__(self, limit: int, stop: bool) -> None:
         self.limit, self.stop = limit, stop
@@ -362,7 +361,7 @@ class Recorder:
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Record the input batches of modules that directly own parameters, such as Linear."""
+        """Record the inputs of modules that have parameters of their own, such as Linear."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if len(self.steps) == self.limit and module.training:
@@ -413,14 +412,14 @@ class Recorder:
         self.start_step()
 
     def stop_recording(self) -> None:
-        """Record the weights before the step that follows the last recorded step."""
+        """Record the final weights and remove the hooks. End training if ``stop`` is True."""
         self.record_end()
         self.hooks.close()
         if self.stop:
             raise EnoughSteps
 
     def record_end(self) -> None:
-        """Add the weights and buffers after the last step to its record."""
+        """Add the final weights and buffers to the record of the last step."""
         if self.has_ended or not self.steps:
             return
         self.has_ended = True
@@ -449,9 +448,9 @@ class Recorder:
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
     def describe_buffers(self) -> tuple[Record, list[str]]:
-        """Return the buffers that changed since the first forward pass, and their names.
+        """Return the norms and names of the buffers that changed since the first forward pass.
 
-        Constant buffers are left out, because a port may pass a constant as an argument instead.
+        Skip constant buffers, because another implementation may pass constants as arguments.
         """
         entries = []
         for key, initial in self.initial_buffers.items():
@@ -506,7 +505,7 @@ def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_value(value: Any) -> Any:
-    """Return an option of an optimizer with numbers instead of tensors, which may change later."""
+    """Copy an optimizer option, and convert tensors to numbers, because tensors may change."""
     return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 

@@ -81,7 +81,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return why ``target`` cannot be the path of a copy, or "" if the path is suitable."""
+    """Return the reason why no copy can be written to ``target``, or "" if there is none."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a name that Python can import"
@@ -131,7 +131,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the user must check a file with the outcome "conflict" or "kept", otherwise 0.
+        1 if the user must check a file ("conflict" or "kept"), otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -157,7 +157,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return the outcome of an update for a file, such as "merged", and the file's new content.
+    """Return the outcome of updating a file, such as "merged", and the new content of the file.
 
     If the update does not change the file, the outcome is "". If the copy must not contain the
     file, the content is None.

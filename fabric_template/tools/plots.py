@@ -33,7 +33,7 @@ NUM_BEST = 8
 # Unless the user chooses metrics, draw at most 18 panels, because 18 panels take about a second to
 # draw.
 MOST_PANELS = 18
-# The maximum number of characters in a panel's label. A longer label is cut at its start.
+# The maximum number of characters in a panel's label. Longer labels lose their first characters.
 LONGEST_LABEL = 28
 GRAY = "0.72"
 
@@ -171,7 +171,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
-        # Import fabric_template.errors only here, because it imports Lightning, which is slow.
+        # Import errors.py late, because importing Lightning takes seconds.
         from ..errors import describe
 
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
@@ -229,7 +229,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x``, or raise an error if it is not a column of any table.
+    """Return ``x``, or raise an error if no table has a column of this name.
 
     If ``x`` is None, return "step", "epoch" or "row", depending on the columns of the tables.
     """
@@ -316,7 +316,7 @@ def name_axis(runs: list[Run], x: str) -> str:
 
 
 def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
-    """Return all numeric columns of the runs' tables and, separately, those that are metrics."""
+    """Return a list of all numeric columns, and a list of the columns that contain metrics."""
     tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
@@ -520,8 +520,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    Each average covers at most 4% of the values. At the start of a curve, each average covers only
-    the last quarter of the values so far, to exclude the high losses of the first training steps.
+    The average at value n covers the last n / 4 values, but at most 4% of all values. Short
+    averages at the start soon exclude the high losses of the first training steps.
     """
     import numpy as np
 
@@ -603,7 +603,7 @@ class LivePlot:
         self.sizes: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {}, because resumed training does not depend on the plot."""
+        """Save nothing, because a resumed run does not need the plot."""
         return {}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -625,8 +625,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Count at most 0.1 s for the first plot, because its time includes the import of
-                # matplotlib.
+                # Count at most 0.1 s for the first plot, which imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

@@ -136,7 +136,7 @@ class ValueReadRecorder(TorchFunctionMode):
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
     """Return one line of text per setting that makes steps faster, sorted by speed-up.
 
-    Settings that change the results are not tried.
+    Skip settings that would change the results of training.
     """
     steps = min(max(int(200 / milliseconds), 10), 200)
 

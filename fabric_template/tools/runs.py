@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-Run = dict[str, Any]  # Maps the columns of list_runs, and keys such as "rows", to one run's values.
+Run = dict[str, Any]  # One run's row in list_runs, with additional entries such as "rows".
 
 
 def list_runs(
@@ -39,8 +39,8 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
     killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
-    values differ between runs with the same name. `changed` also contains settings from hparams=
-    that are present in all runs but differ in value.
+    values differ between runs with the same name. `changed` also contains hparams= settings that
+    all runs have, but with different values.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -113,7 +113,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Compare an argument of a model or optimizer only between the runs that have it.
+            # Ignore runs whose model or optimizer does not have this argument.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -136,7 +136,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from a folder. The parent folder's path relative to ``root`` is the run's name."""
+    """Read a run from a folder. Name the run after the path from ``root`` to the parent folder."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -180,12 +180,12 @@ def read_files(path: Path, root: Path) -> list[Run]:
 
 
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
-    """Return a copy of ``run`` with the epochs, duration, folder, label and logged rows added."""
+    """Return a copy of ``run`` that also contains the number of epochs, duration and rows."""
     column = find_axis(rows, "epoch")
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Most logs count from 0, so add 1 to the last epoch. Others count from 1 or in fractions.
+        # Add 1 to the last epoch, unless the log counts epochs from 1 or in fractions.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -200,8 +200,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics.
 
-    Choose the metric in the ``monitor`` option if the run logged it, or else a validation metric if
-    there is one.
+    Prefer the metric in the ``monitor`` option, and then validation metrics.
     """
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
@@ -220,8 +219,8 @@ def choose_metric(run: Run) -> str | None:
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
     """Return "min" if a metric's smallest value is best, "max" if the largest is, or None.
 
-    If the metric is the run's ``monitor``, the ``mode`` option determines the result. For all other
-    metrics, or if ``mode`` is not set, the metric's name determines the result.
+    Use the ``mode`` option if the metric is the run's ``monitor``. Otherwise, find the mode from
+    the metric's name.
     """
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
@@ -378,6 +377,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If an option has its default value, a setting with the same name in hparams= replaces it.
+    # A setting in hparams= replaces an option of the same name that has the default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
-# The maximum number of points on a page. The data of 60,000 points takes up about a megabyte.
+# The maximum number of points on a page. With 60,000 points, the file size is about 1 MB.
 MOST_POINTS = 60_000
 # The maximum number of panels above the table.
 MOST_MAIN = 3
@@ -157,7 +157,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Only the first MOST_COLORED styles have colors, so assign them to the best runs.
+        # Only the first MOST_COLORED styles have colors, so give these styles to the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -185,7 +185,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
     """Return up to three quantities, such as "loss", to draw above the table.
 
-    Prefer the metrics by which runs are ranked, and then losses and accuracies.
+    Put the metrics that rank the runs first, followed by losses and accuracies.
     """
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
@@ -193,7 +193,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a list with the curve of a run's metric, or an empty list if it has no values.
+    """Return a list with the curve of a run's metric, or [] if the run did not log the metric.
 
     If there are more than 50 per-step values, add a second curve of moving averages.
     """
@@ -226,8 +226,8 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert the arrays of points to lists.
 
     Returns:
-        The lengths of the longest curve before and after this call, or None if no points were
-        removed.
+        The number of points in the longest curve before and after this call, or None if the
+        function has removed no points.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)

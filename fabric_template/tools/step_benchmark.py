@@ -29,7 +29,7 @@ WARM_UP = 5
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-Choice = dict[str, Any]  # The values of settings, keyed by the names in tune.SETTINGS.
+Choice = dict[str, Any]  # Maps the names of settings, such as "num_workers", to values.
 
 
 class EnoughSteps(BaseException):
@@ -50,7 +50,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median of ten mean step times in seconds, each over a tenth of the steps."""
+        """Average the times in ten groups of steps, and return the median average in seconds."""
         # Times of individual steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting only if its slowest trial is more than MIN_GAIN times as fast as the fastest trial
-# without the setting.
+# Keep a setting only if every trial with the setting is more than MIN_GAIN times as fast as every
+# trial without the setting.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
@@ -127,9 +127,9 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Return the speed-up from the settings ``before`` to the settings ``after``.
+    """Return the speed-up of the settings ``after`` relative to the settings ``before``.
 
-    If the speed-up may be noise in the measured times, return 0.0.
+    Return 0.0 if the speed-up may be noise in the measured times.
     """
     slow: list[float] = []
     fast: list[float] = []
@@ -198,7 +198,7 @@ class LearningRateRamp:
         Stop training if the loss is infinite, NaN or far above the lowest loss so far.
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        # Undo the division by the number of accumulated batches.
+        # The loop has divided the loss by accumulate_grad_batches, so undo this division.
         self._batch_losses.append(float(loss) * trainer.accumulate_grad_batches)
         if trainer.global_step < len(self.rates):
             return
@@ -215,8 +215,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # A diverging loss may decrease by chance, so ignore learning rates above the one with the
-    # lowest loss.
+    # A diverging loss may decrease by chance, so ignore the losses after the lowest loss.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
