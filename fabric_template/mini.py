@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is part of fabric_template, under the MIT License (see LICENSE), and needs only torch and
-lightning. To see how training works, read `fit`, `_train_epoch` and `_train_batch`.
+This file is part of fabric_template, under the MIT License (see LICENSE). It needs only torch and
+lightning. FabricLoop, the other loop of fabric_template, has more options. Each loop can resume a
+run that the other loop has saved.
 
-To change how training works, edit one of these methods:
+To see how training works, read `fit`, `_train_epoch` and `_train_batch`. To change how training
+works, edit one of these methods:
 
 - `_compute_gradients`: the loss, its division by accumulate_grad_batches, and the backward pass
 - `_step_optimizer`: the optimizer step, and clipping before the step
 - `_is_window_end`: the batches after which the optimizer takes a step
 - `_is_done`: when training stops
 - `_set_up_optimizer`: the optimizer and the schedulers, such as a warm-up
-- `_validate`: the validation sets, and the weights that are validated
+- `_validate`: the validation data, and the weights used for validation
 - `_end_row` and `_log_step`: the rows of metrics.csv and steps.csv
 - `log` and `_log_output`: the values in these rows
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
-
-FabricLoop, the other loop of fabric_template, has more options. Each loop can resume a run that the
-other loop has saved.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ EXPECTED = {
     "gradient_clip_val": "a number >= 0",
 }
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# Arguments of LightningModule.log that MiniLoop ignores if they have these values or are None.
+# Arguments of LightningModule.log that MiniLoop accepts only with these values or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Clearer messages for some of torch's errors. Each key is part of torch's message.
@@ -146,12 +145,12 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-# If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
-# total + value * weight.
+# If `weight` is a power of two, `torch.add(total, value, alpha=weight)` is exactly equal to
+# `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# For each object that a fit in this process has used, and for each kind of values: the values at
-# the start of each run, and at the end of the latest fit. The dict keeps no object alive.
+# The state of each object that earlier fits used, at the start of each run and at the end of the
+# latest fit. The keys are weak references, so they do not keep the objects alive.
 EARLIER_FITS: Any = WeakIdKeyDictionary()
 
 
@@ -190,7 +189,7 @@ class MiniLoop:
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # A model refers to its loop. If the model is copied, do not copy the loop.
+        # A model refers to its loop. Copying the model must not copy the loop.
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -234,7 +233,7 @@ class MiniLoop:
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
-        self.active_stage: str | None = None  # "fit" or "validate" while one of them is running.
+        self.active_stage: str | None = None  # "fit", "validate", or None if the loop is idle.
         self._reset()
         # The names of the attributes that `__getstate__` returns.
         self._pickled = {*vars(self), "_pickled", "log_dir", "checkpoint_dir"}
@@ -278,7 +277,7 @@ class MiniLoop:
             check(is_valid and (is_number or is_optional), text)
 
     def _reset(self) -> None:
-        """Seed the random generators, and reset everything that an earlier run has changed."""
+        """Seed the random generators, and reset the loop's counters and results."""
         if self.seed is not None:
             Fabric.seed_everything(self.seed, workers=True, verbose=False)
         self.current_epoch = self.global_step = 0  # Counts of finished epochs and optimizer steps.
@@ -289,9 +288,9 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the means over the epoch. With validate_every_n_steps, a second dict
-        # contains the sums for the next row of metrics.csv. Both map (hook, metric name) to
-        # [total, weight, is_synced].
+        # Running sums for the means of an epoch. If validate_every_n_steps is set, a second dict
+        # holds the sums for the next row of metrics.csv. The keys are (hook, metric name), and the
+        # values are [total, weight, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -308,7 +307,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # The checkpoint's RNG states and object attributes.
+        self._resumed_state: Any = None  # The RNG states and attributes from the checkpoint.
         self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -324,8 +323,8 @@ class MiniLoop:
         train_dataloaders: Any,
         val_dataloaders: Any = None,
         # "auto" continues the newest run, or starts a new run if there is no checkpoint.
-        resume: str | Path | None = None,  # A path, "last", "best" or "auto".
-        load: str | Path | None = None,  # The initial weights: a path, "last" or "best".
+        resume: str | Path | None = None,  # Resume from a path, "last", "best" or "auto".
+        load: str | Path | None = None,  # Load weights from a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
@@ -349,7 +348,7 @@ class MiniLoop:
             self._prepare_training(resumed)
             try:
                 with self._opened_folders(version, is_new=not resumed):
-                    # Record the values at the end, when the model is on its previous device again.
+                    # Record the state only after the model has moved back to its previous device.
                     stack.callback(self._record_fit)
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
@@ -382,8 +381,8 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
-            # If a run resumes within an epoch, reset all attributes of the loaders, because
-            # `_start_batches` needs the values that the attributes had before on_train_start.
+            # If the run resumes within an epoch, undo the changes that on_train_start made to the
+            # loaders, because `_start_batches` needs the original attributes.
             self._reset_loaders({} if self.batches_done > 0 else saved)
             self._keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
@@ -480,8 +479,8 @@ class MiniLoop:
         else:
             output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
-        # As in a plain loop, keep the loss's graph until the next step. Otherwise, autograd would
-        # create its AccumulateGrad nodes in each step.
+        # As in a plain loop, keep the loss and its graph until the next step. Otherwise, autograd
+        # would create new AccumulateGrad nodes in each step.
         self._loss = loss
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
@@ -529,7 +528,7 @@ class MiniLoop:
         self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due, either the ReduceLROnPlateau schedulers or all others.
+        """Step either the ReduceLROnPlateau schedulers or all other schedulers.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """
@@ -553,8 +552,7 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             first = self._loader_state() if is_started else get_rng_state()
-            # After the call of iter(loader), hooks such as on_train_start may have changed the
-            # loaders.
+            # Hooks such as on_train_start may have changed the loaders after iter(loader).
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
                 del first["parts"]
             self._epoch_start["first_batch"] = first
@@ -578,7 +576,7 @@ class MiniLoop:
         check(self._is_last, text)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If a loader has no length, prefetch to detect the last batch."""
+        """Yield (is_last, batch). If a loader has no length, prefetch a batch to detect the end."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -615,7 +613,7 @@ class MiniLoop:
         return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Call a step function in the loop's precision and, with strategy="ddp", through DDP."""
+        """Call a step in the loop's precision. With strategy="ddp", call the step through DDP."""
         self._hook = name
         if self._is_one_cpu_in_32_bits:
             return self._steps[name](batch, batch_idx)
@@ -654,7 +652,7 @@ class MiniLoop:
         return output
 
     def _raise_instead(self, error: Exception) -> None:
-        """Raise a clearer error for some of torch's errors, or raise ``error`` unchanged."""
+        """Replace some of torch's errors with clearer ones. Raise all other errors unchanged."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
         if text is None or not self._hook.endswith("_step"):
             raise error
@@ -664,8 +662,8 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        Without this call, garbage collection would end the worker processes later, and take five
-        seconds per process.
+        Otherwise, garbage collection would end the worker processes later, and take five seconds
+        per process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -681,7 +679,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=4)
 
     def _warn_if_never_stepped(self) -> None:
-        """Warn if training ended before a scheduler that is stepped per epoch was stepped."""
+        """Warn if training ended before the first step of a scheduler that steps once per epoch."""
         if self.current_epoch > 0 or not self.fabric.is_global_zero or self.should_stop:
             return
         for config in self.schedulers:
@@ -733,12 +731,12 @@ class MiniLoop:
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         state = get_rng_state()
-        # Do not clear the gradients in validate(), because a hook of another loop may have called
-        # it before that loop's optimizer step.
+        # Clear the gradients here rather than in validate(), because another loop may call
+        # validate() before its optimizer step.
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Restore the RNG state, because a resumed run does not validate at this step.
+            # Restore the RNG state, because a resumed run does not repeat this extra validation.
             set_rng_state(state)
         return True
 
@@ -752,7 +750,7 @@ class MiniLoop:
             with torch.no_grad():
                 set_epoch(self.val_loader, self.current_epoch)
                 length = sized_len(self.val_loader)
-                # After an error, closing() ends the worker processes, like `_stop_batches`.
+                # If an error occurs, closing() ends the worker processes.
                 with closing(self._timed(islice(self.val_loader, length))) as batches:
                     self._call("on_validation_epoch_start")
                     for batch_idx, batch in enumerate(batches):
@@ -802,7 +800,7 @@ class MiniLoop:
         text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in {self._hook},"
         text += " which logs nothing in MiniLoop. Write on_epoch=True, or use FabricLoop."
         check(on_epoch or (on_step and is_in_batch), text)
-        # A batch_size of 0 leaves the batch out of the mean.
+        # With batch_size=0, the mean ignores the batch.
         if batch_size is not None:
             self._logged_batch_size = batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
@@ -900,7 +898,7 @@ class MiniLoop:
         """Return the means over the epoch so far, and add them to ``callback_metrics``."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, leave out values that a LightningModule returns, but does not log.
+            # Like Trainer, leave out values that a LightningModule returns but does not log.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1147,7 +1145,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # A job scheduler may restart a finished run with resume="auto". Do not train it further.
+        # With resume="auto", keep should_stop, because a job scheduler may restart a finished run.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -1157,12 +1155,12 @@ class MiniLoop:
         saved = {name: best.get(name) for name in self._best}
         is_same = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
         if is_same or self.monitor is None:
-            # Without a monitor, keep the saved run's best checkpoints.
+            # If no monitor is set, keep the best checkpoints of the saved run.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # If the run is killed before its first save, it must continue from this checkpoint,
-            # because the CSV rows after this checkpoint are removed now.
+            # Copy this checkpoint to last.ckpt, because the CSV files will no longer match the old
+            # last.ckpt.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1174,12 +1172,11 @@ class MiniLoop:
             module.training = flags["training"].get(place, module.training)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
-        """Remove the CSV rows after the checkpoint, unless nothing is left to train."""
+        """Unless the run is finished, remove the CSV rows written after the checkpoint."""
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # Another program may have added rows. Keep only rows with a value in the step column,
-            # because the loop wrote these rows.
+            # Keep only rows with a step, because rows without a step come from another program.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1254,7 +1251,7 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the version of a new or resumed run, or None for the next free version."""
+        """Return the version of the run. For a new run, None means the next free version."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = (
@@ -1354,8 +1351,8 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Record which iterators the loader's attributes contain. If iter() does not replace one of
-        # them, `_warn_of_iterators` warns that checkpoints do not contain its position.
+        # Record the iterators in the loader's attributes. `_warn_of_iterators` warns if iter() does
+        # not replace them.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1371,8 +1368,8 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Assign the original lists and tensors to the loaders' attributes again, because the
-            # model may refer to the same lists and tensors.
+            # Put the original lists and tensors back into the loaders, because the model may also
+            # refer to them.
             for attributes, values in kept:
                 # Skip an attribute if its type has changed, for example from None to a list.
                 same = {n for n in values if type(attributes.get(n)) is type(values[n])}
@@ -1386,7 +1383,7 @@ class MiniLoop:
         """Restore the state that the loaders had at the start of the epoch.
 
         With this state, the loaders shuffle as in the saved run. For each object in the loaders,
-        return its namespace, and the values that its attributes had before this call.
+        return the object's attribute dict and a dict of the old values.
         """
         self._reset_loaders(saved)
         starts = {p: self._find_start_of(p, saved.get(p, {})) for p in self._loader_places()}
@@ -1400,7 +1397,7 @@ class MiniLoop:
         return kept
 
     def _loader_state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes that the loaders may read."""
+        """Return the RNG states, and the changed attributes that may affect the sample order."""
         state, places = self._state(), self._loader_places()
         parts = {place: state["parts"][place] for place in places if place in state["parts"]}
         return {**state, "parts": parts}
@@ -1422,7 +1419,7 @@ class MiniLoop:
                     self._large_values[place, name] = value, copied
 
     def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Reset the loaders' attributes that are not in ``saved``, but have changed in this run.
+        """Reset the loaders' attributes that have changed in this run, except those in ``saved``.
 
         A checkpoint contains only the attributes that have changed since the start of the run. In a
         resumed run, on_train_start and set_epoch() may have changed an attribute that the
@@ -1454,8 +1451,8 @@ class MiniLoop:
         if not is_reset and value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
-                # replace_content() increases the tensor's version counter, which is part of the
-                # ChangeMark, so record the new ChangeMark.
+                # Store a new ChangeMark, because replace_content() has increased the tensor's
+                # version counter.
                 start[name] = mark
             is_reset = is_same(mark, start[name])
         if not is_reset:
@@ -1489,7 +1486,7 @@ class MiniLoop:
         return {key: value for key, value in found.items() if is_library_iterator(value)}
 
     def _warn_of_iterators(self) -> None:
-        """Warn about iterators in the loader that iter() has not replaced in this epoch."""
+        """Warn about iterators in the loader that do not start again in each epoch."""
         for (place, name), value in self._find_iterators().items():
             if self._iterators.get((place, name)) is value:
                 reason = f"the position of a {type(value).__name__} cannot be saved"
@@ -1547,7 +1544,7 @@ class MiniLoop:
         return [self.optimizer, *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
-        # Objects in a loader may also be in the model, so do not save their state_dicts here.
+        # For loaders, save no state_dicts, because their objects may also be part of the model.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
         if place in self._object_places and is_installed(type(part)):
@@ -1556,7 +1553,7 @@ class MiniLoop:
         return plain_state(part, self.fabric.device, saved, self._weights)
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Store the loaders' large attributes before values from the checkpoint replace them."""
+        """Store the loaders' large attributes before the checkpoint replaces their values."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1572,8 +1569,7 @@ class MiniLoop:
     def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the attributes in ``states``.
 
-        If two attributes refer to one list, and their values in ``states`` are equal, the two
-        attributes still refer to one list afterwards.
+        Attributes that share a list keep sharing it if their saved values are equal.
         """
         for place in states:
             create_item(self._parts, place)
@@ -1589,7 +1585,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return False if attributes with different saved values refer to ``current``."""
+            """Return whether all attributes that refer to ``current`` have equal saved values."""
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1611,10 +1607,10 @@ class MiniLoop:
             )
 
     def _undo_earlier_fits(self, run: Path, resumed: dict[str, Any]) -> None:
-        """Reset what earlier fits in this process have changed in the objects of a resumed run.
+        """Undo the changes that earlier fits in this process made to the model and the loaders.
 
-        A checkpoint contains only what has changed since the start of the run, so a resumed run has
-        to start with the same values. Keep the values that have changed since the latest fit.
+        A checkpoint contains only the changes since the start of the run, so a resumed run needs
+        the original values. Keep changes that the user has made since the latest fit.
         """
         network, flags = self._unwrapped, flags_of(self._unwrapped)
         for name, value in find_start_values(self, "options", run, self._options()).items():
@@ -1638,7 +1634,7 @@ class MiniLoop:
                     " differ. Create the model and the loaders again.",
                     stacklevel=2,
                 )
-            # Keep an object or generator that training has created, if the checkpoint contains it.
+            # Keep objects and random generators that the checkpoint will restore.
             known = {name for name in start if f"{place}.{name}".removeprefix(".") in saved}
             known |= {n for n in saved.get(place, {}) if is_random_state(saved[place][n])}
             states[place] = {n: start[n] for n in start if n not in lost | known}
@@ -1649,12 +1645,12 @@ class MiniLoop:
         return {name: getattr(self, name) for name in SMALLEST}
 
     def _all_values(self, place: str) -> dict[str, Any]:
-        """Return the encoded attributes of a part, and a ChangeMark for each other attribute."""
+        """Return an object's attributes, encoded if possible, or else as a ChangeMark."""
         others = dict.fromkeys(namespace_of(self._parts[place]), ChangeMark())
         return {**others, **self._plain_state(place)}
 
     def _record_fit(self) -> None:
-        """Store the values at the start and at the end of this fit, for a later resumed fit."""
+        """Store the state before and after this fit, in case a later fit resumes the run."""
         # Reading the attributes of a user's object may raise any error.
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -1753,8 +1749,7 @@ class MiniLoop:
         parts[""] = unwrap_compiled(self.model)
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
-        # The parts that the order of the samples may depend on: the loaders, and the model if a
-        # loader refers to it.
+        # The paths of the objects that may affect the order of the samples, such as the loaders.
         self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
         if resumed:
@@ -1849,7 +1844,7 @@ class MiniLoop:
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Store the state at the start of training, to detect later changes.
 
-        Check the checkpoint to resume from, and warn about modules in eval mode.
+        Also check the checkpoint of a resumed run, and warn about modules in eval mode.
         """
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
@@ -1865,8 +1860,7 @@ class MiniLoop:
         self._start_states = {place: self._plain_state(place) for place in self._parts}
         self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
         self._iterators = {}
-        # The original object and a copy of each large attribute of the loaders. This dict has items
-        # only while a run resumes.
+        # During a resume, the large attributes of the loaders, each as (original, copy).
         self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._unsaved: set[tuple[str, str]] = set()
         if resumed:
@@ -1928,7 +1922,7 @@ class MiniLoop:
         self._warn_of_changes(own)
 
     def _warn_of_changes(self, own: dict[str, Any]) -> None:
-        """Compare the settings, and the arguments of the optimizer and schedulers."""
+        """Warn about changed settings, and changed arguments of the optimizer and schedulers."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -1970,9 +1964,9 @@ class MiniLoop:
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Raise an error if the model's weights have other dtypes than in the saved run.
+        """Raise an error if the dtypes of the weights have changed since the run was saved.
 
-        The restored optimizer state would have the saved dtypes, and the first step would fail.
+        Otherwise, the first step would fail, because the optimizer state keeps the saved dtypes.
         """
         current = self._unwrapped.state_dict()
         for name, saved in weights.items():
@@ -1986,9 +1980,9 @@ class MiniLoop:
                 )
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Raise an error if the optimizer trains the parameters in another order.
+        """Raise an error if the order of the optimizer's parameters has changed.
 
-        The state of an optimizer contains no names, so it would be restored for other parameters.
+        torch matches the saved optimizer state with the parameters by order rather than by name.
         """
         known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
@@ -2031,7 +2025,7 @@ class MiniLoop:
     def _added_methods(self) -> Iterator[None]:
         """Let the model call methods such as ``log``, and set the trainer of a LightningModule.
 
-        If a hook of another loop runs this loop, restore the other loop's methods afterwards.
+        If a hook of another loop has started this loop, restore that loop's methods afterwards.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2051,7 +2045,7 @@ class MiniLoop:
                 for name in added:
                     attributes.pop(name, None)
                 attributes.update(previous[key])
-            # MiniLoop has the attribute active_stage, and FabricLoop has active_run.
+            # A running MiniLoop has an active_stage, and a running FabricLoop has an active_run.
             if getattr(trainer, "active_stage", None) or getattr(trainer, "active_run", None):
                 self.model.trainer = trainer
 
@@ -2122,10 +2116,9 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return the model's method with the given name.
+    """Return the model's method with the given name, or None.
 
-    If the method is missing, is an empty hook of Lightning's base classes, or was added by a loop,
-    return None.
+    Ignore empty hooks of Lightning's base classes, and methods that a loop has added to the model.
     """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
@@ -2145,12 +2138,12 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def has_no_log(part: Any) -> bool:
-    """Return whether an object has no ``log`` method, or only the one from LightningModule."""
+    """Return whether an object has no ``log`` method of its own."""
     return not hasattr(part, "log") or (callable(part.log) and not find_method(part, "log"))
 
 
 def collect_modules(model: Any) -> nn.Module:
-    """Return an nn.Module that contains the modules and parameters in an object's attributes."""
+    """Return an nn.Module with the modules and parameters from an object's attributes."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
         # Write to nn.Module's dicts, because add_module() refuses names such as "forward".
@@ -2175,7 +2168,7 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a step function of (batch, batch_idx), even if ``step`` takes only the batch."""
+    """Return a step function that takes batch and batch_idx, even if ``step`` takes only batch."""
     parameters = inspect.signature(step).parameters
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
@@ -2312,10 +2305,9 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader and its samplers, dataset and collate function, keyed by name.
+    """Return a dict with the loader and its samplers, dataset and collate function.
 
-    The returned dict also contains the objects inside the loader's parts, such as a dataset's
-    transform.
+    Include nested objects, such as the transform of a dataset.
     """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
@@ -2330,16 +2322,16 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Checkpoints contain a loader's attributes. A list has none, so wrap it in an object.
+    # A list has no attributes to save, so wrap it in an object.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that samplers and datasets refer to, and their submodules.
+    """Return the modules that samplers and datasets refer to, including submodules.
 
-    The search for modules covers attributes, lists, dicts, bound methods, partial functions, and
-    the closure variables and default arguments of functions.
+    Search attributes, lists, dicts, bound methods, partial functions, closures and default
+    arguments.
     """
     found: list[nn.Module] = []
     for values in [{"": part, **namespace_of(part)} for part in parts]:
@@ -2377,18 +2369,16 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def finish_gloo_threads() -> None:
     """Give gloo's threads time to free tensors before Python exits.
 
-    If a thread frees the tensors of the last collective call while Python exits, the process
-    aborts. The launcher then kills the other processes.
+    If a gloo thread frees tensors while Python exits, the process aborts.
     """
     time.sleep(0.05)
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
-    """Warn if the loader's sampler draws random numbers between the items that it yields.
+    """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    In the saved run, dropout may have drawn random numbers between two of the sampler's items. A
-    resumed run skips batches without running the model, so the sampler draws different random
-    numbers than in the saved run.
+    A resumed run skips batches without running the model. If the model contains dropout, the
+    sampler then draws different numbers than in the saved run.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2415,8 +2405,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the weights from the checkpoint, but not the weights from the start of the
-    epoch.
+    In a resumed run, the sampler would read the checkpoint's weights instead of the weights at the
+    start of the epoch.
     """
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
     for module in referenced_modules(parts):
@@ -2432,7 +2422,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one of the processes has no batches left.
+    """Yield batches until any process runs out of batches.
 
     DDP would wait forever if one process continued after another process had run out of batches.
     """
@@ -2455,7 +2445,10 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None. Unlike zero_grad(), record no profiler event (20 us)."""
+    """Set all gradients to None.
+
+    zero_grad() would also record a profiler event, which takes 20 us.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2536,7 +2529,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids.
 
-    A resumed run has different parameter objects with different ids.
+    A resumed run creates new parameters, which have new ids.
     """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
@@ -2549,7 +2542,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value, such as a dict keyed by id(parameter), refers to parameters.
+    """Return whether a value contains parameters or their ids.
 
     Args:
         ids: The ids of the parameters.
@@ -2576,7 +2569,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's class and interval, and its arguments that JSON can store."""
+    """Return a scheduler's class, interval and arguments. Skip arguments that JSON cannot store."""
     scheduler = config["scheduler"]
     described = {"class": type(scheduler).__name__, "interval": config["interval"]}
     for name in inspect.signature(type(scheduler).__init__).parameters:
@@ -2587,10 +2580,10 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn if an argument of the optimizer or a scheduler differs from the saved run.
+    """Warn if an argument of the optimizer or a scheduler has changed since the run was saved.
 
-    Raise an error if a scheduler's class or interval differs from the saved one, because torch
-    would load the saved state into the wrong scheduler.
+    If a scheduler's class or interval has changed, raise an error, because torch does not check
+    them.
     """
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
@@ -2608,9 +2601,9 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers whose state contains parameters of the optimizer.
+    """Refuse schedulers whose state_dict() contains parameters of the optimizer.
 
-    After a resume, the scheduler would refer to copies of the optimizer's parameters.
+    A resumed run would load copies of these parameters into the scheduler.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
@@ -2684,7 +2677,7 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
 
 
 def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path | None) -> None:
-    """Raise an error if a checkpoint has different values for two names of one parameter."""
+    """Raise an error if a shared parameter has two different values in the checkpoint."""
     names: dict[Any, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if isinstance(weights.get(name), Tensor):
@@ -2700,9 +2693,9 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly and in place, because other objects may share its dicts.
+    """Load an optimizer's state in place, and keep the saved dtypes.
 
-    load_state_dict() alone would create new dicts, and convert tensors to different dtypes.
+    load_state_dict() would convert dtypes, and would replace dicts that other objects may use.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -2727,7 +2720,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Move the tensors in a saved value to the devices of the tensors in ``loaded``."""
+    """Return a saved value with each tensor on the device of its counterpart in ``loaded``."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2745,9 +2738,9 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects in the attributes, lists and dicts of an object, keyed by path.
+    """Return the objects nested in an object, keyed by attribute path.
 
-    For example, a dataset's transform has the path "transform".
+    For example, the key of a dataset's transform is "transform".
 
     Args:
         known: The ids of objects to skip.
@@ -2787,31 +2780,31 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     """Return the hooks of a module, parameter or optimizer.
 
-    If a hook is a bound method, return the object that it is bound to.
+    If a hook is a method of an object, return the object instead.
     """
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def owner_of(part: Any) -> Any:
-    """Return the object whose attributes are saved. ``objects_in`` wraps some objects."""
+    """Unwrap an object that ``objects_in`` has wrapped."""
     return vars(part)["item"] if type(part) is SimpleNamespace and "item" in vars(part) else part
 
 
 def record_values(owner: Any, kind: str, run: Path, start: Any, end: dict[str, Any]) -> None:
-    """Store the values of an object at the start and at the end of a fit."""
+    """Store an object's state at the start and at the end of a fit."""
     end = {name: start[name] if is_same(start.get(name), end[name]) else end[name] for name in end}
     # Objects of some classes with __slots__ do not support weak references.
     with suppress(TypeError):
         of_owner = EARLIER_FITS.setdefault(owner, {})
-        # The key None contains the values at the start of the first fit.
+        # The entry for None holds the state at the start of the first fit.
         starts = of_owner[kind][0] if kind in of_owner else {None: start}
         starts[run] = starts[None] if is_same(start, starts[None]) else start
         of_owner[kind] = starts, end
 
 
 def find_start_values(owner: Any, kind: str, run: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values at the start of a run, of all values that fits have changed since then."""
+    """Return the values at the start of a run. Leave out values that no fit has changed."""
     if kind not in EARLIER_FITS.get(owner, {}):
         return {}
     starts, end = EARLIER_FITS[owner][kind]
@@ -2826,7 +2819,7 @@ def find_start_values(owner: Any, kind: str, run: Path, values: dict[str, Any]) 
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a path refers to an item that a defaultdict has not created yet, create the item."""
+    """If a path leads to a missing item of a defaultdict, create the item."""
     path, _, key = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container = namespace_of(parts.get(owner)).get(name)
@@ -2846,7 +2839,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package, not of the user's own code."""
+    """Return whether a class is part of an installed package rather than the user's code."""
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
@@ -2873,7 +2866,7 @@ class SlotAttributes(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        # Do not call setattr: a damaged checkpoint may name a property, whose setter runs code.
+        # Do not call setattr, because a damaged checkpoint could make it run a property's setter.
         if name in self._slots:
             object.__setattr__(self._instance, name, value)
         elif hasattr(self._instance, "__dict__"):
@@ -2937,7 +2930,7 @@ def plain_state(
         if name not in found:
             check_unsaved(name, value, saved is None)
             if saved is None and holds_objects(value):
-                # The items are saved separately. Here, only detect added items by the length.
+                # The items are saved separately, so use only the length to detect changes.
                 found[name] = ChangeMark((len(value),))
     return found
 
@@ -2972,9 +2965,9 @@ def encode_or_mark(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn if an attribute outside the loaders is an iterator.
+    """Warn about an iterator that is not part of a loader.
 
-    If the attribute is a list, tuple or dict that contains random generators, raise an error.
+    Raise an error for random generators in a list, tuple or dict.
     """
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
@@ -3029,8 +3022,7 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # The checksums in ``marks`` cover only a sample of the container's items. The version counters
-    # detect in-place changes to all tensors in the container.
+    # `marks` covers only a sample of the items, so also use the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     return kind, len(items), hash(tuple(map(id, items))), versions, marks
@@ -3039,9 +3031,9 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    The checksum also detects changes made through ``.data``, which keep the version counter. For a
-    GPU tensor or a tensor larger than 256 MB, the checksum covers only a sample of the elements.
-    Return None for sparse tensors, meta tensors, and values that are not tensors.
+    The checksum also detects changes made through ``.data``, which do not change the version
+    counter. For a GPU tensor or a tensor larger than 256 MB, the checksum covers only a sample of
+    the elements. Return None for sparse tensors, meta tensors, and values that are not tensors.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -3059,7 +3051,7 @@ def encode_large(value: Any, device: torch.device) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict``, and is neither a module nor a loader."""
+    """Return whether a value has a ``state_dict`` method. Modules and loaders do not count."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -3108,7 +3100,7 @@ def encode(
 
 
 def check_container(value: Any, most: float | None, depth: int) -> None:
-    """Raise a TypeError if a value is not a supported container, or if its nesting is too deep.
+    """Raise a TypeError for unsupported containers, and for containers nested too deeply.
 
     If a container has too many items, raise a LargeValueError.
     """
@@ -3147,7 +3139,7 @@ def encode_array(value: Any, most: int | None) -> Any:
 
 
 def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
-    """Return the value that ``encode`` converted to ``encoded``."""
+    """Convert an encoded value back to the original value."""
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
@@ -3242,7 +3234,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 def set_shared(name: str, current: Any, value: Any) -> None:
     """Write a saved value into an object in shared memory.
 
-    Raise an error if the saved value has a different type or length than the object.
+    Raise an error if the value does not fit into the object.
     """
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
@@ -3368,7 +3360,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Parts of the names of metrics to minimize, of metrics to maximize, and of other values.
+# Parts of metric names that show whether smaller values are better, larger values, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -3408,7 +3400,7 @@ def find_direction(metric: str) -> str | None:
 
     If the name does not show whether higher or lower is better, return None.
     """
-    # Ignore the end of a name such as "fpr@recall" or "fpr_at_recall", whose metric is "fpr".
+    # In a name such as "fpr@recall" or "fpr_at_recall", read only "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
@@ -3452,7 +3444,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """Replaces an object in a checkpoint, because creating the object could run arbitrary code."""
+    """A substitute for checkpoint objects whose creation could run arbitrary code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -3531,7 +3523,7 @@ def find_hparams(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether a newer run started in the same folder after a checkpoint was saved."""
+    """Return whether another run started in the folder after the checkpoint was saved."""
     started, _ = read_times(folder)
     return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
 
@@ -3550,11 +3542,11 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time of the latest start or save in a version folder, and the version number."""
+    """Return the time when a version folder was last used, and the version number."""
     number, age = folder.name.removeprefix("version_"), max(read_times(folder))
     for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # Without a .lock file, as in a copy without hidden files, use the time in the checkpoint.
-        # Ignore errors here, because reading the checkpoint again will report them.
+        # If a copied folder has no .lock file, use the time in the checkpoint. Ignore errors here,
+        # because they are reported when the checkpoint is read again.
         with suppress(Exception):
             saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
             age = max(age, float(saved))
@@ -3625,8 +3617,8 @@ def close_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # DataLoader workers outlive a killed run by a few seconds. Close the lock files in the workers,
-    # because open lock files would keep the folders of the killed run locked.
+    # DataLoader workers live a few seconds longer than a killed run. Close the lock files in the
+    # workers, so that the run's folders do not stay locked.
     os.register_at_fork(after_in_child=close_locks)
 
 

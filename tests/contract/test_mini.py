@@ -877,7 +877,7 @@ SECOND_VALIDATION = {
 """,
     """                set_epoch(self.val_loader, self.current_epoch)
                 length = sized_len(self.val_loader)
-                # After an error, closing() ends the worker processes, like `_stop_batches`.
+                # If an error occurs, closing() ends the worker processes.
                 with closing(self._timed(islice(self.val_loader, length))) as batches:
                     self._call("on_validation_epoch_start")
                     for batch_idx, batch in enumerate(batches):
