@@ -65,7 +65,7 @@ def find_stateful_part(loader: Any) -> Any:
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
-            # The loader's state_dict() does not contain the order of this sampler's indices.
+            # The loader's state_dict() does not save the order in which the sampler yields indices.
             return None
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0) > 0
     is_stream = isinstance(dataset, IterableDataset)
@@ -91,7 +91,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because only the attributes of objects are saved."""
+    """Wrap a list in an object, because checkpoints contain only attributes of objects."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -146,7 +146,7 @@ def referenced_objects(parts: Iterable[Part]) -> list[Any]:
 
 
 def refers_to_model(loader: Any) -> bool:
-    """Return whether the loader refers to an object such as the model."""
+    """Return whether the loader refers to a module, a datamodule or a callback."""
     parts = {**parts_of_order(loader), **parts_of_samples(loader)}
     return bool(referenced_objects(parts.values()))
 
@@ -154,8 +154,7 @@ def refers_to_model(loader: Any) -> bool:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A resumed run has the weights from the checkpoint, but not the weights from the start of the
-    epoch.
+    A checkpoint does not contain the weights from the start of the epoch.
     """
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
@@ -212,7 +211,7 @@ def find_restart_problem(loader: Any, hides_workers: bool) -> str:
 
 
 def holds_iterator(loader: Any) -> bool:
-    """Return whether a loader keeps an iterator, such as a generator, from epoch to epoch."""
+    """Return whether a loader uses the same iterator, such as a generator, in every epoch."""
     if isinstance(loader, DataLoader):
         if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
             return False
@@ -266,9 +265,9 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders skip the finished batches in every later epoch, too. To
-    prevent this, StreamState resets the loader's position at the end of the resumed epoch,
-    but not other values, such as the epoch number.
+    After ``load_state_dict``, some loaders also skip the finished batches in later epochs. At the
+    end of the resumed epoch, StreamState therefore resets the loader's position, but not values
+    such as the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -278,9 +277,9 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # For each attribute to reset, a digest of its loaded value, and the value to restore.
+        # The attributes to reset, each with a digest of the loaded value and the new value.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
-        # The state from the checkpoint, until the first batch is read. Then None.
+        # The state from the checkpoint, or None after the first batch is requested.
         self._loaded: Any = None
 
     def state(self) -> Any:
@@ -298,8 +297,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
-        # Collect each attribute's digest and value in the saved run. If the checkpoint lacks an
-        # attribute, the saved run had not changed it.
+        # Collect the digests and values from the saved run. Attributes that are missing from the
+        # checkpoint still had their initial values.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():
@@ -310,20 +309,20 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # If the value in the saved run is unknown, keep the value set by load_state_dict().
+            # If the saved run's value is unknown, keep the value that load_state_dict() has set.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._attributes_to_reset[place] = loaded, saved[1]
 
     def end_pass(self) -> None:
-        """Reset the loader's position, so that the next epoch starts at its first batch."""
+        """Reset the loader's position, so that the next epoch starts with the first batch."""
         self._plain.load_attributes(self._values_to_reset())
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return the new value of each attribute to reset.
+        """Return a new value for each attribute to reset.
 
-        Omit attributes whose values have changed while batches were read.
+        Omit attributes that have changed since the saved position was loaded.
         """
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {

@@ -1,4 +1,4 @@
-"""Save and restore the position in a loader, so that a resumed run reads the next batch.
+"""Save and restore the position in a loader, so that a resumed run continues with the next batch.
 
 How a loader is restored depends on its type:
 
@@ -6,8 +6,9 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the finished batches without reading their samples.
 - Any other loader reads all finished batches again.
 
-A loader that keeps an iterator, such as a generator, across epochs cannot resume after the first
-epoch. If a sampler draws random numbers for each batch, a resumed run may read different samples.
+If a loader uses the same iterator, such as a generator, in every epoch, a run cannot resume after
+its first epoch. If a sampler draws random numbers for each batch, a resumed run may read different
+samples.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ STICKY_POSITION = (
 class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    A shuffled order depends on the RNG states at the start of the epoch. Therefore, a resumed run
-    restores these states before it creates the loader's iterator.
+    A shuffled order depends on the RNG states at the start of the epoch. A resumed run restores
+    these RNG states before it creates the loader's iterator.
 
     Args:
         find_model_state: Returns the attributes of the model. If the loader refers to the model,
@@ -84,7 +85,7 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The RNG states just before the iterator was created, and before its first batch.
+        # The RNG states before the iterator was created, and before the first batch was requested.
         self._at_start: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
@@ -93,7 +94,7 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(stream)
         # The index of the first batch that a resumed run reads, or None after the resumed epoch.
         self._resumed_at: int | None = None
-        # The number of batches in the resumed epoch, and how many of them the resumed run has read.
+        # The number of batches in the resumed epoch, and the number read after resuming.
         self._resumed: tuple[int, int] | None = None
         # Whether the loader skips its first batches not only in the resumed epoch, but also in
         # later epochs.
@@ -107,8 +108,7 @@ class ResumableLoader:
         self.restart_problem = ""
         if stream is None:
             self.restart_problem = find_restart_problem(loader, self._hides_workers)
-        # Whether the first epoch is over. After the first epoch, a loader with a restart_problem
-        # cannot resume.
+        # Whether the first epoch is over.
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -121,7 +121,7 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # Yield no batch, so that CombinedLoader restarts the loader, as in the saved run.
+            # Return an empty iterator, so that CombinedLoader starts the loader again.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -135,19 +135,19 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # If the resumed iterator has no batches left, start a new one. Otherwise, CombinedLoader
-        # would end the epoch.
+        # If the resumed iterator is exhausted, start a new iterator, because CombinedLoader would
+        # otherwise end the epoch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # A hook such as setup() may create the loader before the run knows the model's attributes.
+        # Do not call _find_model_state in __init__, because run.plain_state may still be empty.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
     def is_used(self) -> bool:
-        """Return whether the current iterator has returned a batch or has ended."""
+        """Return whether the current iterator has yielded a batch or is exhausted."""
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
@@ -168,10 +168,9 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) draws the first indices, and not the first call of next().
+        """Return whether iter(loader) draws the first indices.
 
-        If ``__iter__`` is a generator function, the first indices are drawn when the first batch is
-        requested.
+        If ``__iter__`` is a generator function, the first call to next() draws the first indices.
         """
         source = self.loader
         if isinstance(self.loader, DataLoader):
@@ -219,8 +218,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # A worker has no saved RNG state before its first batch. If only some workers have an RNG
-        # state, read all batches again.
+        # A worker that has not loaded a batch yet has no saved RNG state. If only some workers have
+        # a saved RNG state, read all batches again.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -273,7 +272,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the loader skips the same number of batches again after the resumed epoch."""
+        """Warn if the loader skips batches again in the epoch after the resumed epoch."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -288,7 +287,7 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator. If there are workers, they start with batch ``first``."""
+        """Create the loader's iterator. Workers start with the batch at index ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
@@ -299,11 +298,11 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Like torch, read the samples of an incomplete last batch, because the dataset may draw
-            # random numbers. Then recorder.collate drops the batch.
+            # Like torch, read the samples of an incomplete last batch before dropping the batch,
+            # because the dataset may draw random numbers.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # The iterator of persistent workers keeps its first sampler, so assign the new sampler.
+            # Persistent workers reuse their iterator, so replace the iterator's sampler.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -312,7 +311,7 @@ class ResumableLoader:
     def _start_persistent_workers(self, first: int) -> None:
         """Start the workers with their saved RNG states.
 
-        The process that starts the workers keeps its own RNG state.
+        The RNG states of the current process stay unchanged.
         """
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
@@ -333,8 +332,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run will skip the finished batches by index, save the changed attributes of
-        # the dataset and of the loader's other parts.
+        # If a resumed run will not read the finished batches again, save the attributes that have
+        # changed while these batches were read.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -354,7 +353,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved position together with the loader's current attributes."""
+        """Add the loader's current attributes to a saved position."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -363,11 +362,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader has a ``restart_problem``.
-
-        A loader with a ``restart_problem`` cannot resume from a checkpoint that was saved after the
-        first epoch.
-        """
+        """Raise an error if the loader cannot resume after the first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -443,9 +438,9 @@ class ResumableLoader:
         return states if self._model_state is None else [*states, self._model_state]
 
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore a saved state. Reset attributes that the saved run had not changed.
+        """Restore a saved state, and reset attributes that the saved run had not changed.
 
-        When ``stack`` is closed, the model's attributes get the values from before this call.
+        Closing ``stack`` restores the model's previous attributes.
         """
         if self._model_state is not None and "model" in captured:
             attributes = self._model_state.changed_start_values() | captured["model"]["attributes"]
@@ -475,8 +470,8 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Return the next items of a sampler.
 
-    Warn if the sampler draws random numbers during the epoch. Dropout, for example, draws from the
-    same generator, so a resumed run cannot repeat the sampler's random numbers.
+    Warn if the sampler draws random numbers during the epoch. A resumed run cannot repeat these
+    numbers, because code such as dropout draws from the same generator.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -512,16 +507,16 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Marks an incomplete last batch, which is dropped because ``drop_last`` is True."""
+    """Replaces an incomplete last batch, which is dropped because ``drop_last`` is True."""
 
 
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    Workers prefetch batches. Therefore, each batch carries the RNG state that its worker had after
-    loading it. The state includes the generators of the dataset and the collate_fn. Recording the
-    RNG state costs 80 microseconds per batch. A worker sends the state (10 kB) only if the state
-    has changed.
+    Workers prefetch batches, so a worker's current RNG state may be several batches ahead. The RNG
+    state includes random generators in the dataset and the collate_fn. Recording the RNG state
+    costs 80 microseconds per batch. A worker sends its RNG state (10 kB) only if the state has
+    changed.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.
@@ -556,7 +551,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return the batch, the worker's index, and its RNG state (None if unchanged)."""
+        """Return the batch, the worker's index, and the worker's RNG state (None if unchanged)."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

@@ -67,8 +67,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage, the RNG states and the attributes of objects such as the model, recorded
-        # before the loaders of the stage were last created.
+        # The RNG states and the model's attributes from before the loaders were last created, keyed
+        # by stage.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -84,7 +84,7 @@ class DataConnector:
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
-        """Return the seed with which all processes shuffle. A resumed run uses the saved seed."""
+        """Return the seed that all processes use to shuffle. A resumed run uses the saved seed."""
         if self._common_seed is None:
             saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
@@ -122,8 +122,7 @@ class DataConnector:
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
-                # Trainer calls iter() here, which may draw random numbers. Call iter() too, so that
-                # the RNG states are the same as with Trainer.
+                # Like Trainer, call iter() here, because the call may draw random numbers.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -131,9 +130,9 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error if the sanity check would read the batches of a generator.
+        """Raise an error for a generator, because the sanity check would use up its first batches.
 
-        With a limit, or with a reload in each epoch, several validations can use a generator.
+        Allow generators if limit_val_batches or reload_dataloaders_every_n_epochs is set.
         """
         config = self.run.config
         is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
@@ -150,11 +149,10 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the state that determines which loaders a hook creates.
+        """Before a hook creates loaders, record the RNG states and the model's attributes.
 
-        The state contains the RNG states, and the attributes of objects such as the model. In a
-        resumed run, restore the saved RNG states and attributes, so that the hook creates the same
-        loaders.
+        In a resumed run, restore the saved RNG states and attributes, so that the hook creates the
+        same loaders.
         """
         if stage in self.given:
             yield
@@ -172,10 +170,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the RNG states and attributes that the saved run recorded before creating loaders.
-
-        The returned dict is keyed by stage. The attributes belong to objects such as the model.
-        """
+        """Return the RNG states and attributes that the saved run recorded for each stage."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -191,7 +186,7 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # A CSV logger writes a row in every epoch anyway. Warn only if there is another logger.
+        # Do not warn if there are only CSV loggers, which write a row in every epoch anyway.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -206,7 +201,7 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # If Trainer restarts an epoch, it creates a second iterator for this epoch.
+            # Like Trainer, create a second iterator for an epoch that is restarted.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -267,7 +262,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error for training loaders that cannot resume without a saved position."""
+        """Raise an error if a training loader cannot resume after the first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -280,8 +275,8 @@ class DataConnector:
         """Restore the states of training loaders from a Trainer checkpoint."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
-            # Create and discard the saved epoch's iterator, so that the next iterator starts a new
-            # epoch.
+            # The first iterator continues the saved epoch. Create and discard this iterator, so
+            # that the next iterator starts a new epoch.
             iter(loader)
 
 
@@ -353,7 +348,7 @@ class StageLoaders:
         self.limits = [count_batches(loader, limit, stage, name) for loader in self.loaders]
         self.num_batches = self.count_batches()
         check_lengths(run, self.limits, stage)
-        # If a reload returns the same loader, keep its ResumableLoader and its persistent workers.
+        # If a reload returns the same loader, keep its persistent workers.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
         find_state = self._find_model_state if stage == "train" else None
@@ -364,8 +359,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # If loaders are never reloaded, store 0 instead of the current epoch. Otherwise, a
-        # checkpoint would depend on the epoch in which the loaders were created.
+        # If loaders are never reloaded, store 0 instead of the current epoch, so that checkpoints
+        # do not depend on the epoch in which the loaders were created.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -400,13 +395,13 @@ class StageLoaders:
         return min(limits) if self._mode == "min_size" else max(limits)
 
     def set_epoch(self, is_resumed: bool = False) -> None:
-        """Set the epoch of every sampler, so that shuffled epochs differ."""
+        """Set the epoch of every sampler, so that each epoch has a different order."""
         epoch = self.run.progress.epochs_done
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # In the first epoch, the saved run called set_epoch() after iter(). If iter()
-                    # had already drawn the order, set_epoch() did not change the order.
+                    # In the first epoch, the saved run called iter() before set_epoch(). If iter()
+                    # draws the order, skip set_epoch() to get the same order again.
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
@@ -427,7 +422,7 @@ class StageLoaders:
             self.iterator = (item for item in self._combined)
 
     def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
-        """Yield each batch on the device, with its batch_idx and its dataloader_idx."""
+        """Yield each batch on the device, together with its batch_idx and dataloader_idx."""
         items, num_batches, data = self.iterator, self.count_batches(max_batches), self.run.data
         transfer = make_transfer(self.run)
         if self.run.hooks.profiler is not None:
@@ -476,7 +471,7 @@ class StageLoaders:
             yield item
 
     def _prefetch(self, items: Iterator[Any]) -> None:
-        """Prefetch one batch. A resumed run uses the saved RNG state for its first prefetch."""
+        """Prefetch one batch. In a resumed run, the first prefetch uses the saved RNG state."""
         restored, self._restored_rng = self._restored_rng, None
         positions = [loader.state_dict(True, is_per_batch=True) for loader in self.resumable]
         self._before_prefetch = positions, restored or capture_rng_state()
@@ -555,10 +550,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # ``dropped`` also counts the call to next() that found the end of the loader.
+    # ``dropped`` also counts the call to next() that reached the end of the loader.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Omit the samplers' states, because a resumed run generates the order of the samples again. If
-    # it also reads the samples again, omit the dataset's state, too.
+    # A resumed run draws the sample order again, so omit the samplers' states. If the resumed run
+    # also reads the samples again, omit the dataset's state.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -591,7 +586,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item is a custom, non-iterable object, which can only be a batch."""
+    """Return whether a list item must be a batch, because it is a custom, non-iterable object."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -634,7 +629,7 @@ def count_batches(loader: Any, limit: int | float, stage: str, loop_name: str) -
 
 
 def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
-    """Raise an error if processes have different numbers of batches, which causes deadlocks."""
+    """Raise an error if the number of batches differs between processes, to avoid deadlocks."""
     for found in zip(*gather_objects(run, lengths), strict=False):
         is_strict = run.stage == "fit" or 0 in found
         if is_strict and len(set(found)) > 1:

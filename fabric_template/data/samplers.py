@@ -115,7 +115,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
     if isinstance(given, RandomSampler | SequentialSampler):
         return DistributedSampler(dataset, **options)
     wrapper: Any = DistributedSamplerWrapper(given, **options)
-    # Keep a reference to the user's sampler, because checkpoints also contain its state.
+    # Keep a reference to the user's sampler, so that checkpoints contain the sampler's state.
     wrapper.given_sampler = given
     return wrapper
 

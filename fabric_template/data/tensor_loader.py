@@ -98,7 +98,7 @@ class TensorLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. With several processes, the sample order depends on the epoch.
 
-        In a loader from ``loop.setup``, each pass increases the epoch by one.
+        Each pass over a loader from ``loop.setup`` increases the epoch by one.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)

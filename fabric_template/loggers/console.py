@@ -35,7 +35,7 @@ LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{p
 MIN_BAR_WIDTH = 10
 # Each redraw sends all lines to the notebook, so limit the table to its newest rows.
 MAX_NOTEBOOK_LINES = 20
-# The columns that come last in the table. "waiting" is shown only if batches are often late.
+# The last columns of the table. "waiting" is shown only if training often waits for batches.
 CLOCKS = ("time", "waiting", "gpu_memory")
 NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 
@@ -152,7 +152,7 @@ class Console:
         progress, total = run.progress, self._num_eval_batches
         done = progress.eval_batches_done
         if run.stage == "fit":
-            # Do not count the current batch, which may have raised an error.
+            # Do not count an unfinished batch, which may have raised an error.
             done = progress.batches_done - (progress.phase == "train_batch")
             total = progress.num_train_batches
         if is_complete:
@@ -310,7 +310,7 @@ def fitting_columns(columns: Sequence[str], monitor: str, width: int) -> list[st
     """Return the table columns that fit into a terminal with ``width`` characters per line."""
     fitting = list(columns)
     for name in reversed(columns):
-        # If columns are left out, reserve space for the "  …" at the end of the header.
+        # If columns are left out, reserve space for the ellipsis at the end of the header.
         space = width if len(fitting) == len(columns) else width - 3
         if sum(column_width(other) + 2 for other in fitting) - 2 < space:
             break
@@ -402,7 +402,7 @@ def format_results(results: Sequence[Mapping[str, Any]], stage: str) -> str:
 
     loaders = {}
     for index, result in enumerate(results):
-        # Remove the loader's index from the metric's name, because the column header contains it.
+        # The column header contains the loader's index, so remove the index from the metric's name.
         values = {name.split("/dataloader_idx_")[0]: value for name, value in result.items()}
         loaders[f"DataLoader {index}"] = values
     table = pandas.DataFrame(loaders).sort_index()

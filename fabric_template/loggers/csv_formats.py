@@ -10,9 +10,9 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The name of a temporary column with the run names, if a file contains several runs.
+# The name of a temporary column, which contains run names if a file contains several runs.
 RUN = "run of the row"
-# The names that other tools use for the columns of the run, the metric and the data split.
+# The column names that other tools use for the run, the metric and the data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
 SPLIT_NAMES = ("split", "phase", "mode", "stage", "subset", "set", "dataset")
@@ -89,10 +89,10 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split a column of a long table into one column per key, such as one per metric.
+    """Split a column of a long table into one column per key, such as one column per metric.
 
-    ``keys`` contains each row's key. In the column of a key, the cells of all rows with a different
-    key are empty strings.
+    ``keys`` contains one key for each row. Each row has a value only in the column of the row's
+    key, and empty strings in all other columns.
     """
     pairs = list(zip(keys, cells, strict=True))
     return {
@@ -124,7 +124,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # If the name of a run is a number, put the column's name in front of it: "fold=0".
+        # If a run's name is a number, add the column's name, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -137,7 +137,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return a label such as ("fit 2",) for each row of a file written by several calls to fit.
+    """If several calls to fit wrote a file, return a label such as ("fit 2",) for each row.
 
     If a single call wrote all rows, return an empty list.
     """
@@ -150,7 +150,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
     number, labels = 1, list[tuple[str, ...]]()
     for row, position in enumerate(positions):
         # If the epoch numbers start over at a row, a new call to fit wrote that row. In a resumed
-        # run, the epoch numbers do not start over, but continue after the checkpoint.
+        # run, the epoch numbers continue instead of starting over.
         is_back = row > 0 and all(
             now < last for now, last in zip(position, positions[row - 1], strict=True)
         )

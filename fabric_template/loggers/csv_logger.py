@@ -23,8 +23,7 @@ from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# The names of a run's CSV files. A resumed run removes all rows that were written after its
-# checkpoint.
+# A run's CSV files. A resumed run removes rows written after the checkpoint from these files.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -72,7 +71,7 @@ class CSVLogger(Logger):
     def version(self) -> int | str:
         """The run's version.
 
-        If no version was given, the first access chooses the next free version number.
+        If no version was given, the next free version number is chosen on first access.
         """
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
@@ -82,7 +81,7 @@ class CSVLogger(Logger):
         return self._version
 
     def use_version(self, version: int | str) -> None:
-        """Write to the folder of ``version`` from now on, and keep the logged hyperparameters."""
+        """Switch to the folder of ``version``, and keep the hyperparameters logged so far."""
         if version != self._version:
             self._version, self._tables = version, {}
 
@@ -114,7 +113,7 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row to steps.csv.
 
-        If ``step`` is None, use metrics["step"] or, if that is missing, the number of earlier rows.
+        If ``step`` is None, use metrics["step"] or, if that is missing, the number of rows so far.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -178,8 +177,8 @@ class CSVLogger(Logger):
 class Table:
     """Appends rows to a CSV file.
 
-    A row with a new column causes an atomic rewrite of the whole file. If writing a row fails, for
-    example because the disk is full, the row stays in memory until the next call of ``append``.
+    If a row has a new column, the whole file is rewritten atomically. If writing fails, for example
+    because the disk is full, the row stays in memory until the next call to ``append``.
 
     Attributes:
         num_rows, columns: The number of rows and the columns in the file.
@@ -258,7 +257,7 @@ class Table:
             # Do not buffer the file, because closing a buffered file would retry a failed write.
             with self.path.open("ab", buffering=0) as file:
                 if file.write(content) < len(content):
-                    # Remove a partly written row, which would look like a complete row.
+                    # Remove a partly written row, because it might look like a complete row.
                     os.truncate(self.path, self._size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(content)
@@ -277,7 +276,7 @@ class Table:
         self._set_content(columns, rows, len(content))
 
     def sync(self) -> None:
-        """Append the waiting rows to the file, and flush it to disk."""
+        """Append the waiting rows to the file, and flush the file to disk."""
         self.write_waiting()
         if not self._is_synced:
             with self.path.open("rb+") as file:
@@ -369,7 +368,7 @@ def copy_changed(path: Path) -> Path:
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file. Missing values become empty cells."""
     lines: list[str] = []
-    # Before Python 3.13, csv quotes a cell with a carriage return only if lines end with one.
+    # Before Python 3.13, csv quotes a cell with \r only if the line terminator contains \r.
     options: Any = {"restval": "", "extrasaction": "ignore", "lineterminator": "\r\n"}
     writer = csv.DictWriter(SimpleNamespace(write=lines.append), columns, **options)
     writer.writerows(rows)

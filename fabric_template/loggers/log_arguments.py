@@ -1,4 +1,4 @@
-"""Check the arguments of ``self.log``, and fill in the defaults of the calling hook."""
+"""Check the arguments of ``self.log``, and fill in the defaults for the calling hook."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# The hooks that may call self.log. By default, hooks of a training step log the value of each step,
-# and hooks of an evaluation step log the mean over the epoch. Epoch hooks cannot log step values.
+# The hooks that may call self.log. By default, hooks in a training step log the value of each step,
+# and hooks in an evaluation step log the mean over the epoch. Epoch hooks cannot log step values.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",
@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass
 class LogArguments:
-    """Holds the arguments of a ``self.log`` call, including the defaults of the calling hook."""
+    """Holds the arguments of a ``self.log`` call, including the defaults for the calling hook."""
 
     hook: str | None
     name: str
@@ -57,7 +57,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Return the arguments of ``self.log``, including the defaults of the calling hook.
+    """Return the arguments of ``self.log``, including the defaults for the calling hook.
 
     Raise an error if one of the arguments is not allowed in the calling hook.
     """

@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send the loggers the values that an evaluation batch logged with on_step=True."""
+        """Send the values that an evaluation step logged with on_step=True to the loggers."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -57,7 +57,7 @@ class LoggerConnector:
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Send the values from an evaluation to the loggers.
 
-        Values that are not part of a row of metrics.csv go to steps.csv.
+        If metrics.csv gets no row for the evaluation, write the values to steps.csv.
         """
         run = self.run
         if run.progress.stage == "sanity_check":
@@ -66,7 +66,7 @@ class LoggerConnector:
         self.log_metrics(metrics, row=None if has_row else row)
 
     def log_train_epoch(self) -> None:
-        # An epoch's values belong to its last step, but the step counter is already one higher.
+        # Log the values at the epoch's last step. The step counter is already one higher.
         self.log_metrics(self.run.results.update_metrics().logged, step_offset=-1)
 
     def log_metrics(
@@ -133,7 +133,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Create a logger from a name such as "wandb", or adapt an object to Lightning's Logger."""
+    """Create a logger from a name such as "wandb", or wrap an object in a LoggerAdapter."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:
@@ -156,7 +156,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
 
 
 class LoggerAdapter(Logger):
-    """Adapts a Fabric logger, or any object with log_metrics, to Lightning's Logger."""
+    """Gives a Fabric logger, or any object with log_metrics, a Lightning logger's interface."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()

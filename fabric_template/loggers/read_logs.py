@@ -31,7 +31,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
     """Return the rows of one or more runs as one table: `name, version, epoch, step, ...`.
 
     Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
-    per validation within an epoch. read_logs also reads CSV files from other tools.
+    into one row per validation. read_logs also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -66,7 +66,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def require_runs(path: Any) -> list[Any]:
     """Return each run's name, version and CSV file. If there are no runs, raise an error."""
     if not isinstance(path, str | os.PathLike):
-        # fabric_template.errors imports Lightning, which would slow the plot command.
+        # fabric_template.errors imports Lightning, which would slow down the plot command.
         from ..errors import describe
 
         text = f"got {describe(path)}, expected a path"
@@ -86,8 +86,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
-    Use pandas only to merge rows, because it is slow for the thousands of files that
-    `fabric-template runs` may read.
+    Use pandas only to merge rows, because pandas would be slow for thousands of files.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
@@ -133,10 +132,10 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
-    """Return whether a file without steps has several complete rows in each epoch.
+    """Return whether a file without a step column has several complete rows in each epoch.
 
-    All epochs except the last one must have the same number of rows. Otherwise, a restarted run has
-    repeated an epoch.
+    Return False if epochs before the last one differ in their number of rows. Such files come from
+    restarted runs, which repeat an epoch.
     """
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
@@ -165,7 +164,7 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """List a folder's metrics.csv file or, if it has none, the metrics.csv files in its subfolders.
+    """Return a folder's metrics.csv or, if there is none, every metrics.csv in the subfolders.
 
     Skip hidden subfolders, whose names start with a dot.
     """
@@ -194,8 +193,8 @@ def read_table(path: Path) -> CSVTable:
 
     If the file is missing, return a table without rows.
 
-    Python's csv module is unsuitable, because it raises an error for very long cells. The csv
-    module also merges all lines after a stray quotation mark into one cell.
+    Do not use Python's csv module, which raises an error for very long cells. After a stray
+    quotation mark, the csv module also reads all following lines as one cell.
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
@@ -210,7 +209,7 @@ def read_table(path: Path) -> CSVTable:
     rows, names, num_cells = [], columns, len(columns)
     for cells in records:
         if cells[0] == columns[0] and not has_number(cells):
-            # A CSV file that was written in several parts may have a header in each part.
+            # A program that appends to a CSV file may write the header again.
             names = name_columns(cells, has_rows=False)
         rows.append(dict(zip(names, cells, strict=False)))
         num_cells = len(cells)
@@ -261,15 +260,15 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
     epoch, step = find_axis(table, "epoch"), find_axis(table, "step")
     axes = [axis for axis in (epoch, step) if axis is not None]
     table = table.mask(table == "")
-    # LearningRateMonitor's rows have no epoch. Copy the epoch from the next row or, at the end of
-    # the file, from the previous row.
+    # Rows written by LearningRateMonitor have no epoch. Copy the epoch from the next row or, at the
+    # end of the file, from the previous row.
     table[axes] = table[axes].bfill().ffill()
     table = table.groupby(axes, sort=False, dropna=False).last().reset_index()
     if not steps and epoch is not None and step is not None:
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations of each epoch. Rows after the last validation also get its number.
+        # Number the validations in each epoch. Rows after the last validation get the last number.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

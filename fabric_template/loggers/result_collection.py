@@ -1,4 +1,4 @@
-"""Collect the values that steps log or return, and compute the same means as Trainer.
+"""Collect the values that steps log or return, and average the values as Trainer does.
 
 A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and
 values are added in the order of the batches. The sums stay on the GPU, so that no step waits for
@@ -29,7 +29,7 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_erro
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# LogArguments.hook is "returned" for values that a step method returned, such as the loss.
+# For values that a step returned, such as the loss, LogArguments.hook is "returned".
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
 # total + value * weight.
@@ -127,7 +127,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(device) again, which resets the metric's dtype attribute.
+            # Like Trainer, call to(device) again to reset the metric's dtype attribute.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -229,7 +229,7 @@ class LoopResults:
                     metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch, which is computed only once per batch."""
+        """Return the size of the current batch, which is computed once and then cached."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
@@ -271,7 +271,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # An unpickled object has no attributes of its own, so this class attribute turns log() off.
+    # An unpickled copy has no instance attributes, so this class attribute turns log() off.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -350,7 +350,7 @@ class ResultCollection:
         metric.update(value, batch_size)
 
     def _warn_of_barebones(self) -> None:
-        # An unpickled ResultCollection has no attributes, so it cannot call run.warn_once().
+        # An unpickled ResultCollection has no run attribute, so it cannot call run.warn_once().
         if vars(self):
             self.run.warn_once(
                 "You are trying to `self.log()` but `Trainer(barebones=True)` is configured."
@@ -414,7 +414,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Accumulate the 0-dimensional tensors that a step returned without logging them."""
+        """Accumulate the 0-dimensional tensors that a step returned but did not log."""
         results = self.active
         for name, value in values.items():
             if name in results.logged_names:
@@ -428,7 +428,7 @@ class ResultCollection:
             metric.update(to_float(value), self.returned_batch_size())
 
     def returned_batch_size(self) -> int:
-        """Return the batch_size that the step method passed to ``log``, or the batch's size."""
+        """Return the batch_size passed to ``self.log`` or, by default, the size of the batch."""
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size
         try:
@@ -457,7 +457,7 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """After the last batch of an epoch or an evaluation loader, compute the means.
+        """Compute the means after the last batch of an epoch or of an evaluation loader.
 
         After this call, current_values returns the means instead of the last step's values.
         """
@@ -474,7 +474,7 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def _warn_of_one_process(self, arguments: LogArguments) -> None:
-        """Like Trainer, recommend sync_dist=True for means over an epoch."""
+        """Like Trainer, recommend sync_dist=True for values averaged over an epoch."""
         is_synced = self._all_reduce is None or arguments.sync_dist or arguments.rank_zero_only
         if not is_synced:
             self.run.warn_once(
@@ -485,7 +485,7 @@ class ResultCollection:
             )
 
     def end_loader(self) -> None:
-        """After the last batch of an evaluation loader, store its values for end_evaluation."""
+        """Store the values from an evaluation loader after the loader's last batch."""
         self.end_batches()
         # Like Trainer, do not update callback_metrics after each loader of a sanity check.
         if self.run.progress.stage != "sanity_check":
@@ -500,7 +500,7 @@ class ResultCollection:
         """
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # Like Trainer, return logged values or, if there are none, what the steps returned.
+            # Like Trainer, return the logged values or, if nothing was logged, the returned values.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
@@ -558,7 +558,7 @@ class ResultCollection:
             if arguments.logger:
                 values.row[name] = value
             if metric.is_returned and self.run.is_lightning_module:
-                # Like Trainer, do not log values that a LightningModule's steps return.
+                # Like Trainer, do not log values that a LightningModule returns from a step.
                 continue
             if arguments.logger:
                 values.logged[full_name] = value
@@ -571,7 +571,7 @@ class ResultCollection:
     def take_means(self) -> dict[str, Tensor]:
         """Return the mean of each training value since the last row of metrics.csv.
 
-        Also reset the sums from which the means for metrics.csv are computed.
+        Also reset the sums for the next row.
         """
         row: dict[str, Tensor] = {}
         for metric in self.train.metrics.values():
@@ -585,7 +585,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Return this process's means of train_loss and of values returned by training_step."""
+        """Average train_loss and the values returned by training_step, in this process only."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -619,7 +619,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs this metric, use the saved arguments of ``self.log``.
+            # Use the saved arguments of ``self.log`` until the resumed run logs this metric.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -630,7 +630,7 @@ class ResultCollection:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the same batch size as Trainer, but find it faster for a tuple or list of tensors."""
+    """Return the same batch size as Trainer, but faster for a tuple or list of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -646,7 +646,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn, only once per metric name, that a logged integer is converted to a float."""
+    """Warn once per metric name that a logged integer is converted to a float."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."
@@ -694,7 +694,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) accepts.
+    """Copy the attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
     The object's state_dict() is not enough, because it contains only persistent states.
     """

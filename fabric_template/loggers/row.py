@@ -55,15 +55,15 @@ class RowWriter:
         self._is_validated = False
         # How many training samples this process has used since the last row of metrics.csv.
         self._num_samples = 0
-        # From the checkpoint: the values of elapsed(), waited() and _excluded_seconds.
+        # The values of elapsed(), waited() and _excluded_seconds when the checkpoint was saved.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validations and saves since the last row of metrics.csv. The column
+        # The seconds spent on validation and saving since the last row of metrics.csv. The column
         # samples_per_second does not include these seconds.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows, once the number of training batches is known."""
+        """Choose step-based or epoch-based rows when the number of training batches is known."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -73,7 +73,7 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Use ``rows`` as the rows of the run so far, unless ``rows`` is empty."""
+        """Replace the run's rows with ``rows``, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
     # Time since the last row
@@ -97,13 +97,13 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the duration of a validation or a save from ``samples_per_second``."""
+        """Exclude the time spent on validation or saving from ``samples_per_second``."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
         finally:
-            # The duration of a validation includes the saves during the validation, so do not count
-            # the duration of these saves twice.
+            # The time spent on validation includes any saving during validation, so do not count
+            # the time spent on saving twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values for the next rows
@@ -186,8 +186,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a row for the steps since the last row.
 
-        If a run resumes from a checkpoint that was saved before this row was written, the resumed
-        run removes the row.
+        A run that resumes from an earlier checkpoint removes this row.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -324,14 +323,14 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return the folders that may contain the saved run's rows, most likely folder first."""
+        """Return folders that may contain the saved run's rows, the most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # Also use the folder names in the checkpoint's path, because the user may have renamed the
         # folders.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # A run that is resumed as a new version copies the rows of the saved version.
+        # If a run is resumed as a new version, copy the rows from the saved version.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         # The folder "logs" may be in any of the four folders above the checkpoint.
@@ -341,7 +340,7 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Copy a metrics.csv that contains another run's rows, before the resumed run overwrites it.
+    """Copy a metrics.csv with another run's rows before the resumed run overwrites the file.
 
     Return a sentence that contains the name of the new file, or "" if no file was copied.
     """
@@ -371,8 +370,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether two rows have the same epoch, the same step and about the same time.
 
-    The times of the two rows may differ slightly, because a spreadsheet program may have rounded
-    one of the two.
+    The times may differ slightly, because a spreadsheet program may have rounded them.
     """
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False

@@ -41,8 +41,8 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. In a resumed run, or if another program wrote the
-    file, do not overwrite it.
+    If writing fails, warn and continue training. Do not overwrite the file in a resumed run, or if
+    another program wrote the file.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
@@ -106,7 +106,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     if run.plan.start.path is not None:
         config["resume" if run.plan.start.resumes else "load"] = str(run.plan.start.path)
     optimizers = run.optimization.optimizers
-    # If there are no training batches, the run did not create the training loaders.
+    # A run without training batches has no training loaders.
     loaders = run.data.train.as_given if "train" in run.data.created else None
     about = {
         **describe_process(run.fabric),
@@ -280,7 +280,7 @@ def merge_hyperparameters(
 ) -> dict[str, Any]:
     """Merge the hyperparameters that a module and a datamodule saved.
 
-    If ``own`` contains a hyperparameter, its value replaces the saved value.
+    Values in ``own`` replace saved values.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for a hyperparameter.
