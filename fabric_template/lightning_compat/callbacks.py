@@ -1,4 +1,4 @@
-"""Collect and check a loop's callbacks, and restore those that average weights."""
+"""Collect and check the callbacks of a loop, and resume weight averaging."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of a model's layers, as a replacement for ModelSummary.summarize."""
+    """Print a table of the model's layers. This function replaces ModelSummary.summarize."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
     # Omit the FLOPs column if it is empty. The FLOPs are unknown without an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
@@ -70,7 +70,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error if there are two progress bars, or if an option forbids a callback."""
+    """Raise an error for several progress bars, or for a callback that conflicts with an option."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -140,11 +140,10 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """If a run resumes mid-epoch, repeat StochasticWeightAveraging.on_train_epoch_start.
+    """If a run resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
-    The hook creates the learning rate scheduler for weight averaging. Undo the callback's changes
-    to the learning rates and BatchNorm statistics, because the saved values have already been
-    restored.
+    on_train_epoch_start creates the scheduler that weight averaging needs. After the call, set the
+    learning rates and BatchNorm statistics back to the values from the checkpoint.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -169,9 +168,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # If the model has BatchNorm layers, the callback copies the weights before an extra epoch
-        # that updates the BatchNorm statistics. If the saved run has already started this extra
-        # epoch, do not copy the weights again.
+        # With BatchNorm layers, the callback copies the weights before an extra epoch. Do not copy
+        # the weights again if the saved run has already started this extra epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# The names under which Lightning's Trainer, modules and callbacks can be imported.
+# Users can import Lightning's classes from either of these packages.
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
 # The modules that define Lightning's base classes. The hooks of the base classes have empty bodies,
@@ -20,7 +20,7 @@ _EMPTY_HOOKS = tuple(
 def overridden(part: Any, name: str) -> Callable | None:
     """Return an object's method, or None if the object does not define it.
 
-    Also return None for an empty hook that the object inherits from Lightning.
+    Also return None for an empty hook that is inherited from Lightning's base classes.
     """
     method = getattr(part, name, None)
     if not callable(method):
@@ -39,7 +39,7 @@ def is_instance_of(part: Any, *class_names: str) -> bool:
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks whose class or base class has the name ``kind``."""
+    """Return the callbacks that are instances of the class named ``kind``."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 

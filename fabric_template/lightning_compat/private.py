@@ -24,12 +24,12 @@ def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Set the name of the running hook, which LightningModule.log reads."""
+    """Store the name of the running hook for LightningModule.log."""
     module._current_fx_name = hook
 
 
 def hyperparameters_name(part: Any) -> str | None:
-    """Return the name of the __init__ argument for hyperparameters, such as "hparams"."""
+    """Return the name of the __init__ argument that holds hyperparameters, such as "hparams"."""
     return getattr(part, "_hparams_name", None)
 
 

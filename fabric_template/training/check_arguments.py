@@ -36,8 +36,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if a model, optimizer, step function or loader is missing or invalid."""
     if plan.stage == "fit":
-        # Training must use all launched processes. An evaluation can also use just one of the
-        # launched processes.
+        # Training must use all launched processes, but an evaluation may use only one.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -131,7 +130,7 @@ def check_signature(plan: Plan, name: str) -> None:
     if method is None:
         return
     function = getattr(plan.module, "functions", {}).get(name)
-    # The first argument of a step function is the model. The first argument of a method is self.
+    # A method takes self as its first argument, and a step function takes the model.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(
@@ -139,8 +138,8 @@ def check_signature(plan: Plan, name: str) -> None:
             f" {name}({first}, batch, batch_idx). For several batches per step, pass a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
-    # Like Trainer, do not check a LightningModule. Python raises a TypeError when the loop calls a
-    # step method with wrong arguments.
+    # Like Trainer, do not check the step methods of a LightningModule. If the signature is wrong,
+    # the call raises a TypeError.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
@@ -229,7 +228,7 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the start of an error message, in which {} stands for the invalid loader."""
+    """Return the start of an error message, with {} as a placeholder for the invalid loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
@@ -239,7 +238,7 @@ def found_loader(plan: Plan, stage: str) -> str:
 
 
 def warn_of_options(plan: Plan) -> None:
-    """Warn about conflicting options, or a missing max_epochs, validation step or loader."""
+    """Warn if options conflict, or if max_epochs, validation_step or val_dataloader is missing."""
     has_timer = bool(find_callbacks(plan.loop.callbacks, "Timer"))
     if plan.config.max_epochs is None and plan.config.max_steps == -1 and not has_timer:
         rank_zero_warn(

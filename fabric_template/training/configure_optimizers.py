@@ -55,7 +55,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine an optimizer and a scheduler as a value that ``configure_optimizers`` can return."""
+    """Combine an optimizer and a scheduler into a return value of ``configure_optimizers``."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):
@@ -68,10 +68,10 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
-    """Return fit's ``optimizer`` argument or, if this is a function, the function's result.
+    """Return fit's ``optimizer`` argument or, if it is a function, the function's return value.
 
-    Call a function with the model. Call a ``partial`` of an optimizer class, such as partial(Adam,
-    lr=0.1), with the model's parameters.
+    The function is called with the model. A ``partial`` of an optimizer class, such as
+    partial(Adam, lr=0.1), is called with the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())

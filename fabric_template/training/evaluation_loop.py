@@ -85,7 +85,7 @@ def run_batches(
     loaders: StageLoaders,
     max_batches: int | float = math.inf,
 ) -> Iterator[tuple[Any, int]]:
-    """Run an evaluation step with its hooks on every batch, and yield (output, dataloader_idx).
+    """Run the evaluation step and the hooks for every batch. Yield (output, dataloader_idx).
 
     Args:
         name: "validation", "test" or "predict".
@@ -115,7 +115,7 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values in the output of a validation or test step, keyed by metrics.csv column.
+    """Return the values that a validation or test step returned, keyed by metrics.csv column.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -196,17 +196,16 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook on the callbacks and the module to switch between train and eval mode.
+    """Switch between train and eval mode by calling a hook on the callbacks and the module.
 
-    If the module does not override the hook, call ``default`` to switch between train and eval
-    mode.
+    If the module does not override the hook, ``default`` switches the mode.
     """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if the signature of a hook does not fit the number of loaders.
+    """Raise an error if the signature of a hook does not match the number of loaders.
 
     With several loaders, a hook must accept ``dataloader_idx``. With a single loader, a hook must
     not require ``dataloader_idx``.

@@ -1,8 +1,7 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
 FirstStepCheck checks only the first batch of a run. A training_step may call backward() on a loss
-that it does not return, such as an adversarial loss. The loop clears the gradients of a loss that
-training_step does not return.
+that it does not return, because the loop clears the resulting gradients.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class FirstStepCheck:
     def check_gradients(self) -> None:
         """Raise an error if training_step and the loop's backward pass computed the same gradients.
 
-        All processes must call this method. If training_step called backward() in only some
-        processes, raise no error, because the loop clears the gradients that backward() computed.
+        All processes must call this method.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
@@ -72,8 +70,8 @@ class FirstStepCheck:
         # process.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients, because accumulation and the gradient scaler multiply the loop's
-        # gradients by a factor.
+        # Normalize the gradients, because gradient accumulation and the gradient scaler rescale the
+        # gradients of the loop's backward pass.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
         # In half precision, allow a larger difference, because scaled gradients have rounding
@@ -83,7 +81,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Average the tensors over all processes, and return the means as one vector on the CPU."""
+        """Average the tensors over all processes, and return one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
         # Use the CPU. MPS has no float64, and a GPU may lack memory for a copy of all gradients.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

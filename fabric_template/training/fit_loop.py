@@ -1,10 +1,9 @@
-"""Run the training loop over epochs and batches, and validate.
+"""Run the training loop over epochs and batches, including validation.
 
 To understand the code of the package, read this module first.
 
-A checkpoint that a hook saves in the middle of an epoch contains the current phase
-(``run.progress.phase``). A resumed run continues with the phase that its checkpoint contains. The
-phases of an epoch are:
+A checkpoint contains the current phase of the epoch (``run.progress.phase``). A resumed run
+continues with the phase from the checkpoint. The phases of an epoch are:
 
 - "start_epoch": the hooks before the first batch
 - "train_batch": a batch, from on_train_batch_start to the optimizer step
@@ -12,7 +11,8 @@ phases of an epoch are:
 - "end_epoch": the hooks after the last batch
 - None: between two batches or two epochs.
 
-A run that resumes in the "train_batch" phase repeats all batches since the last optimizer step.
+If a hook saves a checkpoint in the "train_batch" phase, the resumed run repeats all batches since
+the last optimizer step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def fit(run: Run) -> None:
-    """Train until a limit is reached, or a callback or a signal requests a stop."""
+    """Train until a limit is reached, or until a callback or a signal requests a stop."""
     run.data.setup_train_loader()
     write_run_config(run)
     run.validation_schedule.start()
@@ -67,8 +67,8 @@ def fit(run: Run) -> None:
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write a row for the steps since the last row. A resumed run removes rows that are newer than
-    # its checkpoint.
+    # Write a final row to metrics.csv for the steps since the previous row. A resumed run removes
+    # rows that are newer than its checkpoint.
     run.row.write_after_training()
     if run.stop.signal is None:
         run.validation_schedule.warn_if_never_due()
@@ -85,8 +85,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # Like Trainer, count an epoch as finished if max_steps ends it early. Do not count an epoch
-    # that a signal interrupts, so that a resumed run continues it.
+    # Like Trainer, count an epoch as finished even if max_steps ends it early. If a signal
+    # interrupts an epoch, do not count it, so that a resumed run can finish it.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -103,7 +103,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Finish the batch during which the checkpoint was saved, by running its remaining phases."""
+    """Run the remaining phases of the batch during which the checkpoint was saved."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -133,8 +133,7 @@ def train_batches(run: Run) -> None:
         if progress.is_epoch_complete or run.stop.is_due:
             break
     else:
-        # The loader yielded fewer batches than the loop expected from the length of the loader or
-        # from limit_train_batches.
+        # The loader yielded fewer batches than expected from len(loader) and limit_train_batches.
         end_short_epoch(run)
 
 
@@ -149,7 +148,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """After a training batch, run ``phase`` and the phases that follow it."""
+    """Run ``phase`` and all later phases of a training batch."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
@@ -167,8 +166,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # If should_stop=True causes an additional validation, restore the RNG state afterwards. A
-    # resumed run skips this validation.
+    # If should_stop=True triggers an unscheduled validation, restore the RNG state afterwards,
+    # because a resumed run skips this validation.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")
@@ -179,7 +178,7 @@ def validate(run: Run) -> str:
 
 
 def free_gradients(run: Run) -> None:
-    """Like Trainer, save memory by freeing gradients that the optimizer has already used."""
+    """Like Trainer, free gradients that the optimizer has already used, to save memory."""
     if run.progress.is_window_end:
         own_zero_grad = run.hooks.module_method("on_validation_model_zero_grad")
         (own_zero_grad or run.network.zero_grad)()
@@ -215,7 +214,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """If the loader was shorter than expected, step the schedulers, and validate if due."""
+    """If an epoch had fewer batches than expected, step the schedulers, and validate if due."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

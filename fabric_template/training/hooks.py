@@ -21,8 +21,7 @@ from ..lightning_compat.overrides import (
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, this class caches the methods that override a hook, until the list of
-    callbacks changes.
+    For speed, this class caches the methods of each hook until the list of callbacks changes.
 
     Args:
         loop: The FabricLoop, which callbacks get as the ``trainer`` argument.
@@ -71,7 +70,7 @@ class Hooks:
     def is_used(self, name: str) -> bool:
         """Return whether the module or a callback overrides a hook.
 
-        If the methods of the hook are not known yet, return True.
+        Also return True if the methods of the hook are not cached yet.
         """
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
@@ -161,7 +160,7 @@ class Hooks:
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """After an error in a hook, record that no hook is running."""
+        """Clear ``current`` after an error in a hook."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

@@ -53,7 +53,7 @@ _LIGHTNING_MODULES = tuple(f"{package}.core.module" for package in LIGHTNING_PAC
 def run_plan(plan: Plan) -> Any:
     """Run fit, validate, test or predict from set-up to teardown.
 
-    If the strategy launches processes, the run takes place in the launched processes.
+    If the strategy launches processes, each launched process calls ``run_plan`` again.
     """
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
@@ -88,15 +88,15 @@ def run_in_process(run: Run) -> Any:
             train(run)
         else:
             run.loggers.log_hyperparameters()
-            # Do not clear the gradients, because a hook of another loop may have called validate()
-            # before that loop's optimizer step.
+            # Do not clear the gradients. A hook of another loop may call validate() between
+            # backward() and optimizer.step().
             result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
         tear_down(run)
     return result
 
 
 def set_up_process(run: Run, stack: ExitStack) -> None:
-    """Seed the generators, set PyTorch's flags, and enter the run's context managers."""
+    """Seed the random generators, set PyTorch's flags, and enter the run's context managers."""
     if run.stage == "fit":
         run.loop.seed()
         choose_version(run)
@@ -161,8 +161,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Track attributes from here on, so that checkpoints include what on_fit_start and later hooks
-    # change.
+    # Checkpoints contain the attributes that change after this call, for example in on_fit_start.
     run.watch_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -185,7 +184,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         # Switch to train mode only if all modules are in eval mode. A user may have put some
         # modules in eval mode on purpose.
         run.network.train()
-    # Record requires_grad and train modes before the sanity check, which a resumed run skips.
+    # Record requires_grad and training flags now, because a resumed run skips the sanity check.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -224,10 +223,10 @@ def tear_down(run: Run) -> None:
 
 
 def run_sanity_check(run: Run) -> None:
-    """Validate on a few batches before training, so that a broken validation fails early."""
+    """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check if a run is resumed, unless it is resumed from a Trainer
-    # checkpoint that was saved between two epochs.
+    # Like Trainer, skip the sanity check if the run resumes from a checkpoint. The exception is a
+    # Trainer checkpoint that was saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -283,12 +282,12 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
-    If this run takes place inside another loop's run, restore the other loop afterwards.
+    If ``trainer`` was another loop that is still running, restore that loop after this run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
-        # FabricLoop has the attribute active_run, and MiniLoop has active_stage.
+        # A running FabricLoop has an active_run, and a running MiniLoop has an active_stage.
         if getattr(outer, "active_run", None) or getattr(outer, "active_stage", None):
             stack.callback(setattr, part, "trainer", outer)
     part.trainer = run.loop
@@ -297,7 +296,7 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    If the user's class overrides ``log``, keep that method, which may call super().log().
+    If the user's class overrides ``log``, call the override, which may call super().log().
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -322,8 +321,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 def remove_added_methods(part: Any, stack: ExitStack) -> None:
     """Remove methods such as ``log`` that another run added, and restore them after this run.
 
-    A module or callback has a ``log`` method of another run if a hook of that run starts this run,
-    or if the module or callback is a copy that was made in a hook.
+    An object has methods of another run if a hook of that run started this run or copied the
+    object.
     """
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
@@ -408,7 +407,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    A second error in this function becomes a warning, so that the caller gets the first error.
+    Further errors only cause warnings, so that the caller gets the original error.
     """
     run.stop.fail(error)
     run.hooks.leave()

@@ -28,7 +28,7 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 
 # A model that is not an nn.Module may keep its modules in containers of these types.
 _MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# The names of LightningModule methods that the loop also calls on models of other classes.
+# The loop calls these LightningModule methods on any model that defines them.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
 _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
@@ -90,7 +90,7 @@ class ModuleAdapter(LightningModule):
 class ObjectNetwork(nn.Module):
     """An nn.Module that contains the modules and parameters in an object's attributes.
 
-    The modules in a list, tuple or dict have the same names as in nn.ModuleList or nn.ModuleDict.
+    Modules in a list, tuple or dict are named as in nn.ModuleList or nn.ModuleDict.
     For example, ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
     """
 
@@ -145,7 +145,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module, or else an nn.Module that contains its modules."""
+    """Return the model if it is an nn.Module, or an ObjectNetwork with the model's modules."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -161,7 +161,7 @@ def creates_modules(model: Any) -> bool:
 
 
 def check_network(model: Any, network: nn.Module) -> None:
-    """Raise an error if a model neither is an nn.Module nor has one as an attribute."""
+    """Raise an error if a model is not an nn.Module and has no nn.Module as an attribute."""
     if isinstance(network, ObjectNetwork) and network.is_empty():
         raise ConfigurationTypeError(
             f"model: got {describe(model)}, expected a torch.nn.Module, or an object with a"
@@ -186,8 +186,8 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
     """Return the module inside a ``torch.compile`` wrapper, and the wrapper's compile function.
 
     Like Trainer, compile the steps of a LightningModule instead of its ``forward``. If step
-    functions are passed, keep a plain network wrapped, because the functions call the wrapper's
-    compiled ``forward``.
+    functions are passed for a plain network, return the wrapper itself, because the functions call
+    its compiled ``forward``.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -257,7 +257,7 @@ def takes_batch_idx(step: Callable) -> bool:
 
 
 class _CallStep(nn.Module):
-    """Runs a method such as training_step in ``forward``, because DDP wraps only ``forward``."""
+    """Calls a step method from ``forward``, because DDP wraps only ``forward``."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the loop can bypass the strategy, because it uses one device and float32."""
+    """Return whether the run uses one device and float32, so that it can bypass the strategy."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -305,7 +305,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag or, during an evaluation, its previous value."""
+        """Return each module's ``training`` flag, or its value before the current evaluation."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -316,7 +316,7 @@ class StepRunner:
                 module.training = modes[name]
 
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the training and requires_grad flags, which ``state_dict()`` does not cover."""
+        """Return the training and requires_grad flags, which ``state_dict()`` does not contain."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
@@ -325,7 +325,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the training and requires_grad flags that differ from the recorded values."""
+        """Return the training and requires_grad flags that have changed since ``record_flags``."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -375,16 +375,15 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # network.to() does not call its submodules' to(), so call to() here if a submodule
-            # overrides it. Call to(device) last, because it resets the dtype of torchmetrics
-            # objects.
+            # network.to() does not call overridden to() methods of submodules, so call them here.
+            # Call to(device) last, because it resets the dtype of torchmetrics objects.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
                 module.to(self.fabric.device)
 
     def get(self, name: str, method: Callable) -> Callable:
-        """Wrap a step method so that it runs with torch.compile, the strategy and the precision."""
+        """Wrap a step method so that it uses torch.compile, the strategy and the precision."""
         if callable(self.compile):
             method = self.compile(method)
         elif self.compile is not False:
@@ -408,8 +407,8 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        In automatic optimization, DDP's forward prepares the averaging of gradients. In manual
-        optimization, ``loop.backward(loss)`` prepares the averaging of gradients.
+        In automatic optimization, DDP's ``forward`` sets up gradient averaging. In manual
+        optimization, ``loop.backward(loss)`` sets up gradient averaging.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -434,7 +433,7 @@ class StepRunner:
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16
-            # Like Trainer, turn off autocast's cache, so that a weight is cast at every use.
+            # Like Trainer, do not let autocast cache converted weights.
             return partial(torch.autocast, self.precision.device, dtype=dtype, cache_enabled=False)
         return None if self.precision.precision == "32-true" else self.precision.forward_context
 

@@ -49,7 +49,7 @@ class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
     The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    this base class. Training also uses this base class until the on_fit_start hook has returned.
+    this base class, and so does training until the on_fit_start hook has returned.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
@@ -128,7 +128,7 @@ class Optimization:
         self.kept_loss, self._outputs = None, {}
 
     def setup(self) -> None:
-        """Prepare the training step, the backward pass and clipping for the current optimizers."""
+        """Look up the methods for the training step, the backward pass and gradient clipping."""
         run, hooks = self.run, self.run.hooks
         step = self.run.module.training_step
         self.call_step = run.make_step("training_step", step)
@@ -142,7 +142,7 @@ class Optimization:
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
     def skip_backward(self, is_skipped: bool) -> None:
-        """Turn backward passes off or on, as StochasticWeightAveraging does to update BatchNorm."""
+        """Set whether to skip backward passes, for example to update only BatchNorm statistics."""
         self.is_backward_skipped = is_skipped
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +208,7 @@ class Optimization:
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Copy all gradients, except those of parameters whose ids are in ``cleared``."""
+        """Copy the gradients of all parameters, except parameters with an id in ``cleared``."""
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once(
@@ -248,8 +248,7 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
-        # On the first batch, check whether training_step calls backward(). FirstStepCheck cannot
-        # compare the gradients of sharded networks.
+        # FirstStepCheck cannot compare the gradients of sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
             self._first_step_check = FirstStepCheck(optimizer, self.run.fabric)
@@ -287,9 +286,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step. Autograd then reuses the parameters' graph nodes,
-        # which saves time. If the module overrides backward, free the loss, because its graph may
-        # still occupy memory.
+        # Keeping the loss until the next step saves time, because autograd reuses the parameters'
+        # graph nodes. If the module overrides backward, free the loss, because its graph may still
+        # occupy memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -362,8 +361,8 @@ class AutomaticOptimization(Optimization):
         elif has_own_zero_grad(self._optimizer):
             self._optimizer.zero_grad()
         else:
-            # Unlike Optimizer.zero_grad(), this loop does not call record_function(), which takes
-            # 20 microseconds even when no profiler is running.
+            # Avoid Optimizer.zero_grad(), because it calls record_function(), which takes 20
+            # microseconds even when no profiler is running.
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -379,8 +378,8 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # The next batch clears the optimizer's gradients, so do not save them. However, if the user
-        # overrides zero_grad(), save all gradients, because the override may keep them.
+        # Do not save the optimizer's gradients, because the next batch clears them. If the user
+        # overrides zero_grad(), save all gradients, because the override may keep some of them.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -415,12 +414,12 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Count the steps of all optimizers. Set the step callbacks again before each batch,
-            # because the module may have replaced its optimizers.
+            # Set the step callbacks before each batch, because the module may have replaced its
+            # optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Unlike loop.backward(loss), loss.backward() does not clear _stepped_optimizers.
+            # training_step may call loss.backward(), which does not clear _stepped_optimizers.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -471,7 +470,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because the next backward pass may add to any existing gradient."""
+        """Return all gradients, because the next backward pass may accumulate into any of them."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
@@ -519,7 +518,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, complex or sharded."""
     if gradient.layout is torch.sparse_coo:
-        # A sparse gradient may contain an index more than once. coalesce() sums an index's values.
+        # A sparse gradient may repeat an index. coalesce() sums the values of each index.
         gradient = gradient.coalesce().values()
     elif gradient.layout is not torch.strided:
         gradient = gradient.values()

@@ -149,7 +149,7 @@ def choose_data(
 ) -> dict[str, Any]:
     """Return the values of Plan's fields ``loaders``, ``datamodule`` and ``source``.
 
-    ``source`` is the datamodule or module that creates the loaders that were not passed.
+    Loaders that were not passed come from ``source``, which is the datamodule or the module.
     """
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule

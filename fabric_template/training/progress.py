@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# The keys are the phases that a resumed run repeats. If a checkpoint is saved during a repeated
-# phase, the checkpoint contains the values of Progress from before the phase.
+# A resumed run repeats these phases. Therefore, a checkpoint that is saved during such a phase
+# contains the values of Progress from before the phase.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -70,7 +70,7 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set the stage during a `with` block.
+        """Set ``stage`` for the duration of a `with` block.
 
         Like Trainer, do not reset the stage if the `with` block raises an error.
         """
@@ -124,7 +124,7 @@ class Progress:
         self.optimizer_steps_in_epoch += steps
 
     def count_manual_batch(self) -> None:
-        """Like Trainer, count each batch of manual optimization as one step of the epoch."""
+        """In manual optimization, count each batch as one step of the epoch, like Trainer."""
         self.optimizer_steps_in_epoch = self.batches_done
 
     def finish_batch(self, is_window_end: bool) -> None:
@@ -147,7 +147,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """Reset the counts of ``count_eval_step``, because the evaluation loaders are new."""
+        """Reset the batch counts of the evaluation loaders after a reload."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -185,10 +185,10 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether training has reached a multiple of ``every`` after step ``since``.
+        """Return whether any completed step after step ``since`` is a multiple of ``every``.
 
-        In manual optimization, there may be several steps per batch, so it is not enough to check
-        only the current step.
+        Checking only the current step is not enough, because manual optimization may take several
+        steps per batch.
         """
         return self.global_step // every > since // every
 
@@ -315,7 +315,7 @@ class StopCondition:
         return {"should_stop": should_stop, "divergence": self.divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # If a Timer callback has set should_stop in on_fit_start, do not clear should_stop.
+        # Keep should_stop=True if a Timer callback has set it in on_fit_start.
         self.should_stop = self.should_stop or state["should_stop"]
         self.divergence = state["divergence"]
 
@@ -334,8 +334,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # If a run is resumed, do not warn about a missing validation, because the earlier run may
-        # have validated.
+        # In a resumed run, do not warn that training ended before the first validation, because the
+        # earlier run may have validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -408,7 +408,7 @@ class ValidationSchedule:
         return self.is_planned() or (stop.should_stop and stop.can_stop_early)
 
     def is_planned(self) -> bool:
-        """Return whether the options require a validation after the current batch."""
+        """Return whether the options require validation after the current batch."""
         progress = self.run.progress
         if self._seconds is not None:
             self._check_time(self._seconds)
@@ -421,11 +421,11 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up`` to True if the time between two validations has passed.
+        """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
 
         With several processes, the clock of the first process decides when to validate, because all
-        processes must validate after the same batch. The first process sends its decision about
-        once a second, and at the expected time of the next validation.
+        processes must validate after the same batch. About once a second, and when validation is
+        expected, the first process broadcasts its decision.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..config import LoopConfig
     from .plan import Plan
 
-# The objects of a run that a checkpoint contains, in the order in which they are restored.
+# The attributes of Run that a checkpoint contains, in the order in which they are restored.
 SAVED_PARTS = ["progress", "stop", "results", "row", "data", "validation_schedule"]
 SAVED_PARTS += ["plain_state", "checkpoints"]
 
@@ -43,7 +43,7 @@ class Run:
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Runs the steps with the precision, the strategy and torch.compile.
-        fit_record: Undoes what earlier fits in this process have changed in the run's objects.
+        fit_record: Undoes changes that earlier calls to ``fit`` made to the run's objects.
         plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
 
@@ -89,8 +89,8 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        Each process saves its own state_dict of an object whose ``is_per_process`` class attribute
-        is True.
+        If ``is_per_process`` is True for an object, each process saves its own state_dict of the
+        object.
         """
         return {name: getattr(self, name) for name in SAVED_PARTS}
 
@@ -102,13 +102,13 @@ class Run:
         self.checkpoints.set_options(config)
 
     def undo_earlier_fits(self) -> None:
-        """If the run resumes, reset what earlier fits in this process have changed."""
+        """If the run resumes, undo changes that earlier calls to ``fit`` made to its objects."""
         self.fit_record = start_fit_record(self)
 
     def watch_attributes(self) -> None:
-        """Store the attributes of the model, the datamodule and the callbacks.
+        """Record the attributes of the model, the datamodule and the callbacks.
 
-        If an attribute of one of these objects changes after this call, checkpoints contain it.
+        Checkpoints contain the recorded attributes that change after this call.
         """
         self.plain_state = make_plain_state(self)
         self.fit_record.watch(self.plain_state)
@@ -117,7 +117,7 @@ class Run:
     def start_optimization(self) -> None:
         """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization.
 
-        Until on_fit_start, the module may still change ``automatic_optimization``.
+        Call this method after on_fit_start, which may change ``automatic_optimization``.
         """
         self.optimization = self.optimization.start()
 
@@ -132,9 +132,9 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step method so that it runs with the run's precision, strategy and profiler.
+        """Wrap a step method so that it uses the run's precision, strategy and profiler.
 
-        While a wrapped step method runs, ``hooks.current`` is its name.
+        While the step method runs, ``hooks.current`` is the name of the method.
         """
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
