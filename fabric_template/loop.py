@@ -557,6 +557,8 @@ def make_fabric(given: dict[str, Any]) -> Any:
         advice = "Pass each option by name, as in FabricLoop(max_epochs=10)."
         if fabric is Fabric:
             advice = "Write FabricLoop(Fabric(accelerator='cpu'))."
+        if is_instance_of(fabric, "Trainer"):
+            advice = "Pass the Trainer's options to FabricLoop, as in FabricLoop(max_epochs=10)."
         raise ConfigurationTypeError(
             f"fabric: got {describe(fabric)}, expected a lightning.Fabric object. {advice}"
         )
@@ -577,6 +579,11 @@ def check_fabric_arguments(arguments: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"devices: got {devices!r}, expected at least one device. Write devices=1, or leave out"
             " devices."
+        )
+    if isinstance(devices, str) and devices != "auto" and re.search("[^0-9, -]", devices):
+        raise ConfigurationTypeError(
+            f"devices: got {devices!r}, expected a number of devices (int), a list of device"
+            " indices, or 'auto'."
         )
     for plugin in as_list(arguments["plugins"]):
         if isinstance(plugin, str):

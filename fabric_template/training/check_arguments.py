@@ -217,8 +217,8 @@ def check_loader_arguments(plan: Plan) -> None:
         check_loaders(loaders, found_loader(plan, given_stage))
     given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
-        kind = type(given).__name__
-        raise ConfigurationError(f"{argument}: got an empty {kind}, expected at least one batch.")
+        kind, item = type(given).__name__, "loader" if isinstance(given, dict) else "batch"
+        raise ConfigurationError(f"{argument}: got an empty {kind}, expected at least one {item}.")
 
 
 def loader_argument(call: str, stage: str) -> str:
