@@ -31,8 +31,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """A CheckpointIO plugin that writes checkpoints atomically.
 
     A checkpoint is written to a temporary file, which is flushed to disk and then renamed. When a
-    checkpoint is read, the CRC of every entry in the zip archive is checked. Code from the file
-    runs only if ``weights_only`` is False.
+    checkpoint is read, the CRC of every entry in the zip archive is checked. Code in the file is
+    executed only if ``weights_only`` is False.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -80,11 +80,11 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file, including NumPy values that were saved as tensors.
+    """Read a checkpoint file, and restore the NumPy values in it.
 
     Args:
-        weights_only: If True, no code from the file runs, and reading a value that requires such
-            code raises an error. If False, use ``torch.load``, which may run code from the file.
+        weights_only: If True, no code in the file is executed, and reading a value that requires
+            such code raises an error. If False, use ``torch.load``, which may execute this code.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -122,7 +122,7 @@ def describe_content(content: Any) -> str:
 # Conversion of NumPy values
 
 # For safety, NumPy objects are never unpickled. Therefore, checkpoints store NumPy values as
-# tensors and Python values, which Trainer can also read. The NUMPY_KEY entry stores their
+# tensors and Python values, which Trainer can also read. The NUMPY_KEY entry stores the
 # original dtypes.
 
 
@@ -199,10 +199,10 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a container in which values from ``replaced`` replace the original items.
+    """Return a copy of a container in which some items are replaced.
 
-    ``replaced`` maps the keys or indices of items to new values. NumPy keys become Python values.
-    If nothing changes, return the container itself.
+    ``replaced`` maps keys or indices to new values. Keys from NumPy become Python values. If
+    nothing changes, return the container itself.
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
@@ -223,8 +223,8 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
     """Convert a NumPy value to a Python value or a tensor.
 
     Returns:
-        The converted value, and its NumPy dtype as text. A value that is not from NumPy, or cannot
-        be restored exactly, is returned unchanged, with None as its dtype.
+        The converted value, and its NumPy dtype as text. If the value is not from NumPy, or cannot
+        be restored exactly, it is returned unchanged, and the dtype is None.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

@@ -47,7 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Convert NumPy values here, because a custom CheckpointIO might save them unchanged.
+    # Convert NumPy values here, because a custom CheckpointIO might not convert them.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -133,7 +133,7 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove the shard folders of the checkpoint file at ``path``.
 
-    If a folder cannot be removed, the next save to this path tries again.
+    If a folder cannot be removed, the next save to ``path`` tries to remove the folder again.
 
     Args:
         keep: The new checkpoint, whose shard folder is not removed.
@@ -185,8 +185,8 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
-    All processes must call this function. The saved run may have had a different number of
-    processes. If this run's model is not sharded, each process reads the full tensors.
+    All processes must call this function. The checkpoint may be from a run with a different number
+    of processes. If the current model is not sharded, each process reads the full tensors.
 
     Args:
         key: Either "state_dict" or "optimizer_states".
@@ -233,7 +233,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the model's weights or, for "optimizer_states", the parameters of each optimizer."""
+    """Return the model's weights or the optimizers' parameters, depending on ``key``."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}

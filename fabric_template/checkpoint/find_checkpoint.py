@@ -77,7 +77,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. If ``is_safe`` is True, no code from the file runs."""
+    """Read a checkpoint. If ``is_safe`` is True, do not execute code in the file."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -85,7 +85,7 @@ def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, An
 
 
 def read_again(plan: Plan) -> None:
-    """In a spawned process, read the checkpoint again, because only its path was passed on."""
+    """Read the checkpoint in a spawned process, which receives only the path of the checkpoint."""
     start = plan.start
     if start.path is not None and not start.is_pending:
         start.load(read_file(plan.loop.checkpoint_io, start.is_safe, start.path))
@@ -117,7 +117,7 @@ def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
 
 
 def default_keyword(plan: Plan) -> str | None:
-    """Return the checkpoint that Trainer uses by default: "last", "best" or None."""
+    """Return the ckpt_path that Trainer uses by default: "last", "best" or None."""
     loop = plan.loop
     if plan.stage == "fit":
         return "last" if find_callbacks(loop.callbacks, "OnExceptionCheckpoint") else None
@@ -138,8 +138,8 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If no checkpoint exists, "auto" and
-        ``ckpt_path="last"`` return (None, {}), and all other arguments raise an error.
+        The path and the content of the checkpoint. If "auto" or ``ckpt_path="last"`` finds no
+        checkpoint, return (None, {}). For any other argument, a missing checkpoint is an error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -162,7 +162,7 @@ def find_checkpoint(
 
 @dataclass
 class Version:
-    """A version folder of a run, such as ``version_0``, with its checkpoints.
+    """A version folder, such as ``version_0``, and the checkpoints in it.
 
     Attributes:
         name: The name of the folder, or "" for files outside of version folders.
@@ -182,7 +182,7 @@ class Version:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The paths of the checkpoints, which are cached when they are first read."""
+        """The paths of the checkpoints, which are listed on first access and then cached."""
         return self.find_files()
 
 
@@ -206,8 +206,8 @@ def read_newest(
 ) -> tuple[Path | None, dict[str, Any]]:
     """Return the path and the content of the newest valid checkpoint in the version folders.
 
-    If there is no valid checkpoint, return (None, {}). Skip checkpoints that are damaged, or that
-    were saved before the newest run in their folder started.
+    If there is no valid checkpoint, return (None, {}). Skip a checkpoint if it is damaged, or if
+    it was saved before the newest run in the same folder started.
     """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
@@ -233,7 +233,7 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint in the newest checkpoint's folder, or None.
+    """Return the path of the best checkpoint in the folder of ``newest``, or None.
 
     The newest checkpoint contains the file name of the best checkpoint.
     """
@@ -245,7 +245,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
 
 
 def list_candidates(plan: Plan, keyword: str) -> list[Version]:
-    """List the version folders in which to search for a checkpoint, with the newest run first."""
+    """List the version folders to search for a checkpoint, from newest to oldest."""
     loop = plan.loop
     savers = find_callbacks(loop.callbacks, "Checkpoint")
     if not savers:
@@ -255,7 +255,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     paths = [getattr(saver, "dirpath", None) for saver in savers]
     has_own_folder = all(path and not is_in_log_folder(path, folder) for path in paths)
     if not has_own_folder and save_dir is not None:
-        # If ModelCheckpoint has no dirpath, it saves to the log folder. resume="auto" accepts any
+        # Without a dirpath, ModelCheckpoint saves to the log folder. For resume="auto", accept any
         # checkpoint there, because a killed run may have left no last.ckpt.
         name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
         found = list_versions(plan, folder, f"checkpoints/{name}")
@@ -273,10 +273,9 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
 
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
-    """Return whether a path such as logs/run/version_0/checkpoints is in the folder logs/run.
+    """Return whether ``path`` has the form ``folder/version_0/checkpoints``.
 
-    If ModelCheckpoint was created without a dirpath, it sets its dirpath to the ``checkpoints``
-    subfolder of the version folder.
+    By default, ModelCheckpoint saves to the ``checkpoints`` subfolder of a version folder.
     """
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
@@ -285,7 +284,7 @@ def is_in_log_folder(path: str | Path, folder: Path) -> bool:
 def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
     """List a run's version folders, with the most recently used folder first.
 
-    The .lock file in each folder lists the start times of runs and the save times of checkpoints.
+    Each folder's .lock file lists when runs were started and when checkpoints were saved.
     The timestamps of the checkpoint files are not used, because copying a file changes them.
     """
     given = plan.config.version
@@ -312,10 +311,7 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files whose names start with "last", and then all other files.
-
-    Sort the files in each of these two groups from newest to oldest.
-    """
+    """Yield the files from newest to oldest, with all ``last*`` files first."""
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)
@@ -348,7 +344,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version whose folder contains the checkpoint at ``path``, or None."""
+    """Return the version, such as 0, whose folder contains the checkpoint at ``path``, or None."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.

@@ -1,10 +1,9 @@
-"""Undo what earlier fits in this process have changed in the objects of a resumed run.
+"""Before a run resumes, reset objects that an earlier call to ``fit`` has changed.
 
-A checkpoint contains only what has changed since the start of the run. If a script resumes a run
-with the same model, loaders, callbacks or loop, these objects still have the values from the end of
-the earlier fit. Therefore, the resumed run first resets them to the values from the start of the
-run. A value that has changed since the end of the earlier fit is kept, because the user has changed
-it.
+A checkpoint contains only values that have changed since the run started. A script may resume a run
+with objects that an earlier ``fit`` call in the same process has changed, such as the model or a
+callback. Therefore, ``fit`` first resets these objects to their values at the start of the run.
+Values that the user has changed after the earlier ``fit`` call are kept.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-# The digest and the encoded value of each attribute, flag or option, keyed by name.
+# Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[str, tuple[Any, Any]]
-# For each object and each kind of values: the values at the start of each run, and the digests at
-# the end of the latest fit. The runs are keyed by the folder of their checkpoints, and the key None
-# contains the values at the start of the first fit. The dict keeps no object alive.
+# For each object: the values at the start of each run, keyed by checkpoint folder (None for the
+# first run), and digests of the values at the end of the latest run. This dict holds only weak
+# references to the objects.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
 
 
 class FitRecord:
-    """Records the values of a run's objects at the start and at the end of ``fit``.
+    """Records the state of a run's objects at the start and at the end of ``fit``.
 
     Args:
         checkpoint: The path of the checkpoint from which the run resumes, or None for a new run.
@@ -48,13 +47,13 @@ class FitRecord:
         self._checkpoint, self._saved = checkpoint, set(names_in(saved))
         self._states: list[PlainState] = []
         self._readers: dict[tuple[int, str], tuple[Any, Callable[[], dict[str, Any]]]] = {}
-        # The values at the start, keyed by the id of the object and the kind of values.
+        # The values at the start of fit, keyed by the object's id and a kind such as "attributes".
         self._starts: dict[tuple[int, str], Values] = {}
 
     def watch(self, state: PlainState) -> None:
-        """Reset the attributes that earlier fits have changed, and record all attributes.
+        """Reset the attributes that earlier ``fit`` calls have changed, and record all attributes.
 
-        Skip objects that this run already watches.
+        Skip objects whose attributes are already recorded.
         """
         owners = owners_of(state)
         new = [
@@ -76,11 +75,11 @@ class FitRecord:
     def _choose_restorable(
         self, changed: dict[Place, Any], values: dict[str, Values]
     ) -> dict[Place, Any]:
-        """Return the start values that can be set. Warn about values that cannot be restored."""
+        """Leave out values that cannot be restored, and warn about them."""
         chosen = {}
         for (name, attribute), value in changed.items():
             place, (current, _) = f"{name}.{attribute}", values[name].get(attribute, _MISSING)
-            # Keep an object that training has created, if the checkpoint contains its state.
+            # If the checkpoint restores an object that training has created, keep the object.
             if place in self._saved and (value == UNKNOWN or current == UNKNOWN):
                 continue
             if value != UNKNOWN:
@@ -101,9 +100,9 @@ class FitRecord:
         read: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], Any] = dict,
     ) -> None:
-        """Reset values that are not attributes, such as requires_grad, and record them.
+        """Reset flags or options that earlier ``fit`` calls have changed, and record all of them.
 
-        A second call for the same object and kind records only the names that are new.
+        A second call for the same object and kind only adds values for new names.
         """
         if self._checkpoint is not None and (id(owner), kind) not in self._starts:
             values = {name: (value, value) for name, value in read().items()}
@@ -115,7 +114,7 @@ class FitRecord:
         self._readers[id(owner), kind] = owner, read
 
     def end(self, folders: Iterable[Any]) -> None:
-        """Store the values at the start and at the end of the fit for later fits.
+        """Store the recorded start values and the current values for later ``fit`` calls.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -132,16 +131,16 @@ class FitRecord:
             # Objects of some classes with __slots__ do not support weak references.
             with suppress(TypeError):
                 store_values(owner, key[1], runs, self._starts[key], digests)
-        # Keep no object alive.
+        # Drop all references, so that Python can free the objects.
         self._states, self._readers, self._starts = [], {}, {}
 
 
 def owners_of(state: PlainState) -> dict[str, tuple[Any, str]]:
-    """Return each object of a PlainState, and the kind of its values, keyed by name."""
+    """Return the object and the kind ("buffers" or "attributes") for each name in a PlainState."""
     found = {}
     for name, part in state.parts.items():
         owner = part.instance
-        # PlainState wraps items of lists in a new SimpleNamespace.
+        # PlainState wraps each list item in a new SimpleNamespace.
         if type(owner) is SimpleNamespace and "item" in vars(owner):
             owner = vars(owner)["item"]
         found[name] = owner, "buffers" if part.has_buffers else "attributes"
@@ -149,7 +148,7 @@ def owners_of(state: PlainState) -> dict[str, tuple[Any, str]]:
 
 
 def names_in(saved: Any) -> Iterator[str]:
-    """Yield the names of the objects, attributes and generators in a part of a checkpoint."""
+    """Yield the names of all objects, attributes and random generators in a saved state."""
     if isinstance(saved, list):
         for item in saved:
             yield from names_in(item)
@@ -168,7 +167,7 @@ def names_in(saved: Any) -> Iterator[str]:
 def store_values(
     owner: Any, kind: str, runs: list[Path], start: Values, end: dict[str, Any]
 ) -> None:
-    """Store the values of an object at the start and at the end of a fit."""
+    """Store the values that an object had at the start and at the end of ``fit``."""
     of_owner = _EARLIER_FITS.setdefault(owner, {})
     starts = of_owner[kind][0] if kind in of_owner else {None: start}
     first = starts[None]
@@ -182,9 +181,9 @@ def store_values(
 
 
 def find_start_values(checkpoint: Any, owner: Any, kind: str, values: Values) -> dict[str, Any]:
-    """Return the start values of all values that earlier fits have changed.
+    """Return the original values of all attributes that earlier ``fit`` calls have changed.
 
-    Leave out values that have changed since the end of the latest fit.
+    Leave out attributes that the user has changed since the latest ``fit`` call.
 
     Args:
         checkpoint: The path of the checkpoint from which the run resumes.
@@ -206,12 +205,12 @@ def find_start_values(checkpoint: Any, owner: Any, kind: str, values: Values) ->
 
 
 def start_fit_record(run: Run) -> FitRecord:
-    """Reset what earlier fits have changed in the model, the callbacks and the datamodule."""
+    """Undo changes that earlier ``fit`` calls made to the model, callbacks and datamodule."""
     start = run.plan.start
     path = start.path if start.resumes else None
     saved = start.state_of_process(run.fabric.global_rank)
     record = FitRecord(path, [saved.get("plain_state"), saved.get("data")])
-    # make_plan has already reset the options.
+    # Only record the options, because make_plan has already reset them.
     record.watch_values(run.loop, "options", partial(read_options, run.loop))
     watch_flags(run, record)
     record.watch(make_plain_state(run))
@@ -238,14 +237,14 @@ def read_options(loop: FabricLoop) -> dict[str, Any]:
 
 
 def reset_options(loop: FabricLoop, checkpoint: str) -> None:
-    """Reset the options of a loop that hooks of earlier fits have changed."""
+    """Reset the loop options that hooks have changed during earlier ``fit`` calls."""
     values = {name: (value, value) for name, value in read_options(loop).items()}
     for name, value in find_start_values(checkpoint, loop, "options", values).items():
         setattr(loop, name, value)
 
 
 def end_fit_record(run: Run) -> None:
-    """Store the values at the end of a fit. Ignore errors, which must not end a script."""
+    """Store the values at the end of ``fit``. Ignore errors, so that they do not stop a script."""
     callbacks = run.hooks.callbacks_of("Checkpoint")
     folders = [run.checkpoints.folder, *(getattr(part, "dirpath", None) for part in callbacks)]
     with suppress(Exception):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves checkpoints at the end of epochs, after validations and every N steps.
+    """Saves checkpoints after each epoch, after validation and every N steps.
 
     If a checkpoint cannot be written, a warning is issued, and training continues. If a file still
     cannot be written at the end of training, ``finish`` raises an error.
@@ -80,7 +80,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode, which default to those of the saved run."""
+        """The monitored metric and its mode. If monitor is None, use the saved values."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -107,17 +107,17 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """Save checkpoints after a validation in the middle of an epoch."""
+        """Save checkpoints if validation ran in the middle of an epoch."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
         # In the middle of an epoch, a training metric still has its value from the previous epoch.
-        # Therefore, compare only validation metrics in the middle of an epoch.
+        # Therefore, compare only validation metrics here.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # If the monitored metric is a validation metric, the first validation must log it. A
-        # training metric may still be logged later.
+        # The first validation run must log a monitored validation metric. A training metric may
+        # still be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 
@@ -164,16 +164,15 @@ class CheckpointManager:
             self.last_model_path = str(path)
 
     def replace_last(self, run: Run) -> None:
-        """If the run continues from another checkpoint than last.ckpt, copy it to last.ckpt.
+        """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
 
-        Call this method before the CSV rows after the checkpoint are removed. If the run is killed
-        before its first save, it would otherwise continue from the newer last.ckpt, without these
-        rows.
+        Call this method before newer rows are removed from the CSV files. Otherwise, if the run
+        were killed before its first save, the old last.ckpt would refer to the removed rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return
         path, last = Path(str(run.plan.start.path)), self._path("last.ckpt")
-        # Without save_last, last.ckpt would stay older than the other checkpoints.
+        # If save_last is False, do not create a last.ckpt that would become outdated.
         is_used = self.config.save_last or last.exists()
         # A copy of a sharded checkpoint would refer to the shards of the original.
         is_sharded = SHARDS_KEY in (run.plan.start.checkpoint or {})
@@ -187,7 +186,7 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Compare a validation metric with the best values only once after each validation.
+        # Skip a validation metric if validation has not run since the previous comparison.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
@@ -206,7 +205,7 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # Remove several checkpoints at once if the saved run had a larger save_top_k.
+        # If the saved run had a larger save_top_k, remove more than one checkpoint.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._best_scores = {**{name: previous[name] for name in kept}, path: value}
@@ -267,7 +266,7 @@ class CheckpointManager:
         if run.fabric.world_size > 1:
             reason, part = run.fabric.broadcast((reason, part))
         if part is not None and not self._has_saved:
-            # Stop training, because no later checkpoint could be pickled either.
+            # Stop training, because later checkpoints could not be pickled either.
             raise CheckpointError(
                 f"{path}: the part {part!r} of the checkpoint cannot be pickled. Save tensors,"
                 f" numbers, strings, or containers of these instead. {reason}"
@@ -305,8 +304,7 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Scores of different metrics cannot be compared, and a new folder contains no best
-            # checkpoints yet. In both cases, start with an empty list of best checkpoints.
+            # Start without best checkpoints, because the metric has changed or the folder is new.
             return
         # Use only the file names, because the paths in an untrusted checkpoint could point
         # anywhere.

@@ -24,13 +24,12 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# The keys under which Lightning stores hyperparameters in a checkpoint. A run can resume without
-# these hyperparameters.
+# Lightning's checkpoint keys for hyperparameters, which a resumed run does not need.
 _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# The bit that marks a zip entry as a folder, which torch would read as an empty file.
+# The attribute bit of a folder in a zip archive. torch would read a folder as an empty file.
 _FOLDER = 0x10
 
 
@@ -158,7 +157,7 @@ def read_plain(
             different size, an error is raised.
         is_mapped: Read a tensor's values from disk only when they are used.
     """
-    # torch.load uses the Unpickler class of pickle_module.
+    # torch.load creates an instance of pickle_module.Unpickler.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
     module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     # Check that the indices of sparse tensors are within bounds.
@@ -173,10 +172,9 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each key of a checkpoint, describe the first placeholder in its value.
+    """For each key of a checkpoint, describe the first placeholder in the value.
 
-    The result contains neither the hyperparameters nor the keys whose values contain no placeholder
-    for an unknown object.
+    Leave out hyperparameters, and keys whose values contain no placeholder.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
@@ -281,7 +279,7 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function that replaces the one in the pickle.
 
-        For a name that is in neither BUILDERS nor VALUES, return a new subclass of Placeholder.
+        If the name is not in BUILDERS or VALUES, return a new subclass of Placeholder.
         """
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
@@ -345,8 +343,8 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Maps old and new module names to the names that VALUES and BUILDERS use. Pickle protocol 2 uses
-# the module names of Python 2, and Python 3.13 moved the classes of pathlib to another module.
+# Maps module names in pickles to the names in VALUES and BUILDERS. Pickle protocol 2 uses the
+# module names of Python 2, and Python 3.13 moved the pathlib classes to pathlib._local.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {

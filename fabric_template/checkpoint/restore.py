@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # The order in which fit restores a checkpoint:
 #
-# | function         | restores                          | not earlier, because                |
+# | function         | restores                          | reason for waiting                  |
 # |------------------|-----------------------------------|-------------------------------------|
 # | restore_model    | datamodule, weights, callbacks    | setup() and configure_model() may   |
 # |                  |                                   | still create layers                 |
@@ -138,9 +138,9 @@ def loading_target(run: Run) -> nn.Module:
 
 
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Raise an error if the model's weights have other dtypes than in the saved run.
+    """Raise an error if the dtypes of the model's weights differ from the saved dtypes.
 
-    The restored optimizer states would have the saved dtypes, and the first step would fail.
+    Otherwise, the first step would fail, because the optimizer states have the saved dtypes.
     """
     target = loading_target(run)
     weights = rename_weights(find_weights(checkpoint, run.plan.start.path), target)
@@ -210,7 +210,7 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Return whether a dict entry is a tensor or a module's extra state, as in a state_dict."""
+    """Return whether a dict entry looks like an entry of a module's state_dict."""
     return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
@@ -218,8 +218,8 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     """Rename saved weights to match the names in the model.
 
     DistributedDataParallel, DataParallel and torch.compile add a component to the names of
-    parameters, such as "module" in ``module.weight``. If renaming would produce the same name
-    twice, no names are changed.
+    parameters, such as "module" in ``module.weight``. If two weights would get the same name, no
+    weights are renamed.
     """
     own = list(target.state_dict())
     if weights.keys() == set(own):
@@ -282,7 +282,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Set each option that a hook changed in the saved run to the changed value.
+    """Restore the options that hooks changed in the saved run.
 
     If the user has passed a new value for an option, keep the new value.
     """
@@ -325,7 +325,7 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also accept class attributes, because the saved run may have set them on the instance.
+            # Also accept class attributes. The saved run may have overridden them on the instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -468,11 +468,11 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
     check_arguments(run, "optimizers", len(states))
-    # StochasticWeightAveraging replaces the schedulers, so the checkpoint may have more or fewer
-    # scheduler states than this run has schedulers.
+    # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
+    # differ from the number of schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    # If the checkpoint has no scheduler states, warn only if the saved run had no schedulers,
-    # because an on_load_checkpoint hook may have removed the states.
+    # An on_load_checkpoint hook may have removed all scheduler states. Therefore, warn about
+    # missing states only if the saved run had no schedulers.
     is_added = run.plan.start.own.get("arguments", {}).get("schedulers") == []
     if (saved or is_added) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -485,10 +485,10 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def check_arguments(run: Run, kind: str, num_saved: int) -> None:
-    """Warn if an argument of an optimizer or scheduler differs from the saved run.
+    """Warn if an argument of an optimizer or scheduler differs from the saved argument.
 
-    Raise an error if a scheduler's class or interval differs from the saved one, because torch
-    would load the saved state into the wrong scheduler.
+    Raise an error if a scheduler's class or interval has changed. Otherwise, torch would load the
+    saved state into the wrong scheduler.
 
     Args:
         kind: "optimizers" or "schedulers".
@@ -532,7 +532,7 @@ def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
 def check_replaced_parameters(run: Run) -> None:
     """Raise an error if a hook of the saved run replaced a trained parameter.
 
-    In the saved run, the optimizer trained a parameter that was no longer in the model.
+    The saved optimizer state belongs to the original parameter, which is not in the model.
     """
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
@@ -548,10 +548,10 @@ def check_replaced_parameters(run: Run) -> None:
 
 
 def check_parameter_order(run: Run) -> None:
-    """Raise an error if an optimizer trains the saved run's parameters in another order.
+    """Raise an error if an optimizer has the parameters in a different order than in the saved run.
 
-    The state of an optimizer contains no names, so it would be restored for other parameters.
-    Parameters that this model does not have may have been renamed, and are not compared.
+    Optimizer states contain no names, so they would be restored for the wrong parameters.
+    Parameters that the model lacks are not compared, because they may have been renamed.
     """
     known = list(map(plain_name, run.optimization.named_parameters()))
     current = [names_in_order(groups) for groups in names_of_groups(run)]
@@ -580,10 +580,10 @@ def names_in_order(groups: list[list[str | None]]) -> list[str]:
 
 
 def guess_saved_order(weights: list[str], new: list[str], known: list[str]) -> list[str]:
-    """Return the order in which the optimizer of a Trainer run probably trained its parameters.
+    """Guess the order of the parameters in an optimizer of a saved Trainer run.
 
-    Trainer does not save this order. If the new optimizer has the order of the new model, as with
-    ``self.parameters()``, assume the same for the saved run.
+    Trainer does not save this order. If the new optimizer has the parameters in the order of the
+    model, as with ``self.parameters()``, assume that the saved optimizer did so, too.
 
     Args:
         weights: The names of the saved weights.
@@ -597,9 +597,9 @@ def guess_saved_order(weights: list[str], new: list[str], known: list[str]) -> l
 
 
 def check_state_shapes(optimizer: Any, states: Any) -> None:
-    """Raise an error if the saved state of one of torch's optimizers has other shapes.
+    """Raise an error if tensors in the saved state of a torch optimizer have wrong shapes.
 
-    torch would notice the different shapes only in the first step.
+    Without this check, torch would raise an error only in the first step.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):

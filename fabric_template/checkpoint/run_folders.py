@@ -79,7 +79,7 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Write the start time of a new run, which replaces the previous run in the same folders.
+        """Write the start time of a run that replaces the previous run in the same folders.
 
         Args:
             folder: The folder of the checkpoints, or None.
@@ -96,7 +96,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make a replaced run's checkpoints valid again, because that run is being resumed."""
+        """When a replaced run is resumed, mark its checkpoints as valid again."""
         self._write("started 0.0", is_synced=True)
         # Remove the old CSV files only after the next save, because the resumed run first copies
         # rows from them.
@@ -108,8 +108,7 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Write the time of a save to the .lock files, and remove files of the previous run."""
-        # Remove the old CSV files after every save, even if a ModelCheckpoint saved to another
-        # folder.
+        # Remove the old CSV files even if a ModelCheckpoint saved to a different folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -149,8 +148,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # A new run replaces an older run of the same version, even if the new run saves no
-        # checkpoints in this folder.
+        # A new run replaces an older run of the same version, even without saving checkpoints.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -200,8 +198,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may be a copy in another folder. If the checkpoint is a copy, the .lock file of
-    # the original folder still lists the checkpoint's save time.
+    # The checkpoint may have been copied to another folder. In this case, the .lock file in the
+    # original folder still lists the save time.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -212,7 +210,7 @@ def choose_version(run: Run) -> None:
     """Choose the version of a run if the user has not passed ``version=``.
 
     A resumed run uses the version folder that contains the checkpoint. If fit is called again
-    without resuming, it starts a new version.
+    without resuming, the run gets a new version.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:
@@ -226,7 +224,7 @@ def choose_version(run: Run) -> None:
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:
-    """Return the folder for checkpoints, or None if FabricLoop itself saves no checkpoints."""
+    """Return the folder for checkpoints, or None if FabricLoop does not save checkpoints itself."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return None

@@ -1,6 +1,6 @@
 """Store the checkpoint that a run starts from, and convert it to FabricLoop's layout.
 
-The "writer" key names the loop that wrote the training state: FabricLoop, MiniLoop or Trainer.
+The value of "writer" is the class that saved the checkpoint: FabricLoop, MiniLoop or Trainer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StartPoint:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Store a checkpoint.
 
-        If the run resumes, also convert the checkpoint's training state to FabricLoop's format.
+        If the run resumes, also convert the checkpoint's training state to FabricLoop's layout.
         """
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
@@ -58,15 +58,14 @@ class StartPoint:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether parts of the checkpoint still have to be restored."""
+        """Return whether the checkpoint has not been completely restored yet."""
         return self.checkpoint is not None
 
     @property
     def saved_at(self) -> float | None:
         """The time at which the checkpoint was saved.
 
-        This property is None if the save time is unknown, or if the run has already restored the
-        checkpoint.
+        The value is None if the time is unknown, or if the checkpoint has already been restored.
         """
         return self.own.get("saved_at")
 
@@ -82,7 +81,7 @@ class StartPoint:
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
-        """Return the state that the process ``rank`` saved.
+        """Return the state that was saved by the process with the given rank.
 
         If the saved run had no process with this rank, return the state that another process saved.
         """
@@ -169,7 +168,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "epochs_done": checkpoint["epoch"],
     }
     own: dict[str, Any] = {"writer": "Trainer", "progress": progress, "loader_states": []}
-    # Store the order of the weights now, because an on_load_checkpoint hook may rename them.
+    # Store the names of the weights now, because an on_load_checkpoint hook may change them.
     own["weights"] = list(checkpoint.get("state_dict", ()))
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None:
@@ -181,7 +180,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
-    # A checkpoint from on_train_epoch_start still contains the previous epoch's batch counts.
+    # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
     # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
@@ -196,8 +195,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
     """Return whether Trainer would finish the saved epoch before it starts the next one.
 
-    The result False means that Trainer would run its sanity check, and then start the epoch after
-    the saved epoch.
+    Otherwise, Trainer would run its sanity check, and then start the next epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from ..training.progress import Progress
     from ..training.run import Run
 
-# The counters in each of Trainer's progress objects.
+# The names of the counters in Trainer's progress objects.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Checkpoints contain only options with values of these types.
+# Only options of these types are saved in checkpoints.
 OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Do not save these attributes of optimizers. state_dict() already contains "state" and
-# "param_groups", and "defaults" may share tensors with them. Schedulers use "_opt_called" and
+# "param_groups", and "defaults" may share their tensors. Schedulers use "_opt_called" and
 # "_step_count" only for a warning.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
@@ -111,8 +111,8 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # If state_dict() returns vars(self), remove the log and log_dict methods, which the loop has
-    # set on the object.
+    # Remove the log and log_dict methods that the loop has set on the object, in case state_dict()
+    # returns vars(self).
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
@@ -193,8 +193,8 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # Only the "ready" counters include the batches of an unfinished accumulation window, because a
-    # resumed run repeats these batches.
+    # A resumed run repeats the batches of an unfinished accumulation window. Therefore, only the
+    # "ready" counters include these batches.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -381,7 +381,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Warn about objects in a checkpoint that cannot be read without weights_only=False."""
+    """Warn about saved objects that can be read only with weights_only=False."""
     # Check only the keys that a resumed run reads, because a hook may save anything under other
     # keys.
     states = {key: checkpoint[key] for key in _KEYS_READ_ON_RESUME if key in checkpoint}
@@ -421,9 +421,9 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def watch_objects(run: Run) -> None:
-    """In checkpoints, also save the attributes of optimizers and of objects inside the model.
+    """Also save the attributes of optimizers and of objects inside the model.
 
-    Skip objects, such as schedulers, whose state a checkpoint already contains.
+    Skip objects whose state is already saved, such as schedulers.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers

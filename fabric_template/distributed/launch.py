@@ -1,4 +1,4 @@
-"""Start the processes of a run, or connect processes that a launcher has started."""
+"""Start the processes of a run, or connect the processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The Run attributes whose state_dict is copied from a launched process to the launching process.
+# The Run attributes whose states are copied back from a launched process.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
@@ -69,7 +69,7 @@ def join_processes(fabric: Fabric) -> None:
 
 def _leave_group() -> None:
     if is_joined():
-        # In torch 2.6, destroy_process_group() waits forever for a thread that frees a tensor.
+        # In torch 2.6, destroy_process_group() hangs if a gloo thread is still freeing a tensor.
         _finish_gloo_threads()
         torch.distributed.destroy_process_group()
 
@@ -198,8 +198,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal stopped all processes at the same point, so the result of each process is
-        # complete.
+        # After a signal, all processes stop at the same point, so their results are complete.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:

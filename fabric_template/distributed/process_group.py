@@ -1,4 +1,4 @@
-"""Find the processes that a launcher or the user has started, and use all of them by default."""
+"""Detect processes that a launcher or the user has started, and use all of them by default."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VARIABLES = {
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# In the latest loop, the number of processes per machine, and the number of machines.
+# The number of processes per machine and the number of machines in the latest loop.
 _own_group = (1, 1)
 # True if a loop in another process spawned or forked this process.
 _is_spawned = False
@@ -74,7 +74,7 @@ def launched_processes() -> tuple[int, int] | None:
 
 
 def _read_sizes() -> tuple[int, int]:
-    """Return the number of launched processes in total and on this machine."""
+    """Return the total number of launched processes, and the number on this machine."""
     if is_joined():
         total = torch.distributed.get_world_size()
     elif SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():

@@ -96,11 +96,11 @@ class SignalHandler:
             raise error_of_signal(number)
 
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
-        """Return a signal that any of the processes has received, or None.
+        """Return a signal that at least one process has received, or None.
 
         All processes must stop after the same training step, so they exchange received signals
-        about once a second. Rank 0 decides after how many batches the processes exchange signals
-        again. Between two exchanges of signals, a call to ``agree`` only compares two integers.
+        about once a second. Rank 0 chooses the number of batches until the next exchange. Between
+        two exchanges of signals, a call to ``agree`` only compares two integers.
 
         Args:
             known: The result of the previous call.
