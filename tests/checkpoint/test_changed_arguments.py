@@ -71,7 +71,7 @@ UNCHANGED += [
 
 @both_loops
 @pytest.mark.parametrize("make_scheduler", UNCHANGED)
-def test_a_run_resumes_without_a_warning_if_the_scheduler_is_the_same(tmp_path, kind, make_scheduler):
+def test_resuming_with_an_unchanged_scheduler_causes_no_warning(tmp_path, kind, make_scheduler):
     whole = fit(kind, tmp_path / "whole", 4, make_scheduler)
     fit(kind, tmp_path / "parts", 2, make_scheduler)
     assert fit(kind, tmp_path / "parts", 4, make_scheduler, resume="last") == whole
@@ -80,7 +80,7 @@ def test_a_run_resumes_without_a_warning_if_the_scheduler_is_the_same(tmp_path, 
 @both_loops
 @pytest.mark.parametrize("other", [exponential_by_step, one_cycle, plateau, lambda o: CosineAnnealingLR(o, 5)])
 @pytest.mark.parametrize("writer", BOTH)
-def test_resuming_with_another_scheduler_class_or_interval_raises_an_error(tmp_path, kind, other, writer):
+def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(tmp_path, kind, other, writer):
     fit(writer, tmp_path, 2, exponential)
     match = "resume: got .*LR.* as a scheduler, expected ExponentialLR with interval='epoch'"
     with warnings.catch_warnings():
@@ -93,7 +93,7 @@ def test_resuming_with_another_scheduler_class_or_interval_raises_an_error(tmp_p
 
 
 @both_loops
-def test_resuming_with_an_added_scheduler_causes_an_error_or_a_warning(tmp_path, kind):
+def test_resume_refuses_or_warns_about_an_added_scheduler(tmp_path, kind):
     fit(kind, tmp_path, 1)
     if kind == "MiniLoop":
         with pytest.raises(ValueError, match="got 1 as the number of schedulers, expected 0"):
@@ -105,7 +105,7 @@ def test_resuming_with_an_added_scheduler_causes_an_error_or_a_warning(tmp_path,
 
 @both_loops
 @pytest.mark.parametrize("writer", BOTH)
-def test_resuming_with_other_arguments_warns_and_continues_with_the_saved_values(tmp_path, kind, writer):
+def test_resume_warns_about_changed_optimizer_arguments_and_keeps_the_saved_values(tmp_path, kind, writer):
     def faster(net):
         return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
 
@@ -123,7 +123,7 @@ def test_resuming_with_other_arguments_warns_and_continues_with_the_saved_values
 
 
 @both_loops
-def test_a_rate_that_was_changed_during_training_causes_no_warning(tmp_path, kind):
+def test_a_learning_rate_changed_by_a_hook_causes_no_warning_when_resuming(tmp_path, kind):
     def fit_with_hook(epochs, **arguments):
         torch.manual_seed(1)
         net = nn.Linear(8, 3)
@@ -138,7 +138,7 @@ def test_a_rate_that_was_changed_during_training_causes_no_warning(tmp_path, kin
     assert fit_with_hook(2, resume="last") == 0.01
 
 
-def test_a_module_can_replace_the_scheduler_by_removing_its_saved_state(tmp_path):
+def test_a_run_resumes_with_a_new_scheduler_if_on_load_checkpoint_drops_the_saved_state(tmp_path):
     class Module(LightningModule):
         def __init__(self, kind):
             super().__init__()

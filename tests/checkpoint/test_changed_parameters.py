@@ -86,7 +86,7 @@ def train(kind, model, epochs, loader=None, **fit):
     ],
     ids=["layers", "optimizer", "frozen layers", "shapes"],
 )
-def test_resuming_with_parameters_in_another_order_is_refused(kinds, first, second, names):
+def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, second, names):
     """The state of an optimizer would be restored for other parameters."""
     train(kinds[0], first(), 1)
     found, expected = names
@@ -129,14 +129,14 @@ def save_with_trainer(model, **options):
 
 
 @pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_a_trainer_run_does_not_resume_with_layers_in_another_order(shapes):
+def test_resuming_a_trainer_run_with_layers_in_a_different_order_is_refused(shapes):
     save_with_trainer(Layers(shapes=shapes))
     with pytest.raises(ValueError, match=r"resume: got 'b\.weight' as parameter 0 of the optimizer, expected 'a\.wei"):
         train("FabricLoop", Layers("bac", shapes=shapes), 2, resume="trainer.ckpt")
     train("FabricLoop", Layers(shapes=shapes), 2, resume="trainer.ckpt")
 
 
-def test_a_trainer_run_does_not_resume_with_states_of_other_shapes():
+def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_shapes():
     save_with_trainer(Layers(shapes=OTHER_SHAPE))
     text = (
         r"resume: got the shape \(3,\) for parameter 0 of the optimizer, expected \(5, 8\), the shape of its 'exp_avg'"
@@ -146,7 +146,7 @@ def test_a_trainer_run_does_not_resume_with_states_of_other_shapes():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
-def test_a_trainer_run_resumes_with_each_shape_of_optimizer_state(optimizer):
+def test_a_trainer_run_resumes_with_optimizer_states_of_any_shape(optimizer):
     save_with_trainer(Layers(optimizer=optimizer))
     train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
 
@@ -211,7 +211,7 @@ def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
 
 
 @pairs_of_loops
-def test_resuming_with_a_different_batch_size_or_number_of_workers_is_warned_about(kinds):
+def test_resume_warns_about_a_different_batch_size_or_number_of_workers(kinds):
     train(kinds[0], Layers(), 1)
     text = r"resume: batch size was \[4\] and is now \[8\], num_workers was \[0\] and is now \[1\]\. The run continues"
     with pytest.warns(UserWarning, match=text):

@@ -192,7 +192,7 @@ def test_resume_warns_if_a_callback_of_the_saved_run_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"monitor": "val_loss"}, {"save_every_n_steps": 2}])
-def test_an_option_ignored_because_of_a_model_checkpoint_callback_causes_a_warning(tmp_path, options):
+def test_fit_warns_about_an_option_that_a_model_checkpoint_callback_overrides(tmp_path, options):
     saver = ModelCheckpoint(dirpath=tmp_path / "own")
     with pytest.warns(UserWarning, match=f"{next(iter(options))}: ignored, because the callback ModelCheckpoint saves"):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[saver], **options)

@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_if_there_is_no_checkpoint_resume_auto_starts_a_run_and_resume_last_is_refused(tmp_path):
+def test_without_a_checkpoint_resume_auto_starts_a_new_run_and_resume_last_is_refused(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -89,7 +89,7 @@ def test_resume_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     assert (tmp_path / FOLDER / "last.ckpt").read_bytes() == content
 
 
-def test_saving_a_checkpoint_replaces_a_symlink_and_not_its_target(tmp_path):
+def test_saving_a_checkpoint_does_not_overwrite_the_target_of_a_symlink(tmp_path):
     folder, mine = tmp_path / FOLDER, tmp_path / "mine.ckpt"
     folder.mkdir(parents=True)
     mine.write_bytes(b"mine")
@@ -141,7 +141,7 @@ def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
-def test_a_failed_save_of_a_checkpoint_only_causes_a_warning(tmp_path, monkeypatch):
+def test_training_continues_with_a_warning_after_a_checkpoint_could_not_be_saved(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])
@@ -151,7 +151,7 @@ def test_a_failed_save_of_a_checkpoint_only_causes_a_warning(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
-def test_a_run_whose_last_checkpoint_could_not_be_saved_ends_with_an_error(tmp_path, monkeypatch):
+def test_fit_raises_an_error_if_the_last_checkpoint_could_not_be_saved(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2, 3])
     could_not_save = pytest.warns(UserWarning, match="could not be saved")
     with could_not_save, pytest.raises(CheckpointError, match="Training ended, but these files"):
@@ -170,7 +170,7 @@ def test_two_runs_cannot_write_to_the_same_version(tmp_path):
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
 
 
-def test_runs_that_start_at_the_same_time_get_different_versions(tmp_path):
+def test_each_of_several_runs_that_start_at_the_same_time_gets_its_own_version(tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
     for thread in threads:

@@ -64,7 +64,7 @@ MODULES = {
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_run_resumes_exactly_if_gradients_are_not_cleared_after_a_step(tmp_path, name, every):
+def test_a_run_resumes_exactly_even_if_gradients_are_not_cleared_after_a_step(tmp_path, name, every):
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": every}
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
     make = MODULES[name]

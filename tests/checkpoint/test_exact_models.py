@@ -281,7 +281,7 @@ def assert_same(resumed, whole):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_runs_with_large_attributes_or_shared_objects_resume_exactly(tmp_path, name, kind):
+def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path, name, kind):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])
     for kill_at in (2, 6):
@@ -294,7 +294,7 @@ def test_runs_with_large_attributes_or_shared_objects_resume_exactly(tmp_path, n
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
-def test_each_loop_resumes_the_other_loops_runs_of_models_with_container_attributes(tmp_path, name, writer):
+def test_a_run_with_container_attributes_can_resume_in_the_other_loop_class(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")

@@ -520,7 +520,7 @@ def train(kind, root, make, kill_at=None, resume=None):
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", CASES)
-def test_runs_with_objects_of_user_classes_resume_exactly(tmp_path, name, kind):
+def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", CASES[name])
     for batches in (2, 3, 5, 8, 11):
         root = tmp_path / str(batches)
@@ -646,7 +646,7 @@ class AccumulationChange(Model):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_mini_loop_refuses_a_mid_epoch_change_of_accumulate_grad_batches(tmp_path):
+def test_mini_loop_refuses_a_hook_that_changes_accumulate_grad_batches_within_an_epoch(tmp_path):
     """After such a change, Trainer adds the new gradients to those of the previous step."""
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
         train(MiniLoop, tmp_path, shuffled(AccumulationChange))
@@ -738,7 +738,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_each_loop_can_resume_the_other_loops_run_if_the_model_has_user_defined_objects(tmp_path, writer, make):
+def test_a_run_with_user_defined_objects_can_resume_in_the_other_loop_class(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -830,7 +830,7 @@ class ModelWithIterator(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_the_first_save_warns_that_the_position_of_an_iterator_is_not_saved(tmp_path, kind):
+def test_fit_warns_that_the_position_of_an_iterator_is_not_saved(tmp_path, kind):
     with pytest.warns(UserWarning, match="position of .*DataLoaderIter.* (cannot be|not) saved"):
         train(kind, tmp_path, shuffled(ModelWithIterator))
 
@@ -891,7 +891,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copy_of_fabric_template_in_a_project_restores_the_projects_objects(tmp_path):
+def test_a_copy_of_fabric_template_restores_objects_whose_classes_the_project_defines(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -1041,7 +1041,7 @@ METERED = {
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("name", METERED)
-def test_runs_with_objects_that_use_slots_resume_exactly(tmp_path, name, kind):
+def test_a_run_with_objects_that_use_slots_resumes_exactly(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", METERED[name])
     for batches in (3, 7, 11):
         root = tmp_path / str(batches)

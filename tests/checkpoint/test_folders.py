@@ -27,7 +27,7 @@ def file(path):
 @pytest.mark.parametrize("version", [None, 0, "best"])
 @pytest.mark.parametrize("place", ["logs", "logs/run", "checkpoints", "checkpoints/run"])
 @pytest.mark.parametrize("make", [link, loop_of_links, file])
-def test_an_error_names_a_link_or_file_that_should_be_a_folder(tmp_path, make, place, version):
+def test_a_broken_link_or_a_file_in_place_of_a_folder_is_refused(tmp_path, make, place, version):
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     make(path)

@@ -96,7 +96,7 @@ class WithClass(Classifier):
         self.save_hyperparameters({"activation": torch.nn.ReLU})
 
 
-def test_resume_finds_the_newest_run_if_hyperparameters_contain_classes(tmp_path):
+def test_resume_finds_the_newest_run_even_if_hyperparameters_contain_classes(tmp_path):
     for _ in range(2):
         fit(tmp_path, WithClass, max_epochs=1)
     fit(tmp_path, WithClass, max_epochs=2, resume="last", version=0)
@@ -181,7 +181,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
     ids=["last", "best", "best 2", "best only"],
 )
-def test_resume_last_does_not_continue_an_older_run_of_the_same_version(tmp_path, first, version):
+def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -209,7 +209,7 @@ def test_resume_last_does_not_continue_an_older_run_of_the_same_version(tmp_path
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_a_new_run_removes_the_replaced_runs_checkpoints_at_its_first_save(tmp_path):
+def test_the_first_save_of_a_new_run_removes_the_checkpoints_of_the_run_it_replaces(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -226,7 +226,7 @@ def test_a_new_run_removes_the_replaced_runs_checkpoints_at_its_first_save(tmp_p
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_never_continues_an_older_run_whose_replacement_was_killed(tmp_path, step):
+def test_resume_auto_does_not_continue_an_older_run_after_its_replacement_was_killed(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -216,7 +216,7 @@ class Structured(Callback):
         return {"values": np.zeros(2, [("a", "f4"), ("b", "i8")])}
 
 
-def test_an_error_while_resuming_names_an_array_that_cannot_be_restored(tmp_path):
+def test_an_error_while_resuming_shows_which_numpy_array_cannot_be_restored(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[Structured()])
     with pytest.raises(CheckpointError, match=r"numpy.* in the part 'callbacks/Structured/values'"):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[Structured()])

@@ -115,7 +115,7 @@ def test_restored_attributes_share_objects_as_in_the_saved_run(tmp_path):
     assert new.one[0] is new.last
 
 
-def test_plain_state_saves_only_attributes_whose_plain_value_changed():
+def test_modules_functions_and_unchanged_attributes_are_not_saved():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -132,7 +132,7 @@ def test_plain_state_saves_only_attributes_whose_plain_value_changed():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_plain_state_detects_a_single_changed_number_in_a_large_attribute():
+def test_a_single_changed_number_in_a_large_attribute_is_detected():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     holder = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     holder.texts = np.zeros(40_000, "S1000")
@@ -374,7 +374,7 @@ def test_a_resumed_run_restores_the_attributes_of_user_objects(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The number of training batches")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
-def test_runs_resume_exactly_from_checkpoints_saved_in_hooks(tmp_path, when):
+def test_a_run_resumes_exactly_from_a_checkpoint_saved_in_a_hook(tmp_path, when):
     """The hooks are on_train_batch_end, on_train_epoch_end and on_validation_end."""
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": when != "validation"}
     saves = {when: 1} if when == "every_n_train_steps" else saves

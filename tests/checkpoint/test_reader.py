@@ -197,7 +197,7 @@ def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
 
 @pytest.mark.parametrize("kind", objects(Path()))
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_an_object_in_saved_hyperparameters_is_read_as_a_placeholder(tmp_path, kind, protocol):
+def test_reading_a_checkpoint_does_not_recreate_objects_in_the_hyperparameters(tmp_path, kind, protocol):
     saved = {"hyper_parameters": {"value": objects(tmp_path)[kind], "rate": 0.1}}
     found = write_and_read(saved, tmp_path / "a.ckpt", pickle_protocol=protocol)
     value = found["hyper_parameters"]["value"]
@@ -212,7 +212,7 @@ def test_an_object_in_saved_hyperparameters_is_read_as_a_placeholder(tmp_path, k
 
 
 @pytest.mark.parametrize("part", ["state_dict", "callbacks", "optimizer_states", "mine"])
-def test_a_checkpoint_key_that_contains_an_object_raises_an_error_when_read(tmp_path, part):
+def test_accessing_a_checkpoint_entry_that_contains_a_custom_object_raises_an_error(tmp_path, part):
     found = write_and_read({part: {"a": [{"b": Color.RED}]}, "epoch": 3}, tmp_path / "a.ckpt")
     assert found["epoch"] == 3
     for read in (lambda: found[part], lambda: found.get(part), lambda: found.pop(part)):
@@ -241,7 +241,7 @@ class ReadsColor(SavesColor):
         self.color = checkpoint.get("color")
 
 
-def test_an_error_while_resuming_names_the_key_and_class_of_a_saved_object(tmp_path):
+def test_an_error_while_resuming_shows_the_key_and_class_of_a_saved_object(tmp_path):
     fit(tmp_path, ReadsColor, max_epochs=1)
     with pytest.raises(CheckpointError, match=r"Color in the part 'color'"):
         fit(tmp_path, ReadsColor, max_epochs=2, resume="last")
@@ -357,7 +357,7 @@ def test_a_checkpoint_with_a_crafted_pickle_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("depth", [1, 5000])
-def test_an_error_names_an_object_whose_key_is_a_nested_tuple(tmp_path, depth):
+def test_an_error_shows_the_class_of_an_object_saved_under_a_nested_tuple_key(tmp_path, depth):
     key = b")" + b"\x85" * depth
     content = b"\x80\x02}X\x01\x00\x00\x00a}" + key + b"cunknown\nObject\nss."
     write_pickle(content, tmp_path / "a.ckpt")
@@ -383,7 +383,7 @@ class ObjectArray:
 
 
 @pytest.mark.parametrize("part", ["hyper_parameters", "callbacks", "state_dict"])
-def test_a_crafted_numpy_array_in_a_checkpoint_becomes_a_placeholder(tmp_path, part):
+def test_reading_a_checkpoint_does_not_recreate_a_crafted_numpy_array(tmp_path, part):
     found = write_and_read({part: {"a": ObjectArray(), "b": np.float64(1)}}, tmp_path / "a.ckpt")
     values = list(dict.values(found))[0]
     assert all(map(is_placeholder, values.values()))
@@ -462,7 +462,7 @@ def test_a_checkpoint_with_overlapping_zip_entries_is_refused(tmp_path):
         read_checkpoint(path)
 
 
-def test_an_error_names_the_format_of_an_old_checkpoint(tmp_path):
+def test_an_error_explains_how_to_convert_a_checkpoint_in_the_old_torch_format(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"epoch": 3}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"format of torch before 1\.6.*torch\.save\(torch\.load"):

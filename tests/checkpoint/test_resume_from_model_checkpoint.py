@@ -83,7 +83,7 @@ def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_the_message_about_a_missing_model_checkpoint_callback_names_the_old_run(tmp_path):
+def test_an_error_about_a_missing_model_checkpoint_callback_mentions_the_old_run(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -97,7 +97,7 @@ def test_the_message_about_a_missing_model_checkpoint_callback_names_the_old_run
     assert len(history) == 2
 
 
-def test_resume_auto_still_finds_the_run_after_validate_used_the_same_callback(tmp_path):
+def test_resume_auto_finds_the_run_after_validate_used_the_same_model_checkpoint(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)
@@ -110,7 +110,7 @@ def test_resume_auto_still_finds_the_run_after_validate_used_the_same_callback(t
 
 
 @pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
-def test_a_second_run_with_the_same_model_checkpoint_warns(tmp_path, kind):
+def test_reusing_a_model_checkpoint_for_a_second_run_causes_a_warning(tmp_path, kind):
     def run(callback):
         logger = True if kind is None else kind(tmp_path, "run")
         fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)
@@ -121,7 +121,7 @@ def test_a_second_run_with_the_same_model_checkpoint_warns(tmp_path, kind):
         run(callback)
 
 
-def test_a_model_checkpoint_with_its_own_dirpath_can_be_used_again(tmp_path, recwarn):
+def test_reusing_a_model_checkpoint_with_a_dirpath_causes_no_warning(tmp_path, recwarn):
     callback = ModelCheckpoint(tmp_path / "kept", save_last=True)
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto")

@@ -102,7 +102,7 @@ def test_a_run_killed_after_resuming_from_a_path_keeps_all_csv_rows(tmp_path, is
 
 
 @both_loops
-def test_resuming_from_an_older_checkpoint_with_nothing_left_to_train_changes_no_file(tmp_path, kind):
+def test_resuming_from_an_older_checkpoint_changes_no_file_if_nothing_is_left_to_train(tmp_path, kind):
     expected = train(kind, tmp_path, 3)
 
     def contents():

@@ -165,7 +165,7 @@ def test_a_run_resumed_in_a_different_folder_copies_the_csv_rows_of_the_saved_ru
 
 
 @pytest.mark.parametrize("loss", ["removed", "shortened", "of another run", "never written"])
-def test_a_run_without_its_earlier_csv_rows_resumes_with_a_warning(tmp_path, loss):
+def test_resume_warns_if_csv_rows_from_before_the_checkpoint_are_missing(tmp_path, loss):
     whole = fit(tmp_path / "whole", Odd, two, max_epochs=3)
     fit(tmp_path, Odd, two, max_epochs=2, logger=loss != "never written")
     path = tmp_path / "logs/run/version_0/metrics.csv"
@@ -269,7 +269,7 @@ def test_list_runs_shows_whether_a_run_finished_failed_or_was_interrupted(tmp_pa
         assert list_runs(tmp_path / "logs")["state"].tolist() == ["finished"]
 
 
-def test_the_message_after_ctrl_c_names_the_saved_checkpoint(capsys):
+def test_the_message_after_ctrl_c_mentions_the_saved_checkpoint(capsys):
     class Interrupt(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 1:

@@ -159,7 +159,7 @@ def test_a_run_resumed_with_the_same_objects_has_the_weights_of_an_uninterrupted
 
 @both_loops
 @pytest.mark.parametrize("change", [freeze, scale, decay, remember])
-def test_several_interruptions_keep_the_values_from_the_start_of_the_first_fit(tmp_path, kind, change):
+def test_a_run_resumed_several_times_with_the_same_objects_equals_an_uninterrupted_run(tmp_path, kind, change):
     expected = Script(kind, tmp_path / "whole", change, first=1).fit()
     script, resume = Script(kind, tmp_path / "killed", change, first=1), None
     for kill_at in [(2, 3), (2, 2), (2, 4), (3, 2)]:
@@ -178,7 +178,7 @@ def test_a_new_loop_resumes_with_the_same_model_and_loader(tmp_path, kind):
 
 
 @both_loops
-def test_a_continued_run_saves_what_an_earlier_fit_of_the_run_has_changed(tmp_path, kind):
+def test_a_resumed_run_also_saves_attributes_changed_by_an_earlier_call_of_fit(tmp_path, kind):
     def scale_once(script):
         script.net.scale = 2.0
 
@@ -193,7 +193,7 @@ def test_a_continued_run_saves_what_an_earlier_fit_of_the_run_has_changed(tmp_pa
 
 
 @both_loops
-def test_a_value_that_the_user_has_changed_between_two_fits_is_kept(tmp_path, kind):
+def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fit(tmp_path, kind):
     script = Script(kind, tmp_path, lambda script: setattr(script.net, "scale", script.net.scale + 1.0))
     script.fit(kill_at=(2, 3))
     script.net.scale = 7.0
@@ -204,7 +204,7 @@ def test_a_value_that_the_user_has_changed_between_two_fits_is_kept(tmp_path, ki
 
 
 @both_loops
-def test_each_of_two_runs_with_one_model_resumes_with_its_own_start_values(tmp_path, kind):
+def test_two_runs_of_the_same_model_each_resume_with_their_own_initial_attributes(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=1)
     script.fit(kill_at=(1, 3))
     assert script.net.scale == 2.0
@@ -226,7 +226,7 @@ def test_a_new_run_with_the_same_objects_starts_with_their_current_values(tmp_pa
 
 
 @both_loops
-def test_a_large_attribute_that_an_earlier_fit_has_changed_causes_a_warning(tmp_path, kind):
+def test_resume_warns_about_a_large_attribute_changed_by_an_earlier_call_of_fit(tmp_path, kind):
     def change(script):
         script.dataset.large.add_(0.5)
 
@@ -237,7 +237,7 @@ def test_a_large_attribute_that_an_earlier_fit_has_changed_causes_a_warning(tmp_
 
 
 @both_loops
-def test_the_loops_keep_no_object_of_an_earlier_fit_alive(tmp_path, kind):
+def test_objects_passed_to_an_earlier_fit_are_garbage_collected(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.fit(kill_at=(2, 3))
     script.fit(resume="last")

@@ -40,7 +40,7 @@ def test_each_benchmark_prints_all_rows_of_its_table(name, monkeypatch, capsys):
     assert not [line for line in lines if line.startswith("left out") and "not installed" not in line]
 
 
-def test_make_runs_every_benchmark_in_results_md():
+def test_the_makefile_contains_the_command_of_each_benchmark_in_results_md():
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     commands = set(re.findall(r"`python (benchmarks/[^`]*)`", results))
     makefile = (BENCHMARKS.parent / "Makefile").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def test_make_runs_every_benchmark_in_results_md():
     assert {command.split()[0] for command in commands} == scripts
 
 
-def test_each_table_in_results_md_names_its_command():
+def test_results_md_shows_the_command_for_each_table():
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     sections = re.split(r"^##+ ", results, flags=re.M)
     tables = [part for part in sections if re.search(r"^(\||```)", part, re.M)]

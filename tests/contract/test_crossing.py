@@ -165,7 +165,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("case", CASES)
-def test_fabric_loop_and_trainer_resume_each_others_epoch_checkpoints(tmp_path, case, where):
+def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkpoints(tmp_path, case, where):
     """Two epochs by either loop and two more by either loop equal four epochs by Trainer, bit for bit.
 
     The exception is a scheduler that monitors a metric. Its step comes after the hooks that save,
@@ -250,7 +250,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
-def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp_path, where, limit):
+def test_a_trainer_checkpoint_resumes_with_the_same_sanity_check_as_in_trainer(tmp_path, where, limit):
     """Without max_steps, Trainer runs a sanity check after a finished epoch. The check draws random numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)
@@ -274,7 +274,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_fabric_loop_loads_but_does_not_resume_trainer_mid_epoch_checkpoints(tmp_path, keyword):
+def test_fabric_loop_can_load_but_not_resume_mid_epoch_checkpoints_of_trainer(tmp_path, keyword):
     """max_steps, an error or a validation within an epoch may leave such a checkpoint."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

@@ -20,7 +20,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_examples_in_docstrings_run(name):
+def test_docstring_examples_print_the_documented_output(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

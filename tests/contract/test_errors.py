@@ -68,7 +68,7 @@ def fitting(root, *args, options=None, **given):
         ),
     ],
 )
-def test_a_single_error_names_all_wrong_options(tmp_path, options, kind, message):
+def test_one_error_lists_all_invalid_options(tmp_path, options, kind, message):
     check_error(kind, message, lambda: FabricLoop(**options), tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_load_accepts_a_plain_state_dict(tmp_path):
     assert all(map(torch.equal, trained.parameters(), model.parameters()))
 
 
-def test_a_monitor_that_is_never_logged_raises_an_error_after_the_first_epoch(tmp_path):
+def test_a_monitored_metric_that_is_never_logged_raises_an_error_after_the_first_epoch(tmp_path):
     """The checkpoint of the first epoch is saved before the error is raised."""
     call = fitting(tmp_path, Classifier(), make_loader(), val_loader(), options={"monitor": "val_mse"})
     with pytest.raises(ValueError, match=r"^monitor: got 'val_mse', which is not logged\. Logged metrics: .*val_loss"):

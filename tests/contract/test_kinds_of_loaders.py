@@ -256,7 +256,7 @@ def check_resume(tmp_path, loop_name, name, limit):
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_whose_network_changes_its_attributes_resumes_exactly(tmp_path, loop_name, limit):
+def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, limit):
     options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", **options, **limit)
@@ -561,7 +561,7 @@ LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 @pytest.mark.parametrize("name", WITH_STATE)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_whose_loader_changes_its_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
+def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
     expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
     train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
@@ -573,7 +573,7 @@ def test_a_run_whose_loader_changes_its_attributes_resumes_exactly(tmp_path, loo
 @pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_resumed_twice_within_an_epoch_resets_the_attributes_that_set_epoch_changes(tmp_path, loop_name, workers):
+def test_resuming_twice_within_an_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
     def make_loader():
         return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)
 
@@ -763,7 +763,7 @@ def check_killed_run(loop_name, root, run, kills):
 )
 @pytest.mark.parametrize("loop_name", LOOPS)
 @ignores_weights
-def test_a_run_resumes_exactly_if_its_sampler_reads_what_the_model_writes(tmp_path, loop_name, hook, kills, workers):
+def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, hook, kills, workers):
     made = []
 
     def run(root, last, **options):
@@ -874,7 +874,7 @@ def assign_turned(loader):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("change", "size"), [(move_first, 24), (turn_in_place, 15_000), (assign_turned, 15_000)])
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_resuming_is_exact_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, size, workers):
+def test_a_run_resumes_exactly_even_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, size, workers):
     loaders = []
 
     class ChangesLoader(RanksSamples):
@@ -1043,7 +1043,7 @@ UNSAVED = {
 
 @pytest.mark.parametrize("name", UNSAVED)
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_the_first_save_warns_about_loader_state_that_is_not_saved(tmp_path, loop_name, name):
+def test_fit_warns_about_loader_state_that_is_not_saved(tmp_path, loop_name, name):
     with pytest.warns(UserWarning, match=name):
         train(loop_name, tmp_path, UNSAVED[name], max_epochs=1)
 

@@ -116,7 +116,7 @@ def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_clas
 
 
 @both_loops
-def test_with_gradient_accumulation_the_optimizer_steps_every_n_batches(loop_class):
+def test_accumulate_grad_batches_sets_the_number_of_batches_per_optimizer_step(loop_class):
     """In Lightning's example, 24 batches give 1 optimizer step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
@@ -166,7 +166,7 @@ def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_the_monitored_metric(
 
 
 @both_loops
-def test_schedulers_do_not_step_after_an_epoch_that_max_steps_ends_early(loop_class):
+def test_schedulers_take_no_step_after_an_epoch_that_max_steps_ends_early(loop_class):
     """In Lightning's example, the scheduler also takes a step if max_steps ends the epoch."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)

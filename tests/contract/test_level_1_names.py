@@ -100,7 +100,7 @@ def record_passes(fabric, loop):
     Path(f"passes{loop.fabric.global_rank}.json").write_text(json.dumps(passes))
 
 
-def test_each_pass_over_a_shuffled_tensor_loader_has_a_new_order_in_two_processes(monkeypatch):
+def test_a_tensor_loader_in_two_processes_is_shuffled_differently_in_each_pass(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork", seed=3))
     loop.fabric.launch(record_passes, loop)
@@ -136,7 +136,7 @@ def setup_other_loaders(fabric, loop):
     Path(f"done{loop.fabric.global_rank}").touch()
 
 
-def test_setup_warns_of_a_loader_that_it_does_not_divide_among_two_processes(monkeypatch):
+def test_setup_warns_about_loaders_that_it_does_not_divide_among_two_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork"))
     loop.fabric.launch(setup_other_loaders, loop)
@@ -167,7 +167,7 @@ LOADER = TensorLoader(torch.ones(4, 4), batch_size=2)
         (lambda: None, "None"),
     ],
 )
-def test_setup_refuses_other_objects_in_the_place_of_a_loader(make, name):
+def test_setup_refuses_objects_passed_in_place_of_a_loader(make, name):
     loop, net = FabricLoop(**quiet()), make_net()
     with pytest.raises(TypeError, match=f"^loop.setup: got {name}, expected a loader. Pass each loader as its own"):
         loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), LOADER, make())
@@ -215,7 +215,7 @@ class Settings:
 
 
 @pytest.mark.parametrize("value", [argparse.Namespace(lr=0.1), Settings(), Point(1, 2), [Point(1, 2)]])
-def test_load_reads_objects_of_other_classes_only_on_request(tmp_path, value):
+def test_load_reads_custom_objects_only_with_weights_only_false(tmp_path, value):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {"args": value, "epoch": 3})
     with pytest.raises(CheckpointError, match=r"in the part 'args.*If you trust the file, pass weights_only=False"):
@@ -232,7 +232,7 @@ def test_save_and_load_refuse_a_state_that_is_not_a_dict(tmp_path, method, state
     assert not list(tmp_path.iterdir())
 
 
-def test_load_names_a_missing_key_and_a_missing_file(tmp_path):
+def test_load_raises_an_error_about_a_missing_key_or_file(tmp_path):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {"epoch": 3})
     state = {"epoch": 0, "optimizer": None}

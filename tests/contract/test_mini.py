@@ -73,7 +73,7 @@ def test_mini_loop_ends_with_the_same_weights_as_a_hand_written_loop(case, level
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, steps)
 
 
-def test_max_steps_can_end_an_epoch_of_a_tensor_loader_early():
+def test_max_steps_can_end_training_within_an_epoch_of_a_tensor_loader():
     x, y = make_data(40).tensors
     torch.manual_seed(1)
     expected = make_net(dropout=0.0)
@@ -197,7 +197,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_two_epochs_and_two_resumed_epochs_give_the_same_result_as_four_epochs():
+def test_a_run_of_four_epochs_equals_two_epochs_resumed_for_two_more():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -479,7 +479,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_resuming_within_an_epoch_is_exact_if_a_hook_draws_random_numbers(hook, draw, num_workers):
+def test_resuming_within_an_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():
@@ -527,7 +527,7 @@ def test_a_new_run_cannot_replace_an_existing_version(before):
     assert torch.load(path, weights_only=True)["epoch"] == 2
 
 
-def test_resume_refuses_a_checkpoint_of_a_run_with_a_different_name():
+def test_resume_refuses_a_checkpoint_of_a_run_with_a_different_name_or_version():
     fit("MiniLoop", "run", 1)
     path = "checkpoints/run/version_0/last.ckpt"
     for options in ({"name": "other"}, {"name": "run", "version": "own"}):
@@ -979,7 +979,7 @@ def train_with_different_rules(rank):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_all_processes_end_an_accumulation_window_at_the_same_batch():
+def test_all_processes_take_an_optimizer_step_after_the_same_batch():
     codes, errors = run_processes(train_with_different_rules, ranks=2)
     assert codes == [0, 0], errors
     (step, weights), (other_step, other_weights) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
@@ -1181,7 +1181,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_each_error_of_mini_loop_names_the_argument_and_the_fix(case):
+def test_each_error_of_mini_loop_mentions_the_argument_and_the_fix(case):
     call, message = ERRORS[case]
     with pytest.raises((TypeError, ValueError, FileNotFoundError)) as error:
         call()
@@ -1206,7 +1206,7 @@ def test_mini_loop_refuses_launchers_other_than_torchrun(monkeypatch, name):
         MiniLoop(accelerator="cpu", devices=1)
 
 
-def test_mini_loop_runs_one_process_in_an_interactive_slurm_job(monkeypatch):
+def test_mini_loop_starts_one_process_in_an_interactive_slurm_job(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     assert MiniLoop(accelerator="cpu").fabric.world_size == 1
@@ -1298,7 +1298,7 @@ def test_a_run_can_resume_after_an_error_about_an_unknown_monitor():
     assert len(loop.history) == 2
 
 
-def test_a_warning_names_the_epoch_of_a_nan_loss():
+def test_a_warning_about_a_nan_loss_mentions_the_epoch():
     with pytest.warns(UserWarning, match=r"The training loss is nan in epoch 0"):
         fit_functions(lambda net, batch: net(batch[0]).mean() * float("nan"))
 

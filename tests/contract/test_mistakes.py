@@ -101,7 +101,7 @@ def test_an_error_about_monitor_suggests_returning_the_loss():
     assert any("metrics.csv contains no metrics" in str(warning.message) for warning in warned)
 
 
-def test_values_of_a_dict_without_loss_are_logged_in_manual_optimization():
+def test_manual_optimization_logs_the_values_of_a_returned_dict_without_a_loss():
     """metrics.csv has the same column names as with automatic optimization."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
@@ -299,7 +299,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
-def test_training_continues_if_a_step_calls_backward_in_one_of_two_processes(own_step):
+def test_training_continues_even_if_a_step_calls_backward_in_one_of_two_processes(own_step):
     """FabricLoop refuses such a step only if it calls backward in all processes."""
     codes, errors = run_processes(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
@@ -476,7 +476,7 @@ def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train
 
 
 @both_loops
-def test_fit_warns_about_one_cycle_lr_that_steps_once_per_epoch(name):
+def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch(name):
     with pytest.warns(match="OneCycleLR"):
         fit_with_scheduler(name, lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
 
@@ -499,7 +499,7 @@ def test_an_error_about_the_monitor_of_a_scheduler_does_not_suggest_resuming_wit
 
 
 @both_loops
-def test_an_error_names_the_keys_of_a_dict_without_a_loss(name):
+def test_an_error_lists_the_keys_of_a_returned_dict_without_a_loss(name):
     with pytest.raises((TypeError, ValueError), match=r"training_step: got .*\['Loss', 'acc'\]"):
         fit(name, lambda net, batch: {"Loss": loss_of(net, batch), "acc": 1.0})
 
@@ -523,7 +523,7 @@ def test_returned_bools_are_logged_as_numbers(name):
     assert "train_name" not in history
 
 
-def test_mini_loop_reads_estimated_stepping_batches_only_during_fit():
+def test_estimated_stepping_batches_of_mini_loop_can_only_be_read_during_fit():
     with pytest.raises(ValueError, match="known only during fit"):
         _ = make_loop("MiniLoop").estimated_stepping_batches
 

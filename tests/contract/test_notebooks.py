@@ -75,7 +75,7 @@ def test_the_notebooks_are_numbered_without_gaps():
     "name",
     keep([path.stem for path in NOTEBOOKS], "02_mini_loop", "06_checkpoints_and_resume", "09_trainer_and_back"),
 )
-def test_a_notebook_runs_in_a_new_kernel(name, tmp_path):
+def test_each_notebook_executes_without_errors_in_a_new_kernel(name, tmp_path):
     """Each cell gives the same kinds of output as in the committed notebook.
 
     Each printed comparison is True.

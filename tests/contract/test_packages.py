@@ -74,7 +74,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_a_module_that_overrides_log_logs_the_same_values_as_with_trainer(make_module):
+def test_a_module_with_its_own_log_method_logs_the_same_values_as_with_trainer(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)
@@ -99,7 +99,7 @@ def test_a_scheduler_monitors_the_same_metric_as_with_trainer(make_val):
     assert loop.strategy.lr_scheduler_configs[0].monitor == trainer.strategy.lr_scheduler_configs[0].monitor
 
 
-def test_validate_and_test_keep_the_epoch_and_step_at_which_fit_ended():
+def test_validate_and_test_do_not_change_the_current_epoch_and_global_step():
     class ProgressLogger(Classifier):
         def test_step(self, batch, batch_idx):
             self.log("seen", self.trainer.current_epoch * 100.0 + self.trainer.global_step, on_step=True, on_epoch=True)

@@ -129,7 +129,7 @@ def section(text, title):
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if blocks(text, "python") and page != "docs/ray.md"]
 )
-def test_every_python_block_of_the_documentation_runs(page, tmp_path):
+def test_every_python_block_of_the_documentation_runs_without_errors(page, tmp_path):
     missing = {package for package in OPTIONAL if not find_spec(package)}
     text = NEWER_LINE.sub(lambda line: line[0] if RequirementCache(line[1]) else "", PAGES[page])
     sources = [
@@ -214,7 +214,7 @@ assert steps_of("cut").equals(steps_of("lit0").assign(name="cut"))
 """
 
 
-def test_the_second_validation_in_recipes_md_does_not_change_the_training(tmp_path):
+def test_the_recipe_for_a_second_validation_loader_does_not_change_the_training(tmp_path):
     text = PAGES["docs/recipes.md"]
     recipe = section(text, "## Validate on a second loader within an epoch")
     sources = [blocks(text, "python")[0], *blocks(recipe, "python"), (0, SECOND)]
@@ -367,7 +367,7 @@ def test_the_measured_numbers_in_the_readme_are_in_results_md():
 # AGENTS.md
 
 
-def test_agents_md_is_short_and_names_existing_files():
+def test_agents_md_is_short_and_mentions_only_existing_files():
     assert len(AGENTS.splitlines()) <= 80
     named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+)?)`", AGENTS)
     assert len(named) > 10
@@ -416,7 +416,7 @@ def test_the_migrated_loop_in_agents_md_ends_with_the_same_weights_as_the_old_lo
 
 
 @pytest.mark.parametrize("command", blocks(AGENTS, "bash")[0][1].splitlines())
-def test_the_quick_commands_in_agents_md_name_existing_modules_and_files(command):
+def test_the_quick_commands_in_agents_md_use_existing_modules_and_files(command):
     python, option, module, *arguments = command.split()
     if module == "ruff":
         pytest.importorskip("ruff")
@@ -461,7 +461,7 @@ def test_no_web_address_is_a_placeholder():
 # Commands
 
 
-def test_logging_and_plots_md_names_the_files_of_a_run(tmp_path):
+def test_logging_and_plots_md_lists_the_files_of_a_run(tmp_path):
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
     done = subprocess.run(fork_command(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)

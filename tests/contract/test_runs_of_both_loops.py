@@ -122,7 +122,7 @@ class Dies(Classifier):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "version"), sample(3, LOOPS, LOOPS, LOOPS, [0, "tuned"]))
-def test_resume_last_does_not_continue_an_older_run_of_the_same_version(first, second, third, version):
+def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":
@@ -216,7 +216,7 @@ def remove_metrics():
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.parametrize("change", [remove_logs, remove_checkpoints, remove_metrics])
-def test_training_continues_if_the_files_of_the_run_are_deleted(kind, change):
+def test_training_continues_even_if_the_files_of_the_run_are_deleted(kind, change):
     class Changes(ChangesFiles):
         pass
 

@@ -155,7 +155,7 @@ def make_gan():
     return parts, [sgd(parts["g"]), sgd(parts["d"])]
 
 
-def test_a_training_step_may_call_the_step_method_of_several_optimizers():
+def test_a_training_step_may_call_step_on_several_optimizers():
     """The weights equal those of the same loop without FabricLoop. global_step counts each step."""
     parts, optimizers = make_gan()
     step = gan_step(parts, optimizers)
@@ -182,7 +182,7 @@ def test_a_training_step_may_call_the_step_method_of_several_optimizers():
     assert loop.global_step == 20
 
 
-def test_a_training_step_may_call_the_step_method_of_one_optimizer():
+def test_a_training_step_may_call_step_twice_on_one_optimizer():
     """Truncated backpropagation takes two steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)

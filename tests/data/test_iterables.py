@@ -79,7 +79,7 @@ def test_iterables_give_the_same_batches_as_with_trainer(make):
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
-def test_runs_on_iterables_resume_exactly_within_an_epoch(tmp_path, make):
+def test_a_run_whose_loader_is_an_iterable_resumes_exactly_within_an_epoch(tmp_path, make):
     options = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed/9"
@@ -92,7 +92,7 @@ def once():
     return itertools.chain(BATCHES)
 
 
-def test_fit_trains_for_one_epoch_on_a_one_pass_iterator():
+def test_fit_trains_for_one_epoch_on_an_iterator_that_can_be_read_only_once():
     assert_parity(Classifier, once, once, max_epochs=1, num_sanity_val_steps=0)
 
 
@@ -178,7 +178,7 @@ def test_a_loader_that_does_not_restart_each_epoch_resumes_only_in_epoch_0(tmp_p
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fabric_loop_refuses_to_resume_mini_loop_runs_whose_loader_never_restarts(tmp_path, make):
+def test_fabric_loop_refuses_to_resume_a_mini_loop_run_whose_loader_does_not_restart_each_epoch(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
@@ -212,5 +212,5 @@ def test_resume_warns_that_finished_batches_of_an_iterable_are_read_again(tmp_pa
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_training_with_a_loader_that_does_not_restart_each_epoch_matches_trainer(make):
+def test_a_loader_that_does_not_restart_each_epoch_gives_the_same_weights_as_with_trainer(make):
     assert_parity(Classifier, make, make, max_epochs=3)

@@ -102,7 +102,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_lists_dicts_and_nested_loaders_give_the_same_batches_as_with_trainer(call, name):
+def test_loaders_in_lists_dicts_and_nested_structures_give_the_same_batches_as_with_trainer(call, name):
     """The number of batches and the attributes such as loop.train_dataloader are also compared."""
 
     def act(loop, module):
@@ -154,7 +154,7 @@ def test_an_invalid_validation_loader_is_refused_before_training():
     assert module.seen == []
 
 
-def test_loaders_that_a_datamodule_lacks_are_not_taken_from_the_module():
+def test_loaders_of_a_datamodule_are_not_combined_with_loaders_of_the_module():
     """Like Trainer, FabricLoop does not combine the loaders of a datamodule and a module."""
 
     class Module(RecordingModule):
@@ -318,7 +318,7 @@ def test_an_iterable_dataset_with_a_length_causes_a_warning():
     assert text.startswith("Your `IterableDataset` has `__len__` defined")
 
 
-def test_overfit_batches_turns_off_shuffling_only_in_fit():
+def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
     class Both(RecordingModule):
         def val_dataloader(self):
             return ones(8, shuffle=True)

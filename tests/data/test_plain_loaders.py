@@ -229,7 +229,7 @@ class TakesAll(Classifier):
           "batch sampler, workers",
           "dataset, random, workers", "datasets in datasets, workers", "collate, persistent"),
 )  # fmt: skip
-def test_runs_with_stateful_samplers_and_datasets_resume_exactly(tmp_path, name):
+def test_a_run_with_stateful_samplers_or_datasets_resumes_exactly(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path)
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)

@@ -238,7 +238,7 @@ class Late(Synced):
             self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 3))
 
 
-def test_layers_created_in_forked_processes_are_copied_to_the_caller():
+def test_layers_created_in_forked_processes_are_copied_to_the_main_process():
     loop, module = run_loop(Late, train, val, max_epochs=1, precision="64-true", **FORK)
     assert module.net[0].weight.dtype == torch.float64
     assert loop.validate(module, val(), verbose=False)[0]["val_loss"] == loop.callback_metrics["val_loss"].item()
@@ -259,7 +259,7 @@ def test_spawned_processes_do_not_share_the_optimizer_state():
     assert_same_weights(*nets)
 
 
-def test_the_state_of_callbacks_in_forked_processes_is_copied_to_the_caller(tmp_path):
+def test_callback_states_of_forked_processes_are_copied_to_the_main_process(tmp_path):
     stopping = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
     options = {"callbacks": [stopping, saving], "enable_checkpointing": True, **FORK}

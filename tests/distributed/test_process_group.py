@@ -111,7 +111,7 @@ def test_a_second_loop_uses_the_process_group_of_the_first_loop(start):
     ],
     ids=str,
 )
-def test_unusable_environment_variables_of_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
+def test_invalid_environment_variables_for_a_process_group_are_refused(variables, message, monkeypatch, tmp_path):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
@@ -130,7 +130,7 @@ def test_unusable_environment_variables_of_a_process_group_are_refused(variables
     ],
     ids=str,
 )
-def test_launcher_variables_that_describe_no_process_group_are_ignored(variables, monkeypatch):
+def test_incomplete_launcher_variables_are_ignored(variables, monkeypatch):
     """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

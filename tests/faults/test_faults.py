@@ -22,7 +22,7 @@ def run(script, *options):
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 20), (2, 4)])
-def test_runs_killed_at_random_times_resume_exactly(ranks, kills):
+def test_a_run_killed_at_random_times_resumes_exactly(ranks, kills):
     assert run("kills", "--ranks", ranks, "--kills", kills, "--seed", 0)["kills"] >= kills
 
 

@@ -96,7 +96,7 @@ def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
     ],
     ids=str,
 )
-def test_an_attribute_setter_accepts_values_that_fit_the_other_options(given, name, value):
+def test_an_attribute_setter_accepts_values_compatible_with_the_other_options(given, name, value):
     loop = FabricLoop(**quiet(**given))
     setattr(loop, name, value)
     assert getattr(loop.config, name) == value
@@ -124,7 +124,7 @@ def test_an_attribute_setter_refuses_values_that_contradict_other_options(given,
     assert loop.config == before
 
 
-def test_validate_every_n_steps_can_be_changed_between_two_fits(tmp_path):
+def test_validate_every_n_steps_can_be_changed_between_two_calls_of_fit(tmp_path):
     loop, module = make_loop(FabricLoop, tmp_path, num_sanity_val_steps=0), RecordsEvents()
     loop.validate_every_n_steps = 3
     loop.fit(module)

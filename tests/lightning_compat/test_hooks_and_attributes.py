@@ -38,7 +38,7 @@ class Adds(Classifier):
             self.trainer.callbacks.append(end)
 
 
-def test_a_callback_added_during_a_batch_gets_the_outputs_of_this_batch():
+def test_a_callback_added_during_a_batch_gets_the_outputs_of_that_batch():
     (_, theirs), (_, ours) = (run(Adds, plain_loader, max_epochs=1) for run in (run_trainer, run_loop))
     assert ours.seen == theirs.seen != []
 

@@ -36,7 +36,7 @@ class OwnOfNone(Own):
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("make", [Own, OwnOfNone])
-def test_a_module_that_creates_its_own_optimizers_trains_the_same_as_with_trainer(make):
+def test_a_module_that_creates_its_own_optimizers_gives_the_same_weights_as_with_trainer(make):
     assert_parity(make, make_loader, max_epochs=2)
 
 

@@ -129,7 +129,7 @@ def test_resuming_keeps_csv_rows_with_numbers_rounded_by_another_program(cut, na
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
 
 
-def test_resuming_copies_a_metrics_csv_that_contains_foreign_rows(cut):
+def test_resume_backs_up_a_metrics_csv_that_the_run_did_not_write(cut):
     path = cut / "logs/run/version_0/metrics.csv"
     path.write_text("month,sales\n1,2\n")
     with pytest.warns(UserWarning, match=r"with the other rows was copied to metrics\.csv\.changed\."):

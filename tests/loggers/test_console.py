@@ -151,7 +151,7 @@ def test_training_continues_with_one_warning_after_a_progress_bar_error(tmp_path
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
-def test_the_progress_bar_omits_values_that_do_not_fit(tmp_path, terminal, monkeypatch, columns):
+def test_the_progress_bar_omits_values_that_are_too_wide_for_the_terminal(tmp_path, terminal, monkeypatch, columns):
     class Verbose(Classifier):
         def training_step(self, batch, batch_idx):
             for name in ("accuracy", "gradient_norm", "kl_divergence", "reconstruction"):

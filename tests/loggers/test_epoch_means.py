@@ -105,7 +105,7 @@ def test_a_batch_size_of_zero_leaves_the_batch_out_of_the_means(kind):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_the_returned_loss_is_weighted_by_the_batch_size_passed_when_logging_a_torchmetric(kind):
+def test_the_batch_size_given_when_logging_a_torchmetric_also_weights_the_returned_loss(kind):
     metric = MeanMetric()
 
     def log(loop, index):
@@ -116,6 +116,6 @@ def test_the_returned_loss_is_weighted_by_the_batch_size_passed_when_logging_a_t
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_a_call_to_log_that_logs_nothing_is_an_error(kind):
+def test_log_raises_an_error_if_on_step_and_on_epoch_are_both_false(kind):
     with pytest.raises((ValueError, MisconfigurationException), match=r"on_step=False.*on_epoch=False"):
         fit_means(kind, lambda loop, index: loop.log("x", index, on_step=False))

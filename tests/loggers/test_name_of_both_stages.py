@@ -57,7 +57,7 @@ TRAIN = [{"prog_bar": True}, BOTH, EPOCH]
 @pytest.mark.parametrize(
     ("train", "val", "length", "interval"), sample(3, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
 )
-def test_a_name_logged_in_training_and_validation_has_the_same_values_as_with_trainer(
+def test_a_metric_logged_in_training_and_validation_has_the_same_values_as_with_trainer(
     tmp_path, train, val, length, interval
 ):
     seen = []
@@ -73,7 +73,7 @@ def test_a_name_logged_in_training_and_validation_has_the_same_values_as_with_tr
     assert seen[0] == seen[1]
 
 
-def test_metrics_read_in_hooks_of_a_resumed_run_equal_those_of_the_first_run(tmp_path):
+def test_hooks_of_a_resumed_run_read_the_same_metrics_as_in_an_uninterrupted_run(tmp_path):
     """The checkpoint is saved at the end of the validation after the last batch of an epoch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()

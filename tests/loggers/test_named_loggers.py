@@ -30,7 +30,7 @@ def test_wandb_and_mlflow_record_the_run_if_installed(tmp_path, name, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_an_error_names_the_pip_command_for_a_missing_logger_package(tmp_path, name):
+def test_an_error_about_a_missing_logger_package_shows_the_pip_command(tmp_path, name):
     if find_spec(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(ValueError, match=f"logger: got '{name}', .* Run pip install {name}."):

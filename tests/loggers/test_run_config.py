@@ -27,7 +27,7 @@ def test_a_resumed_run_does_not_rewrite_config_yaml(tmp_path):
     assert (tmp_path / FILE).read_text() == "max_epochs: 7\n"
 
 
-def test_config_yaml_names_the_objects_that_yaml_cannot_represent(tmp_path):
+def test_config_yaml_lists_the_objects_that_yaml_cannot_represent(tmp_path):
     class Profiler:
         pass
 

@@ -96,7 +96,7 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_writes_the_csv_rows_of_an_uninterrupted_run(tmp_path, kind):
+def test_a_killed_and_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path, kind):
     """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
     options = {"make_module": lambda: Classifier(on_step=True), "val": val_loader, **KINDS[kind]}
     options |= {"log_every_n_steps": 2, "save_every_n_steps": 1}

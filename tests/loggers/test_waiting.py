@@ -62,7 +62,7 @@ def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricL
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
-def test_metrics_csv_contains_the_share_of_time_spent_waiting_for_data(data, options, make):
+def test_metrics_csv_contains_the_fraction_of_time_spent_waiting_for_data(data, options, make):
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
@@ -77,7 +77,7 @@ def test_time_spent_in_steps_does_not_count_as_waiting_for_data(make):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_waiting_for_validation_batches_also_counts_as_waiting_for_data(make):
+def test_the_waiting_column_includes_the_time_spent_waiting_for_validation_batches(make):
     _, history = train(Slow(0.0), Slow(0.03), step_seconds=0.01, make=make)
     assert history["waiting"].tolist() == [0.75, 0.75]
 
@@ -96,7 +96,7 @@ def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_waiting_time_of_a_resumed_epoch_includes_time_before_the_checkpoint():
+def test_the_waiting_time_of_a_resumed_epoch_includes_the_time_before_the_checkpoint():
     class StoppingLoader(Slow):
         def __getitem__(self, index):
             if index == 6:

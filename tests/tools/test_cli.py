@@ -378,7 +378,7 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
 
-def test_an_error_names_a_default_argument_without_an_import_path(capsys):
+def test_a_default_argument_that_has_no_import_path_is_refused(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))
@@ -408,7 +408,7 @@ def test_predict_writes_a_csv_table_or_a_pt_file_with_a_list_of_batches(capsys):
     assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name that ends in .csv or .pt."
 
 
-def test_the_verify_command_names_damaged_checkpoints(capsys):
+def test_the_verify_command_reports_damaged_checkpoints(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--monitor", "val_loss")
     folder = Path("checkpoints/run/version_0")
     best = f"intact      {folder}/best.ckpt\n"

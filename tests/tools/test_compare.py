@@ -367,7 +367,7 @@ def test_compare_finds_an_additional_step_of_a_second_optimizer():
     assert (result.step, result.values) == (2, ("Adam (number 1)", "Adam (number 2)"))
 
 
-def test_constant_buffers_of_a_lightning_module_are_no_difference(tmp_path):
+def test_compare_ignores_constant_buffers_of_a_lightning_module(tmp_path):
     class Weighted(Normed):
         weight = torch.tensor([1.0, 2.0, 3.0])
 
@@ -421,7 +421,7 @@ def test_buffers_of_compiled_modules_are_compared():
 
 
 @pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
-def test_a_loop_stops_after_the_compared_steps(tmp_path, loop):
+def test_compare_stops_each_loop_after_the_given_number_of_steps(tmp_path, loop):
     script = Normed()
     result = compare(script.by_hand, lambda: script.with_fit(tmp_path, loop), steps=7)
     assert str(result) == "equal    no difference in 7 steps"
@@ -440,7 +440,7 @@ def sgd_options(**options):
 @pytest.mark.parametrize(
     "options", [{"foreach": True}, {"fused": True}, {"differentiable": False}, {"lr": torch.tensor(0.1)}], ids=str
 )
-def test_options_that_do_not_change_an_optimizer_step_are_no_difference(options):
+def test_compare_ignores_options_that_do_not_change_an_optimizer_step(options):
     for pair in ((Script, sgd_options(**options)), (sgd_options(**options), Script)):
         result = compare(*(script().by_hand for script in pair))
         assert result.quantity not in options
@@ -517,7 +517,7 @@ def quick_scripts(monkeypatch):
     monkeypatch.setattr("sys.executable", forking_python())
 
 
-def test_compare_runs_scripts_with_their_arguments(tmp_path, capsys, quick_scripts):
+def test_the_compare_command_passes_arguments_to_the_scripts(tmp_path, capsys, quick_scripts):
     (tmp_path / "train.py").write_text(SCRIPT)
     with record_training("recording.json"):
         Script().by_hand()
@@ -551,7 +551,7 @@ def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
     ],
 )
-def test_errors_of_the_compare_command_fit_on_one_line(tmp_path, capsys, quick_scripts, arguments, message):
+def test_the_compare_command_prints_errors_on_one_line(tmp_path, capsys, quick_scripts, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
     (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
     assert main(["compare", *arguments]) == 2

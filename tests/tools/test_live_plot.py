@@ -102,7 +102,7 @@ def test_an_error_in_live_plot_does_not_stop_the_run(notebook, monkeypatch):
     assert notebook.shown == []
 
 
-def test_a_run_with_live_plot_resumes_without_it(notebook, recwarn):
+def test_a_run_trained_with_live_plot_can_resume_without_live_plot(notebook, recwarn):
     fit(LivePlot(), epochs=1)
     loop = FabricLoop(max_epochs=2, accelerator="cpu", enable_progress_bar=False)
     history = loop.fit(Classifier(), make_loader(8), make_loader(8, shuffle=False), resume="last")
@@ -119,6 +119,6 @@ def train_with_plot(rank):
     assert loop.current_epoch == 2
 
 
-def test_live_plot_does_not_hang_if_processes_draw_after_different_batches():
+def test_live_plot_does_not_hang_even_if_the_processes_draw_at_different_batches():
     """A process that reads log_dir alone would wait forever for the other process."""
     assert run_processes(train_with_plot, timeout=60)[0] == [0, 0]

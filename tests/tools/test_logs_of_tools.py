@@ -248,7 +248,7 @@ def test_plot_logs_refuses_a_file_without_rows(text):
         plot_logs(write(text))
 
 
-def test_plot_logs_plots_a_log_without_epochs_against_its_row_numbers():
+def test_a_log_without_epochs_is_plotted_against_row_numbers():
     path = write("minutes,loss,val_loss\n2,3,4\n4,2,3\n8,1,2.5\n")
     ax = plot_logs(path)
     assert (ax.get_xlabel(), ax.get_lines()[0].get_xdata().tolist()) == ("row", [0, 1, 2])
@@ -258,7 +258,7 @@ def test_plot_logs_plots_a_log_without_epochs_against_its_row_numbers():
         plot_logs(path, x="epoch")
 
 
-def test_plot_logs_draws_the_given_file_in_a_folder():
+def test_plot_logs_draws_only_the_given_file_of_a_folder():
     Path("a").mkdir()
     write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):
@@ -303,7 +303,7 @@ def test_read_logs_keeps_the_first_row_of_a_file_without_a_header():
     assert table[["column 1", "column 2"]].to_numpy().tolist() == [[0, 1.0], [1, 0.5]]
 
 
-def test_read_logs_separates_two_fits_in_the_same_file():
+def test_read_logs_treats_two_calls_of_fit_in_one_file_as_two_runs():
     table = read_logs(write("epoch,loss\n0,1.0\n1,0.5\n0,0.4\n1,0.3\n"))
     assert table[["name", "loss"]].to_numpy().tolist() == [
         ["fit 1", 1.0],

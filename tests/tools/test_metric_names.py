@@ -93,7 +93,7 @@ def return_nothing(net, batch):
     ids=str,
 )
 @pytest.mark.parametrize(("monitor", "validation_step"), [("val_loss", return_nothing), ("val_mse", square)])
-def test_a_monitor_that_is_not_logged_raises_an_error_at_the_first_validation(
+def test_a_monitored_metric_that_is_not_logged_raises_an_error_at_the_first_validation(
     make, options, step, monitor, validation_step
 ):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)

@@ -69,7 +69,7 @@ def release(tmp_path, monkeypatch):
 # copy
 
 
-def test_the_copy_command_quotes_the_path_in_the_commands_that_it_prints(release, capsys):
+def test_the_commands_printed_by_copy_quote_a_path_with_spaces(release, capsys):
     assert copy_command("my code/mini.py", mini=True) == 0
     assert "fabric-template diff 'my code/mini.py'\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"run `fabric-template update 'my code/mini\.py'`"):

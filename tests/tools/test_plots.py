@@ -88,7 +88,7 @@ def test_the_best_value_is_marked_only_if_its_direction_is_known(metric, best):
     assert ("best" in legend(ax)[1]) == bool(best)
 
 
-def test_runs_differ_in_color_and_are_sorted_by_version_number():
+def test_plot_logs_draws_runs_in_different_colors_and_sorts_them_by_version_number():
     for version in (10, 2):
         write_run("digits", version, [2.0, 1.0])
     ax = plot_logs("logs")
@@ -121,7 +121,7 @@ def test_plot_logs_adds_a_label_for_each_run_in_a_list_or_dict():
 
 
 @pytest.mark.parametrize("x", ["epoch", "step", "time"])
-def test_runs_that_differ_only_in_the_seed_are_drawn_as_mean_and_range(x):
+def test_plot_logs_draws_the_mean_and_range_of_runs_that_differ_only_in_the_seed(x):
     for version, (seed, hidden) in enumerate([(0, 32), (1, 32), (2, 32), (0, 64)]):
         write_run("digits", version, [float(seed), seed - 2.0], seed=seed, hidden=hidden)
     ax = plot_logs("logs", x=x, metrics="val_loss")
@@ -308,7 +308,7 @@ def test_plot_logs_sets_a_log_scale_on_the_given_axes():
     assert plot_logs(HISTORY, ax=ax, log=True).get_yscale() == "log"
 
 
-def test_plot_logs_does_not_sum_a_time_column_that_is_already_cumulative():
+def test_plot_logs_does_not_add_up_a_cumulative_time_column():
     table = pd.DataFrame({"epoch": [1, 2, 3], "time": [10.0, 20.0, 31.0], "val_loss": [3.0, 2.0, 1.0]})
     for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
         table.to_csv(path, index=False)

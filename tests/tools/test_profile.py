@@ -162,7 +162,7 @@ def reading_step(net, batch):
     return loss
 
 
-def test_profile_names_a_line_that_reads_a_value_from_the_device(fake_clock):
+def test_profile_finds_a_line_that_reads_a_value_from_the_device(fake_clock):
     """A training step without such a line gets neither a suggestion nor a warning."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value from the GPU", str(profile_net(step=reading_step)))
     healthy = profile_net(step=slow_step)
@@ -202,7 +202,7 @@ def fit_module(root, profiles):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_profile_does_not_change_the_next_fit(tmp_path):
+def test_profiling_does_not_change_the_following_training_run(tmp_path):
     roots = [tmp_path / "with", tmp_path / "without"]
     for root in roots:
         root.mkdir()

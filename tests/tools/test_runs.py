@@ -178,7 +178,7 @@ def test_list_runs_shows_the_state_and_options_of_a_mini_loop_run(statement, sta
 # The command
 
 
-def test_the_runs_command_lists_runs_and_names_the_best(capsys):
+def test_the_runs_command_lists_all_runs_and_shows_the_best_run(capsys):
     make_run(hparams={"hidden": 8}, val_acc=[0.1, 0.6, 0.4])
     make_run(version=1, hparams={"hidden": 16}, rows=2, lock="17\nfailed\n", loss=2.0, val_acc=[0.1, 0.5])
     assert run_command(capsys) == (
@@ -230,7 +230,7 @@ def test_the_runs_diff_command_compares_two_runs(capsys):
         (["best", "empty"], "runs: got empty, expected a folder with runs, such as"),
     ],
 )
-def test_errors_from_the_runs_command_fit_on_one_line(capsys, arguments, error):
+def test_the_runs_command_prints_errors_on_one_line(capsys, arguments, error):
     make_run()
     Path("empty").mkdir()
     code, out, err = run_command(capsys, *arguments)
@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_the_best_command_prints_the_path_of_a_csv_file_from_another_tool(capsys):
+def test_the_runs_best_command_prints_the_path_of_a_csv_file_from_another_tool(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
@@ -305,7 +305,7 @@ def test_list_runs_shows_the_options_that_the_user_set():
 
 
 @pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
-def test_the_runs_best_command_takes_the_smallest_value_of_an_error_metric(capsys, metric):
+def test_the_runs_best_command_selects_the_smallest_value_of_an_error_metric(capsys, metric):
     make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
     assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
 
@@ -326,7 +326,7 @@ def test_list_runs_does_not_rank_runs_by_the_learning_rate():
     assert list_runs()["metric"].tolist() == ["train_loss"]
 
 
-def test_the_runs_best_command_needs_a_metric_if_the_runs_have_different_monitors(capsys):
+def test_the_runs_best_command_requires_a_metric_if_the_runs_monitor_different_metrics(capsys):
     make_run(val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
     code, _, err = run_command(capsys, "best")

@@ -128,7 +128,7 @@ MODULES.append((FabricLoop, FabricLoop, OwnLog))
 
 @pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_validate_of_a_second_loop_does_not_change_the_first_run(tmp_path, outer, inner, make_module, hook):
+def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_path, outer, inner, make_module, hook):
     found, by_hand, shifted = [], [], make_loader(18, shuffle=False, seed=7)
     shifted.dataset.tensors[0].add_(3.0)
 
@@ -201,7 +201,7 @@ def test_log_raises_an_error_outside_of_fit_and_validate(tmp_path, kind):
 
 @pytest.mark.parametrize("hook", ["on_train_end", "configure_optimizers"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_raises_an_error_in_a_hook_that_belongs_to_no_row(tmp_path, kind, hook):
+def test_log_raises_an_error_in_on_train_end_and_configure_optimizers(tmp_path, kind, hook):
     module = PlainCalls()
     setattr(module, hook, lambda: module.log("mine", 1.0))
     with pytest.raises(ValueError, match=f"inside `{hook}`|log: got 'mine' (in {hook}|outside of)"):
@@ -240,7 +240,7 @@ def test_a_loop_can_be_pickled_during_and_after_fit(tmp_path, monkeypatch, kind)
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
-def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_fitted_module(tmp_path, make):
+def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_trained_module(tmp_path, make):
     called = []
 
     class Counts(make):
@@ -261,7 +261,7 @@ def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_fitted_module(tm
     assert len(called) == count
 
 
-def test_fit_works_again_after_ctrl_c_interrupted_the_clean_up(tmp_path):
+def test_fit_can_be_called_again_after_ctrl_c_interrupted_the_clean_up(tmp_path):
     """A second Ctrl-C, for example, may interrupt the clean-up after an error."""
 
     class Interrupts:

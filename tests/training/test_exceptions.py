@@ -121,7 +121,7 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
 
 
 @pytest.mark.parametrize("hook", ["training_step", "before the step", "on_train_batch_end", "validation_step"])
-def test_manual_optimization_resumes_exactly_after_an_exception(tmp_path, hook):
+def test_a_run_with_manual_optimization_resumes_exactly_after_an_exception(tmp_path, hook):
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 2}
     loaders = lambda: make_loader(24), val_loader  # noqa: E731
     whole = fit(tmp_path / "whole", lambda: Fails(manual=True), *loaders, **options)
@@ -147,7 +147,7 @@ class HalfStep(torch.optim.Adam):
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
 @pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
-def test_an_error_within_an_optimizer_step_saves_no_half_updated_weights(tmp_path, monkeypatch, options, resume):
+def test_no_half_updated_weights_are_saved_after_an_error_in_an_optimizer_step(tmp_path, monkeypatch, options, resume):
     class HalfStepModule(Classifier):
         def configure_optimizers(self):
             return HalfStep(self.parameters(), lr=0.02)

@@ -44,7 +44,7 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, op
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
 
 
-def test_a_fractional_val_check_interval_is_accepted_if_there_are_no_training_batches(tmp_path):
+def test_a_fractional_val_check_interval_is_accepted_even_without_training_batches(tmp_path):
     loop, _, rows = fit(tmp_path, Classifier, train, val_loader, limit_train_batches=0, val_check_interval=0.5)
     assert (loop.global_step, len(rows)) == (0, 0)
 
@@ -60,7 +60,7 @@ class Copy(Callback):
             shutil.copytree(self.root, self.to)
 
 
-def test_a_run_killed_at_the_end_of_an_epoch_cut_short_by_max_steps_resumes_exactly(tmp_path):
+def test_a_run_killed_after_max_steps_ended_the_epoch_early_resumes_exactly(tmp_path):
     options = {"val": val_loader, "max_steps": 8, "train": train, "make_module": lambda: Classifier(by_epoch)}
     copy = Copy(tmp_path / "whole", tmp_path / "killed", step=8)
     whole = fit(tmp_path / "whole", callbacks=[copy], **options)
@@ -144,7 +144,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     ],
     ids=str,
 )
-def test_end_of_epoch_validation_also_runs_if_the_loader_ends_early(tmp_path, options, steps):
+def test_validation_at_the_end_of_an_epoch_also_takes_place_if_the_loader_ends_early(tmp_path, options, steps):
     """A validation within an epoch only runs if the loader has yielded enough batches."""
     seen = []
 

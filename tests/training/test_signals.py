@@ -98,7 +98,7 @@ def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, 
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_run_can_resume_after_a_signal_in_its_last_on_train_epoch_end(tmp_path, notebook):
+def test_a_run_can_resume_after_a_signal_in_the_last_call_of_on_train_epoch_end(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
@@ -203,7 +203,7 @@ def test_an_exception_raised_by_the_users_signal_handler_reaches_the_caller(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_fit_keeps_the_users_ctrl_c_handler_and_leaves_ignored_signals_ignored(tmp_path, received, number):
+def test_fit_keeps_the_ctrl_c_handler_of_the_user_and_does_not_handle_ignored_signals(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
