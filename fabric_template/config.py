@@ -224,8 +224,8 @@ class LoopConfig:
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
-                f"save_top_k: got {self.save_top_k} without monitor, expected a metric that ranks"
-                " the checkpoints. Write monitor='val_loss'. To keep the newest checkpoints"
+                f"save_top_k: got {self.save_top_k} without monitor. Write monitor='val_loss', so"
+                " that this metric ranks the checkpoints. To keep the newest checkpoints"
                 " instead, write callbacks=[ModelCheckpoint(monitor='step', mode='max',"
                 f" save_top_k={self.save_top_k})]."
             )

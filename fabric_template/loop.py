@@ -466,8 +466,9 @@ class FabricLoop(TrainerAPI):
         try:
             values: dict[str, Any] = self.fabric.load(path, given, **options)
         except MissingCheckpointError as error:
-            text = f"loop.load: got {str(path)!r}, expected the path of a checkpoint file."
-            raise MissingCheckpointError(f"{text} Check the path.") from error
+            raise MissingCheckpointError(
+                f"loop.load: got {str(path)!r}, but this file does not exist. Check the path."
+            ) from error
         except KeyError as error:
             found = re.search("contains a key ('.*') that does not exist", str(error.args[0]))
             if found is None:

@@ -1145,7 +1145,7 @@ class MiniLoop:
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_options = own.get("options", {})
         self._restore_options(self._resumed_options)
-        # With resume="auto", keep should_stop, because a job scheduler may restart a finished run.
+        # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
         self._before_next = of_process.get("before_next")
@@ -3292,7 +3292,7 @@ def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether FabricLoop saved any attributes of loaders."""
+    """Return whether a loader state from FabricLoop contains attributes of loaders."""
     if isinstance(state, dict):
         # The model's attributes at the start of an epoch are needed only within the epoch.
         parts = (part for name, part in state.items() if name != "model")

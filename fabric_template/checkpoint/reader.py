@@ -37,8 +37,8 @@ class Placeholder:
     """Replaces a saved object that could run arbitrary code when it is loaded.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    Instead of calling an unknown class or function, the unpickler creates an instance of its
-    Placeholder subclass. Methods that are called during unpickling, such as append and
+    Where the file calls the class or function, the unpickler creates an instance of this subclass.
+    Methods that are called during unpickling, such as append and
     __setstate__, do nothing.
     """
 

@@ -297,8 +297,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
-        # Collect the digests and values from the saved run. Attributes that are missing from the
-        # checkpoint still had their initial values.
+        # Collect the digests and values from the saved run. An attribute that is missing from the
+        # checkpoint still had its initial value when the checkpoint was saved.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():

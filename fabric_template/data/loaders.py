@@ -67,8 +67,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The RNG states and the model's attributes from before the loaders were last created, keyed
-        # by stage.
+        # For each stage: the RNG states and the model's attributes just before its loaders were
+        # created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -552,8 +552,8 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
     # ``dropped`` also counts the call to next() that reached the end of the loader.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resumed run draws the sample order again, so omit the samplers' states. If the resumed run
-    # also reads the samples again, omit the dataset's state.
+    # A resumed run computes the same sample order again, so omit the samplers' states. If it also
+    # reads the finished batches again, omit the dataset's state.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}

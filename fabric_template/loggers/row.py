@@ -300,8 +300,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # This run may have more CSV loggers than the saved run. The additional loggers use the rows
-        # of the saved run's first logger.
+        # This run may have more CSV loggers than the saved run. Each additional logger continues
+        # the rows of the saved run's first logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])

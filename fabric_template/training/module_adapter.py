@@ -35,7 +35,7 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 
 
 class ModuleAdapter(LightningModule):
-    """Adapts a network with step functions, or a Python object, to LightningModule's interface.
+    """Gives LightningModule's interface to a network, or to another object with step methods.
 
     The adapter shares the network's parameters, buffers and submodules, so the weights in a
     checkpoint have the keys of ``network.state_dict()``.

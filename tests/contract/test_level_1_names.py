@@ -194,7 +194,7 @@ CONTAINERS = {
 }
 
 
-def test_load_returns_the_containers_that_save_wrote(tmp_path):
+def test_loop_load_returns_lists_dicts_and_sets_as_they_were_saved(tmp_path):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {**CONTAINERS, "net": make_net()})
     # The old values in ``state`` may be containers, too.
@@ -239,5 +239,5 @@ def test_load_raises_an_error_about_a_missing_key_or_file(tmp_path):
     with pytest.raises(KeyError, match="^loop.load: got the key 'optimizer', expected keys of the checkpoint"):
         loop.load(path, state)
     assert state == {"epoch": 0, "optimizer": None}
-    with pytest.raises(FileNotFoundError, match=r"^loop.load: got '.*no.ckpt', expected the path of a checkpoint file"):
+    with pytest.raises(FileNotFoundError, match=r"^loop.load: got '.*no.ckpt', but this file does not exist"):
         loop.load(tmp_path / "no.ckpt", {})

@@ -151,7 +151,7 @@ def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_pat
 
 @pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
 @pytest.mark.parametrize("is_in_hook", [True, False])
-def test_a_copy_made_in_a_hook_logs_to_the_loop_that_trains_the_copy(tmp_path, outer, inner, make_module, is_in_hook):
+def test_a_model_copied_in_a_hook_logs_to_the_loop_that_trains_it(tmp_path, outer, inner, make_module, is_in_hook):
     class Trained(make_module):
         def on_train_start(self):
             if hasattr(self, "lr_schedulers"):
