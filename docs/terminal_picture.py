@@ -24,7 +24,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COLUMNS = 62
-LONGEST_PAUSE, PAUSE_OF_KEY, LAST_PAUSE = 0.4, 0.04, 8.0  # seconds
+LONGEST_PAUSE, PAUSE_OF_KEY, FIRST_PAUSE, LAST_PAUSE = 0.4, 0.04, 3.0, 8.0  # seconds
 FONT, LINE, MARGIN = 14, 20, 18  # pixels
 WIDTH_OF_CHARACTER = 8.4
 KEEP_ROWS = "mv logs whole; rm -r checkpoints"
@@ -208,7 +208,7 @@ def find_kind(text: str) -> str:
 
 
 def draw(frames: list[Frame]) -> str:
-    """Return an animated SVG. Without animation, it shows the last frame."""
+    """Return an SVG that shows the last frame, and then plays all frames again and again."""
     length = sum(pause for pause, _ in frames) + LAST_PAUSE
     num_rows = [len(rows) for rows in frames[-1][1]]
     tops = [MARGIN + LINE, MARGIN + LINE * (num_rows[0] + 2.5)]
@@ -222,7 +222,9 @@ def draw(frames: list[Frame]) -> str:
         keys = f"0%{{visibility:hidden}}{shown:.2f}%{{visibility:visible}}"
         keys += f"{hidden:.2f}%{{visibility:hidden}}" if end is not None else ""
         styles.append(f"@keyframes k{number}{{{keys}}}.s{number}{{animation-name:k{number}}}\n")
-    styles.append(f"text{{animation:{length:.1f}s step-end infinite}}\n")
+    # Show the last frame for some seconds, because a reader looks at the picture first.
+    delay = FIRST_PAUSE - length
+    styles.append(f"text{{animation:{length:.1f}s step-end {delay:.1f}s infinite}}\n")
     line = tops[1] - LINE * 1.6
     label = "another terminal"
     x = width - MARGIN - WIDTH_OF_CHARACTER * len(label)
