@@ -201,10 +201,8 @@ class MiniLoop:
         self._check_options()
         if isinstance(self.version, int):
             self.version = f"version_{self.version}"
-        text = (
-            f"default_root_dir: got {self.default_root_dir!r}, expected the path of a local folder."
-        )
         folder = "." if self.default_root_dir is None else self.default_root_dir
+        text = f"default_root_dir: got {folder!r}, expected the path of a local folder."
         check(isinstance(folder, str | os.PathLike) and "://" not in str(folder), text)
         root = Path(folder).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
@@ -222,12 +220,9 @@ class MiniLoop:
         check(started in (1, size), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
-        text = (
-            f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single"
-            ' device, or "ddp" in a script. Use FabricLoop for other strategies.'
-        )
-        is_known = is_one_device or (type(strategy) is DDPStrategy and is_script)
-        check(is_known, text)
+        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single"
+        text += ' device, or "ddp" in a script. Use FabricLoop for other strategies.'
+        check(is_one_device or (type(strategy) is DDPStrategy and is_script), text)
         self._precision = strategy.precision
         precision = str(self._precision.precision)
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
@@ -248,17 +243,13 @@ class MiniLoop:
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
             direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            check(
-                direction is not None,
-                f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
-                " smaller or larger is better. Write mode='min' or mode='max'.",
-            )
+            text = f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
+            text += " smaller or larger is better. Write mode='min' or mode='max'."
+            check(direction is not None, text)
             self.mode = str(direction)
-        check(
-            isinstance(self.hparams, Mapping | None),
-            f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings, such"
-            ' as {"lr": 0.1}.',
-        )
+        text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
+        text += ' such as {"lr": 0.1}.'
+        check(isinstance(self.hparams, Mapping | None), text)
         for option in ("name", "version"):
             value = getattr(self, option)
             is_text = isinstance(value, str) and value.isprintable()
@@ -443,10 +434,8 @@ class MiniLoop:
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
-            text = (
-                "on_train_batch_start: got -1, which ends the epoch early. MiniLoop cannot end an"
-            )
-            raise TypeError(f"{text} epoch early. Use FabricLoop.")
+            text = "on_train_batch_start: got -1, which ends the epoch early. MiniLoop cannot end"
+            raise TypeError(f"{text} an epoch early. Use FabricLoop.")
         every = self.accumulate_grad_batches
         is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
         if every != self._window_size and not is_window_start:
@@ -509,15 +498,10 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        if len(self.optimizer.param_groups) != self._num_groups:
-            text = (
-                "optimizer: got a parameter group that a hook added, which MiniLoop cannot train."
-            )
-            raise ValueError(f"{text} Use FabricLoop.")
-        text = (
-            "optimizers: a hook changed the list, which MiniLoop does not support. Use FabricLoop."
-        )
-        check(self.optimizers == [self.optimizer], text)
+        text = "optimizer: got a parameter group that a hook added, which MiniLoop cannot train."
+        check(len(self.optimizer.param_groups) == self._num_groups, f"{text} Use FabricLoop.")
+        text = "optimizers: a hook changed the list, which MiniLoop does not support. Use"
+        check(self.optimizers == [self.optimizer], f"{text} FabricLoop.")
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -684,12 +668,10 @@ class MiniLoop:
             return
         for config in self.schedulers:
             if config["interval"] == "epoch":
+                kind = type(config["scheduler"]).__name__
                 text = f"scheduler: training ended after {self.global_step} steps, before the end"
-                text += (
-                    f" of the first epoch, so {type(config['scheduler']).__name__} took no step."
-                )
-                text += " To step it after each optimizer step, use"
-                text += ' {"scheduler": scheduler, "interval": "step"}.'
+                text += f" of the first epoch, so {kind} took no step. To step it after each"
+                text += ' optimizer step, use {"scheduler": scheduler, "interval": "step"}.'
                 warnings.warn(text, stacklevel=4)
 
     def _print_interruption(self) -> None:
@@ -765,11 +747,9 @@ class MiniLoop:
                 module.training = is_training
         self._validated = self._update_metrics()
         if not self._validated:
-            warnings.warn(
-                "validation_step returned no value and logged no metric. Return the loss at the"
-                " end of the step.",
-                stacklevel=3,
-            )
+            text = "validation_step returned no value and logged no metric. Return the loss at the"
+            text += " end of the step."
+            warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums, self._torchmetrics = training
         self._has_validated, self._validation_names = True, set(self._validated)
@@ -822,10 +802,9 @@ class MiniLoop:
 
     def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
         is_in_epoch = self._every is not None or self.max_steps != -1
-        text = (
-            f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
-            " max_steps. MiniLoop cannot save the object's state within an epoch. Use FabricLoop."
-        )
+        text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
+        text += " max_steps. MiniLoop cannot save the object's state within an epoch. Use"
+        text += " FabricLoop."
         is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
         check(not is_saved, text)
         self._torchmetrics[self._hook, name] = metric
@@ -850,8 +829,7 @@ class MiniLoop:
             output = {"loss": output[0], "acc": output[1]}
         for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-            is_number = isinstance(value, Real)
-            is_number = is_number or (isinstance(value, Tensor) and value.numel() == 1)
+            is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
             # If a LightningModule's step returns a dict, log only the loss. The module logs other
             # values itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
@@ -916,10 +894,8 @@ class MiniLoop:
         fix = silent if is_silent else fix
         fix += "." if self._saved_step is None else ", and continue with resume='last'."
         names = ", ".join(sorted(self.callback_metrics)) or "none"
-        check(
-            name in self.callback_metrics,
-            f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}",
-        )
+        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}"
+        check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv. Reading the values with item() waits for the GPU."""
@@ -949,19 +925,15 @@ class MiniLoop:
         for sums in self._sums[1:]:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
-            warnings.warn(
-                f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
-                f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
-                " helps.",
-                stacklevel=3,
-            )
+            text = f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
+            text += f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
+            text += " helps."
+            warnings.warn(text, stacklevel=3)
         self.history.append(row)
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
-            text = (
-                f"Training spends {share:.0%} of the time waiting for batches. In the DataLoader,"
-                " try more num_workers, and pin_memory=True on a GPU."
-            )
+            text = f"Training spends {share:.0%} of the time waiting for batches. In the"
+            text += " DataLoader, try more num_workers, and pin_memory=True on a GPU."
             tqdm.write(text, file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
@@ -1240,12 +1212,10 @@ class MiniLoop:
             checkpoint = {} if intact is None else read_checkpoint(intact)
             if checkpoint and not is_replaced(checkpoint, folder):
                 for newer in skipped:
-                    warnings.warn(
-                        f"{argument}: {newer.name} was started later but has no checkpoint, so"
-                        f" {folder.name} continues. To continue another run, pass version= or the"
-                        " path of a checkpoint.",
-                        stacklevel=3,
-                    )
+                    text = f"{argument}: {newer.name} was started later but has no checkpoint, so"
+                    text += f" {folder.name} continues. To continue another run, pass version= or"
+                    text += " the path of a checkpoint."
+                    warnings.warn(text, stacklevel=3)
                 return intact, checkpoint
             skipped.append(folder)
         return None, {}
@@ -1254,10 +1224,8 @@ class MiniLoop:
         """Return the version of the run. For a new run, None means the next free version."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
-            text = (
-                f"version: got {self.version!r}, which already contains checkpoints. Continue this"
-                f" run with resume=, or remove {folder}."
-            )
+            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
+            text += f" this run with resume=, or remove {folder}."
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
             check(not has_run, text)
             return self.version
@@ -1456,12 +1424,10 @@ class MiniLoop:
                 start[name] = mark
             is_reset = is_same(mark, start[name])
         if not is_reset:
-            warnings.warn(
-                f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
-                f" {place} in place, and the loop cannot restore its value. A resumed run may"
-                " differ. Assign a new value to the attribute instead of changing it in place.",
-                stacklevel=2,
-            )
+            text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
+            text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
+            text += " differ. Assign a new value to the attribute instead of changing it in place."
+            warnings.warn(text, stacklevel=2)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
         """Return the values that an object's attributes had before the run.
@@ -1599,12 +1565,10 @@ class MiniLoop:
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
         if (place, name) not in self._unsaved:
             self._unsaved.add((place, name))
-            warnings.warn(
-                f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved nor"
-                f" restored ({reason}). A resumed run may differ. Keep numbers, tensors or lists in"
-                " the attribute instead, such as the position in the data.",
-                stacklevel=2,
-            )
+            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved"
+            text += f" nor restored ({reason}). A resumed run may differ. Keep numbers, tensors or"
+            text += " lists in the attribute instead, such as the position in the data."
+            warnings.warn(text, stacklevel=2)
 
     def _undo_earlier_fits(self, run: Path, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits in this process made to the model and the loaders.
@@ -1782,11 +1746,9 @@ class MiniLoop:
         kinds = type(batches).__name__, type(current).__name__
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
-        check(
-            is_known,
-            f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-            " False, or a DistributedSampler. For other samplers, use FabricLoop.",
-        )
+        text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
+        text += " False, or a DistributedSampler. For other samplers, use FabricLoop."
+        check(is_known, text)
         is_shuffled = is_train or isinstance(current, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
@@ -1850,11 +1812,9 @@ class MiniLoop:
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
-        check(
-            not other,
-            f"hparams: got values of {other} that differ from the model's hparams. Leave these"
-            " keys out, or rename them.",
-        )
+        text = f"hparams: got values of {other} that differ from the model's hparams. Leave these"
+        text += " keys out, or rename them."
+        check(not other, text)
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
@@ -1871,11 +1831,9 @@ class MiniLoop:
             self.network.train()
         count = sum(not module.training for module in self.network.modules())
         if count:
-            warnings.warn(
-                f"Found {count} module(s) in eval mode at the start of training. If this is"
-                " intentional, you can ignore this warning.",
-                stacklevel=3,
-            )
+            text = f"Found {count} module(s) in eval mode at the start of training. If this is"
+            text += " intentional, you can ignore this warning."
+            warnings.warn(text, stacklevel=3)
         self._start_flags = flags_of(self._unwrapped)
         self._start_parameters = {*self.network.parameters()}
 
@@ -1884,11 +1842,9 @@ class MiniLoop:
         progress, ranks = own.get("progress", {}), own.get("ranks", [])
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        check(
-            is_own,
-            "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
-            " use load= to start a new run from the weights.",
-        )
+        text = "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
+        text += " use load= to start a new run from the weights."
+        check(is_own, text)
         text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
@@ -1911,11 +1867,9 @@ class MiniLoop:
             compared["the numbers of batches and of processes"] = (given, numbers)
             compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
-            check(
-                found == saved,
-                f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
-                " to start a new run from the weights.",
-            )
+            text = f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
+            text += " to start a new run from the weights."
+            check(found == saved, text)
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
@@ -1942,12 +1896,10 @@ class MiniLoop:
         converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
         is_complete = None not in converted and not self._state()["parts"]
-        check(
-            is_complete,
-            "resume: got a checkpoint in which FabricLoop saved random generators or attributes of"
-            " loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to start"
-            " a new run from the weights.",
-        )
+        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
+        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
+        text += " start a new run from the weights."
+        check(is_complete, text)
         for of_process, parts in zip(ranks, converted, strict=True):
             of_process["rng"]["parts"] = parts
 
@@ -1972,12 +1924,10 @@ class MiniLoop:
         for name, saved in weights.items():
             value = current.get(name.removeprefix("_orig_mod."))
             if is_inexact(saved) and is_inexact(value):
-                check(
-                    saved.dtype == value.dtype,
-                    f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as"
-                    " in the saved run. Use the precision= and the default dtype of the saved run,"
-                    " or use load= to start a new run from the weights.",
-                )
+                text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype}"
+                text += " as in the saved run. Use the precision= and the default dtype of the"
+                text += " saved run, or use load= to start a new run from the weights."
+                check(saved.dtype == value.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
         """Raise an error if the order of the optimizer's parameters has changed.
@@ -1988,12 +1938,11 @@ class MiniLoop:
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
             new, old = (name.replace("_orig_mod.", "") for name in names)
-            check(
-                new == old or old not in known,
-                f"resume: got {new!r} as parameter {index} of the optimizer, expected {old!r} as in"
-                " the saved run. Create the layers, and pass the parameters to the optimizer, in"
-                " the order of the saved run, or use load= to start a new run from the weights.",
-            )
+            text = f"resume: got {new!r} as parameter {index} of the optimizer, expected {old!r} as"
+            text += " in the saved run. Create the layers, and pass the parameters to the"
+            text += " optimizer, in the order of the saved run, or use load= to start a new run"
+            text += " from the weights."
+            check(new == old or old not in known, text)
 
     @contextmanager
     def _prepared_model(
@@ -2125,10 +2074,8 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
     # FabricLoop adds log methods of its class ResultCollection to the model.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
-    is_added = isinstance(owner, MiniLoop) or type(owner).__name__ in (
-        "MiniLoop",
-        "ResultCollection",
-    )
+    kinds = {kind.__name__ for kind in type(owner).__mro__}
+    is_added = not kinds.isdisjoint(("MiniLoop", "ResultCollection"))
     return method if callable(method) and not (is_empty or is_added) else None
 
 
@@ -2297,10 +2244,8 @@ def check_loader(loader: Any, argument: str) -> None:
         raise TypeError(f"{text} {fix}")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
-    text = (
-        f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state. Write"
-        " persistent_workers=False, or use FabricLoop."
-    )
+    text = f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state."
+    text += " Write persistent_workers=False, or use FabricLoop."
     check(not getattr(loader, "persistent_workers", False), text)
 
 
@@ -2394,12 +2339,10 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
             found.append({**get_rng_state(), "cuda": None})
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
-        warnings.warn(
-            f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
-            " so the rest of this epoch may have different samples. Draw all random numbers in"
-            " __iter__ before the first yield.",
-            stacklevel=2,
-        )
+        text = f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
+        text += " so the rest of this epoch may have different samples. Draw all random numbers in"
+        text += " __iter__ before the first yield."
+        warnings.warn(text, stacklevel=2)
 
 
 def warn_of_weights(loader: Any) -> None:
@@ -2411,13 +2354,11 @@ def warn_of_weights(loader: Any) -> None:
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
     for module in referenced_modules(parts):
         if any(True for _ in chain(module.parameters(), module.buffers())):
-            warnings.warn(
-                f"resume: a sampler refers to a {type(module).__name__}. If the sampler reads its"
-                " weights or buffers, the rest of this epoch may have different samples, because"
-                " the resumed run has their values from the checkpoint, and not from the start of"
-                " the epoch. Other attributes are restored exactly.",
-                stacklevel=2,
-            )
+            text = f"resume: a sampler refers to a {type(module).__name__}. If the sampler reads"
+            text += " its weights or buffers, the rest of this epoch may have different samples,"
+            text += " because the resumed run has their values from the checkpoint, and not from"
+            text += " the start of the epoch. Other attributes are restored exactly."
+            warnings.warn(text, stacklevel=2)
             return
 
 
@@ -2432,11 +2373,9 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
         count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
         if count < fabric.world_size:
             if count > 0 and fabric.is_global_zero:
-                warnings.warn(
-                    "train_dataloaders: the processes have different numbers of batches. Each epoch"
-                    " ends as soon as one process has no batch left.",
-                    stacklevel=2,
-                )
+                text = "train_dataloaders: the processes have different numbers of batches. Each"
+                text += " epoch ends as soon as one process has no batch left."
+                warnings.warn(text, stacklevel=2)
             return
         yield batch
 
@@ -2479,18 +2418,14 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
     is_usual = getattr(optimizers[0].zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-    check(
-        is_usual,
-        "optimizer: got an optimizer with its own zero_grad(), which may keep gradients. MiniLoop"
-        " does not save gradients. Use FabricLoop.",
-    )
+    text = "optimizer: got an optimizer with its own zero_grad(), which may keep gradients."
+    text += " MiniLoop does not save gradients. Use FabricLoop."
+    check(is_usual, text)
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
-    check(
-        all(parameter in own for parameter in given),
-        "optimizer: got parameters that are not in the model, expected only the model's parameters."
-        " The loop would not save these parameters or move them to the device. Assign them, or the"
-        " module that owns them, to an attribute of the model.",
-    )
+    text = "optimizer: got parameters that are not in the model, expected only the model's"
+    text += " parameters. The loop would not save these parameters or move them to the device."
+    text += " Assign them, or the module that owns them, to an attribute of the model."
+    check(all(parameter in own for parameter in given), text)
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
@@ -2505,10 +2440,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
             " FabricLoop."
         )
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
-    text = (
-        f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a scheduler"
-        " for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
-    )
+    text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
+    text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     check(is_own, text)
     is_usual = config["interval"] in ("step", "epoch") and is_strict
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
@@ -2518,11 +2451,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
         text = "scheduler: got OneCycleLR, which usually steps after each batch. Write"
         warnings.warn(f'{text} {{"scheduler": scheduler, "interval": "step"}}.', stacklevel=5)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
-    check(
-        has_monitor,
-        "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric. Write"
-        ' scheduler={"scheduler": scheduler, "monitor": "val_loss"}.',
-    )
+    text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
+    text += ' Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
+    check(has_monitor, text)
     return config
 
 
@@ -2588,11 +2519,9 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
         kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
-        check(
-            kinds[0] == kinds[1],
-            f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
-            " Create the same scheduler, or use load= to start a new run from the weights.",
-        )
+        text = f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
+        text += " Create the same scheduler, or use load= to start a new run from the weights."
+        check(kinds[0] == kinds[1], text)
     if names and old["class"] == new["class"]:
         texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
         text = f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
@@ -2654,10 +2583,8 @@ def to_python(value: Any) -> Any:
     """
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
-    text = (
-        f"checkpoint: got the NumPy value {value!r}, which a resumed run would not restore"
-        f" exactly. Write {fix}."
-    )
+    text = f"checkpoint: got the NumPy value {value!r}, which a resumed run would not restore"
+    text += f" exactly. Write {fix}."
     check(is_exact, text)
     return value.item()
 
@@ -2684,12 +2611,10 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
             first = names.setdefault(parameter, name)
             one, two = weights[first], weights[name]
             is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
-            check(
-                is_same_value,
-                f"{path}: got different values of {first!r} and {name!r}, but in this model, both"
-                " are names of one parameter. Create the model with two separate parameters, as in"
-                " the saved run.",
-            )
+            text = f"{path}: got different values of {first!r} and {name!r}, but in this model,"
+            text += " both are names of one parameter. Create the model with two separate"
+            text += " parameters, as in the saved run."
+            check(is_same_value, text)
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -2976,11 +2901,9 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
     if isinstance(value, list | tuple | dict):
         items = islice(value.values() if isinstance(value, dict) else value, 64)
         has_generators = any(isinstance(item, GENERATORS) for item in items)
-        check(
-            not has_generators,
-            f"{name}: got random generators in a {type(value).__name__}. Assign each one to an"
-            " attribute of its own, or use FabricLoop.",
-        )
+        text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to an"
+        text += " attribute of its own, or use FabricLoop."
+        check(not has_generators, text)
 
 
 def has_value(part: Any, name: Any) -> bool:
@@ -3221,10 +3144,9 @@ def load_plain_state(
 
 
 def load_object(name: str, current: Any, state: Any) -> None:
-    check(
-        is_stateful(current) or isinstance(current, nn.Module),
-        f"resume: got a state of {name!r}, but this run has no such object. Create it in __init__.",
-    )
+    text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
+    text += " __init__."
+    check(is_stateful(current) or isinstance(current, nn.Module), text)
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
     else:
@@ -3491,11 +3413,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def refuse_objects(checkpoint: dict[str, Any], name: str) -> None:
     def refuse(value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
-        check(
-            False,
-            f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
-            " strings, or containers of these. Use FabricLoop.",
-        )
+        text = f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
+        text += " strings, or containers of these. Use FabricLoop."
+        raise ValueError(text)
 
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
