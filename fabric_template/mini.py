@@ -1686,9 +1686,11 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
-        is_read_again = self.max_epochs != 1 or self.validate_every_n_steps is not None
+        validates_repeatedly = self.max_epochs != 1 or self.validate_every_n_steps is not None
         is_built_in = type(val).__module__ in ("builtins", "itertools")
-        if is_read_again and is_built_in and isinstance(val, Iterator):
+        is_iterator = is_built_in and isinstance(val, Iterator)
+        # In validate, ``train`` is None.
+        if is_iterator and validates_repeatedly and train is not None:
             raise TypeError(
                 f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
                 " expected a loader for several validations. Pass a DataLoader or a list."

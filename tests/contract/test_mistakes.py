@@ -560,6 +560,10 @@ def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
         fit(name, val=make(list(make_loader())), validation_step=loss_of, options={"max_epochs": 2})
     _, history = fit(name, val=list(make_loader()), validation_step=loss_of)
     assert history["val_loss"][0] > 0
+    # Unlike fit, validate reads the loader only once.
+    batches, loop = list(make_loader()), make_loop(name, max_epochs=2)
+    results = [loop.validate(make_net(), val, validation_step=loss_of) for val in (batches, make(batches))]
+    assert results[0] == results[1]
 
 
 def test_limit_val_batches_allows_a_generator_as_validation_loader():
