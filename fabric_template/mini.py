@@ -152,6 +152,12 @@ OPEN_LOCKS: list[IO[str]] = []
 # The state of each object that earlier fits used, at the start of each run and at the end of the
 # latest fit. The keys are weak references, so they do not keep the objects alive.
 EARLIER_FITS: Any = WeakIdKeyDictionary()
+# Attributes that a pickled loop leaves out, because the next fit sets them again.
+NOT_PICKLED = """
+    model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
+    _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
+    _outputs _locks
+"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -193,8 +199,8 @@ class MiniLoop:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle only options and results, because the next fit sets up everything else again.
-        kept = {name: value for name, value in vars(self).items() if name in self._pickled}
+        left_out = NOT_PICKLED.split()
+        kept = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**kept, "active_stage": None, "_hook": "", "_step_values": None, "_batches": None}
 
     def __post_init__(self) -> None:
@@ -230,8 +236,6 @@ class MiniLoop:
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self.active_stage: str | None = None  # "fit", "validate", or None if the loop is idle.
         self._reset()
-        # The names of the attributes that `__getstate__` returns.
-        self._pickled = {*vars(self), "_pickled", "log_dir", "checkpoint_dir"}
 
     def _check_options(self) -> None:
         # Convert numbers from NumPy or torch, which a hyperparameter search may pass.

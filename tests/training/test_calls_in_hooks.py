@@ -1,6 +1,7 @@
 """Test calls to a loop in a hook, copies made in a hook, and calls to loop.backward after a run."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -237,6 +238,26 @@ def test_a_loop_can_be_pickled_during_and_after_fit(tmp_path, monkeypatch, kind)
         assert (other.current_epoch, loop.current_epoch) == (2, 2)
         assert other.checkpoint_dir.parent == loop.checkpoint_dir.parent
     assert other.checkpoint_dir != loop.checkpoint_dir
+
+
+class OwnMiniLoop(MiniLoop):
+    def __post_init__(self):
+        super().__post_init__()
+        self.decay = 0.9
+
+
+class OwnFabricLoop(FabricLoop):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.decay = 0.9
+
+
+@pytest.mark.parametrize("kind", [OwnMiniLoop, OwnFabricLoop])
+def test_a_pickled_loop_keeps_attributes_that_a_subclass_or_the_user_has_added(tmp_path, kind):
+    loop = kind(accelerator="cpu", default_root_dir=tmp_path)
+    loop.note = "text"
+    other = pickle.loads(pickle.dumps(loop))
+    assert (other.decay, other.note) == (0.9, "text")
 
 
 @pytest.mark.parametrize("make", [Gan, Classifier])
