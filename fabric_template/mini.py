@@ -152,6 +152,8 @@ OPEN_LOCKS: list[IO[str]] = []
 # The state of each object that earlier fits used, at the start of each run and at the end of the
 # latest fit. The keys are weak references, so they do not keep the objects alive.
 EARLIER_FITS: Any = WeakIdKeyDictionary()
+# For each optimizer and scheduler: the arguments at the start and at the end of the latest fit.
+EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
@@ -345,6 +347,7 @@ class MiniLoop:
                 with self._opened_folders(version, is_new=not resumed):
                     # Record the state only after the model has moved back to its previous device.
                     stack.callback(self._record_fit)
+                    stack.callback(self._record_arguments)
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
@@ -1301,7 +1304,7 @@ class MiniLoop:
             sizes = [parameter.numel() for parameter in self.network.parameters()]
             name = type(unwrap_compiled(self.model)).__name__
             about["model"] = {"class": name, "parameters": sum(sizes)}
-        about["optimizer"] = self._arguments["optimizers"][0]
+        about["optimizer"] = describe_optimizer(self.optimizer)
         with suppress(Exception):
             about["git"] = read_git(os.getcwd())
         return to_plain(about)
@@ -1801,13 +1804,22 @@ class MiniLoop:
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
         }
-        self._arguments = {
-            "optimizers": [describe_optimizer(self.optimizer)],
-            "schedulers": [describe_scheduler(config) for config in self.schedulers],
-        }
+        arguments = [find_start_arguments(*pair) for pair in self._describe_arguments()]
+        self._arguments = {"optimizers": arguments[:1], "schedulers": arguments[1:]}
         check_readable(apply_to_collection(states, NUMPY, to_python), UNREADABLE_STATE)
         check_scheduler_states(states["lr_schedulers"], self.optimizer)
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
+
+    def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the optimizer and the schedulers, each with its current arguments."""
+        schedulers = [(c["scheduler"], describe_scheduler(c)) for c in self.schedulers]
+        return [(self.optimizer, describe_optimizer(self.optimizer)), *schedulers]
+
+    def _record_arguments(self) -> None:
+        """Store the current arguments, in case a later fit uses the same optimizer."""
+        for owner, current in self._describe_arguments():
+            start, _ = EARLIER_ARGUMENTS.get(owner, (current, current))
+            EARLIER_ARGUMENTS[owner] = start, current
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Store the state at the start of training, to detect later changes.
@@ -2514,6 +2526,17 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
             with suppress(TypeError, ValueError):
                 described[name] = json.loads(json.dumps(vars(scheduler)[name]))
     return described
+
+
+def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer or scheduler from before earlier fits changed them.
+
+    Keep arguments that the user has changed since the latest fit.
+    """
+    start, end = EARLIER_ARGUMENTS.get(owner, (current, current))
+    found = {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
+    EARLIER_ARGUMENTS[owner] = found, current
+    return found
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    CyclicLR,
     ExponentialLR,
     LambdaLR,
     MultiStepLR,
@@ -136,6 +137,50 @@ def test_a_learning_rate_changed_by_a_hook_causes_no_warning_when_resuming(tmp_p
 
     fit_with_hook(1)
     assert fit_with_hook(2, resume="last") == 0.01
+
+
+def reducing(optimizer):
+    return {"scheduler": ReduceLROnPlateau(optimizer, patience=0, threshold=10.0), "monitor": "train_loss"}
+
+
+def cyclic(optimizer):
+    return {"scheduler": CyclicLR(optimizer, 0.01, 0.1, step_size_up=5), "interval": "step"}
+
+
+@both_loops
+@pytest.mark.parametrize("make_scheduler", [None, reducing, cyclic, one_cycle, lambda o: StepLR(o, 2)])
+def test_resuming_with_used_objects_causes_no_warning_about_arguments_that_fit_changed(tmp_path, kind, make_scheduler):
+    """Schedulers and hooks change arguments, such as the learning rate, and a later fit resumes with them."""
+
+    def make_parts():
+        torch.manual_seed(1)
+        net = nn.Linear(8, 3)
+        optimizer = sgd(net)
+        scheduler = None if make_scheduler is None else make_scheduler(optimizer)
+
+        def change():
+            optimizer.param_groups[0].update(weight_decay=0.01)
+            if isinstance(scheduler, StepLR):
+                scheduler.step_size = 1
+
+        net.on_train_epoch_end = change
+        return net, optimizer, scheduler
+
+    def fit_parts(epochs, net, optimizer, scheduler, resume="last"):
+        quiet = {"enable_progress_bar": False} if kind == "FabricLoop" else {}
+        loop = BOTH[kind](max_epochs=epochs, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "training_step": loss_of}
+        loop.fit(net, make_loader(), resume=resume, **parts)
+
+    used = make_parts()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "resume: got")
+        fit_parts(1, *used, resume=None)
+        for epochs, parts in ((2, used), (3, used), (4, make_parts()), (5, used)):
+            fit_parts(epochs, *parts)
+    used[1].param_groups[0]["weight_decay"] = 0.5
+    with pytest.warns(UserWarning, match=r"resume: got SGD with weight_decay=0.5 \(saved: 0"):
+        fit_parts(6, *used)
 
 
 def test_a_run_resumes_with_a_new_scheduler_if_on_load_checkpoint_drops_the_saved_state(tmp_path):
