@@ -2465,7 +2465,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
     text += " For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
-    if isinstance(scheduler, OneCycleLR) and config["interval"] == "epoch":
+    has_interval = isinstance(item, Mapping) and "interval" in item
+    if isinstance(scheduler, OneCycleLR) and not has_interval:
         text = "scheduler: got OneCycleLR, which usually steps after each batch. Write"
         warnings.warn(f'{text} {{"scheduler": scheduler, "interval": "step"}}.', stacklevel=5)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)

@@ -200,7 +200,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
         )
     if config.reduce_on_plateau and config.monitor is None:
         raise _missing_monitor(where)
-    if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch":
+    if isinstance(config.scheduler, OneCycleLR) and "interval" not in item:
         warnings.warn(
             "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean"
             " 'interval': 'step'?",

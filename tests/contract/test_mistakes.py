@@ -479,6 +479,10 @@ def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train
 def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch(name):
     with pytest.warns(match="OneCycleLR"):
         fit_with_scheduler(name, lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
+    # No warning if the interval is written explicitly.
+    fit_with_scheduler(
+        name, lambda optimizer: {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=60), "interval": "epoch"}
+    )
 
 
 def fit_with_scheduler(name, make_scheduler, **options):
