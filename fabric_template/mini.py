@@ -1992,7 +1992,8 @@ class MiniLoop:
     def _added_methods(self) -> Iterator[None]:
         """Let the model call methods such as ``log``, and set the trainer of a LightningModule.
 
-        If a hook of another loop has started this loop, restore that loop's methods afterwards.
+        If a hook of another loop or of Trainer has started this loop, restore the methods and the
+        trainer afterwards.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2012,8 +2013,7 @@ class MiniLoop:
                 for name in added:
                     attributes.pop(name, None)
                 attributes.update(previous[key])
-            # A running MiniLoop has an active_stage, and a running FabricLoop has an active_run.
-            if getattr(trainer, "active_stage", None) or getattr(trainer, "active_run", None):
+            if is_running(trainer):
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
@@ -2057,6 +2057,12 @@ def is_interactive() -> bool:
     """Return whether Python keeps running after Ctrl-C, as in a notebook or a Python shell."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(sys, "ps1") or get_ipython() is not None
+
+
+def is_running(trainer: Any) -> bool:
+    """Return whether a MiniLoop, a FabricLoop or Lightning's Trainer is running."""
+    status = getattr(getattr(trainer, "state", None), "status", None)
+    return status == "running" or getattr(trainer, "active_stage", None) is not None
 
 
 def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> None:

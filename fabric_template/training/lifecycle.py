@@ -283,13 +283,14 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
-    If ``trainer`` was another loop that is still running, restore that loop after this run.
+    If ``trainer`` was another loop or a Trainer that is still running, restore it after this run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
-        # A running FabricLoop has an active_run, and a running MiniLoop has an active_stage.
-        if getattr(outer, "active_run", None) or getattr(outer, "active_stage", None):
+        # A FabricLoop and a Trainer have a status, and a running MiniLoop has an active_stage.
+        status = getattr(getattr(outer, "state", None), "status", None)
+        if status == "running" or getattr(outer, "active_stage", None) is not None:
             stack.callback(setattr, part, "trainer", outer)
     part.trainer = run.loop
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 from modules import Classifier, Gan, make_loader
 from parameters import sample
 from runs import fit, logs_of, val_loader, with_files
@@ -148,6 +149,29 @@ def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_pat
     assert found
     assert getattr(module, "trainer", loop) is loop
     assert not {"log", "log_dict", "optimizers", "lr_schedulers"} & {*vars(module)}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("inner", KINDS)
+def test_calling_validate_on_a_loop_in_a_hook_does_not_change_a_run_of_trainer(tmp_path, inner, hook):
+    def train(call):
+        module = seeded(Classifier)
+        setattr(module, hook, lambda *_: call(module))
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(accelerator="cpu", max_epochs=2, enable_model_summary=False, **quiet)
+        trainer.fit(module, make_loader(24, shuffle=False), val_loader())
+        assert module.trainer is trainer
+        assert "log" not in vars(module)
+        return trainer.callback_metrics, module
+
+    loop = make_run(inner, tmp_path, "inner")
+    expected, other = train(lambda module: None)
+    found, module = train(lambda module: loop.validate(module, val_loader()))
+    assert found == expected
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+    # A loop replaces a trainer that has finished.
+    loop.validate(module, val_loader())
+    assert module.trainer is loop
 
 
 @pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
