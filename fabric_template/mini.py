@@ -523,11 +523,11 @@ class MiniLoop:
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """
-        count = self.batches_done if interval == "step" else self.current_epoch + 1
+        done = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
             scheduler, monitor = config["scheduler"], config["monitor"]
             is_of_kind = isinstance(scheduler, ReduceLROnPlateau) == is_plateau
-            if config["interval"] != interval or not is_of_kind or count % config["frequency"] != 0:
+            if config["interval"] != interval or not is_of_kind or done % config["frequency"] != 0:
                 continue
             if is_plateau:
                 self._check_is_logged(monitor, "scheduler", "Use one of them as the monitor")
@@ -852,16 +852,16 @@ class MiniLoop:
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
-                self._warn_of_one_process(key[1], is_synced)
+                self._warn_if_not_synced(key[1], is_synced)
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
-            total, count, _ = sums[key]
+            total, total_weight, _ = sums[key]
             if weight in POWERS_OF_TWO:
                 total = torch.add(total, value, alpha=weight)
             else:
                 total = total + value * weight
-            sums[key] = [total, count + weight, is_synced]
+            sums[key] = [total, total_weight + weight, is_synced]
 
-    def _warn_of_one_process(self, name: str, is_synced: bool) -> None:
+    def _warn_if_not_synced(self, name: str, is_synced: bool) -> None:
         if not is_synced and self.fabric.world_size > 1 and self.fabric.is_global_zero:
             text = f"log: got {name!r} without sync_dist=True. The files contain the mean of only"
             warnings.warn(f"{text} one process. Pass sync_dist=True to log().", stacklevel=5)
@@ -946,7 +946,7 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        path, (count, columns) = self.log_dir / name, self._tables[name]
+        path, (length, columns) = self.log_dir / name, self._tables[name]
         # If another program has deleted the file, write it again with its header.
         if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
             with path.open("a") as file:
@@ -955,7 +955,7 @@ class MiniLoop:
             rows = [*read_rows(path), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
-        self._tables[name] = count + 1, columns
+        self._tables[name] = length + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
         """Print a row in aligned columns. If the row has a new column, print a header first."""
@@ -1090,17 +1090,18 @@ class MiniLoop:
     def _build_trainer_loops(self) -> dict[str, Any]:
         """Return the counters of Trainer's loops, so that Trainer can continue the run."""
 
-        def count(total: float, current: float) -> dict[str, Any]:
+        def counters(total: float, current: float) -> dict[str, Any]:
             names = ("ready", "started", "processed", "completed")
             return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
         length = 0 if self.num_training_batches == math.inf else self.num_training_batches
-        epochs, batches, steps = self.current_epoch, self.batches_done, count(self.global_step, 0)
+        epochs, batches = self.current_epoch, self.batches_done
+        steps = counters(self.global_step, 0)
         fit_loop = {
             "state_dict": {},
-            "epoch_progress": count(epochs, epochs),
+            "epoch_progress": counters(epochs, epochs),
             "epoch_loop.state_dict": {"_batches_that_stepped": self.global_step},
-            "epoch_loop.batch_progress": count(epochs * length + batches, batches or length),
+            "epoch_loop.batch_progress": counters(epochs * length + batches, batches or length),
             "epoch_loop.automatic_optimization.optim_progress": {
                 "optimizer": {"step": steps, "zero_grad": steps}
             },
@@ -1132,8 +1133,8 @@ class MiniLoop:
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
         saved = {name: best.get(name) for name in self._best}
-        is_same = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
-        if is_same or self.monitor is None:
+        is_unchanged = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
+        if is_unchanged or self.monitor is None:
             # If no monitor is set, keep the best checkpoints of the saved run.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
@@ -1847,9 +1848,9 @@ class MiniLoop:
         if not self._is_lightning_module and not any(modes):
             # If only some modules are in eval mode, do nothing. The user may have frozen them.
             self.network.train()
-        count = sum(not module.training for module in self.network.modules())
-        if count:
-            text = f"Found {count} module(s) in eval mode at the start of training. If this is"
+        num_eval = sum(not module.training for module in self.network.modules())
+        if num_eval:
+            text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
             text += " intentional, you can ignore this warning."
             warnings.warn(text, stacklevel=3)
         self._start_flags = flags_of(self._unwrapped)
@@ -1891,10 +1892,13 @@ class MiniLoop:
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
         self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
-        self._warn_of_changes(own)
+        self._check_settings_and_arguments(own)
 
-    def _warn_of_changes(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings, and changed arguments of the optimizer and schedulers."""
+    def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
+        """Warn about changed settings and arguments.
+
+        If a scheduler's class or interval has changed, raise an error.
+        """
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2394,9 +2398,9 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
-        count: Any = fabric.all_reduce(has_batch, reduce_op="sum")
-        if count < fabric.world_size:
-            if count > 0 and fabric.is_global_zero:
+        num_ready: Any = fabric.all_reduce(has_batch, reduce_op="sum")
+        if num_ready < fabric.world_size:
+            if num_ready > 0 and fabric.is_global_zero:
                 text = "train_dataloaders: the processes have different numbers of batches. Each"
                 text += " epoch ends as soon as one process has no batch left."
                 warnings.warn(text, stacklevel=2)
@@ -2795,8 +2799,8 @@ def is_own_object(value: Any) -> bool:
     is_known = is_known or is_stateful(value)
     is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
     is_searched = not is_library or isinstance(value, torch_data.Dataset)
-    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    return has_attributes and is_searched and not is_known
+    has_namespace = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_namespace and is_searched and not is_known
 
 
 def is_installed(kind: type) -> bool:

@@ -469,11 +469,11 @@ class ResultCollection:
         for metric in self.active.current():
             value = metric.compute(metric.epoch)
             if value is not None and metric.torchmetric is None:
-                self._warn_of_one_process(metric.arguments)
+                self._warn_of_missing_sync_dist(metric.arguments)
             if metric.is_returned:
                 self.returned[metric.arguments.name] = value
 
-    def _warn_of_one_process(self, arguments: LogArguments) -> None:
+    def _warn_of_missing_sync_dist(self, arguments: LogArguments) -> None:
         """Like Trainer, recommend sync_dist=True for values averaged over an epoch."""
         is_synced = self._all_reduce is None or arguments.sync_dist or arguments.rank_zero_only
         if not is_synced:
