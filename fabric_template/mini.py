@@ -1873,7 +1873,11 @@ class MiniLoop:
         text = "resume: got a checkpoint from the middle of an epoch, without the state of the"
         text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint from the end of"
         check(not objects, f"{text} an epoch.")
-        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
+        states = checkpoint["optimizer_states"]
+        text = "resume: got an optimizer state that MiniLoop cannot restore. Resume with"
+        text += " FabricLoop, or use load= to start a new run from the weights."
+        check(bool(states) and has_usual_format(states[0]), text)
+        groups = self.optimizer.param_groups, states[0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
@@ -2449,11 +2453,22 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     text = "optimizer: got an optimizer with its own zero_grad(), which may keep gradients."
     text += " MiniLoop does not save gradients. Use FabricLoop."
     check(is_usual, text)
+    if type(optimizers[0]).state_dict is not torch.optim.Optimizer.state_dict:
+        text = "optimizer: got an optimizer whose state_dict() has no dict 'state' or no list"
+        text += " 'param_groups'. MiniLoop cannot restore such a state. Use FabricLoop."
+        check(has_usual_format(optimizers[0].state_dict()), text)
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
     text = "optimizer: got parameters that are not in the model, expected only the model's"
     text += " parameters. The loop would not save these parameters or move them to the device."
     text += " Assign them, or the module that owns them, to an attribute of the model."
     check(all(parameter in own for parameter in given), text)
+
+
+def has_usual_format(state: Any) -> bool:
+    """Return whether an optimizer's state has the format of torch.optim.Optimizer.state_dict."""
+    is_dict = isinstance(state, dict)
+    kinds = (("state", dict), ("param_groups", list))
+    return is_dict and all(isinstance(state.get(name), kind) for name, kind in kinds)
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:

@@ -458,12 +458,14 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         _replace_items(state, optimizer.state)
         optimizer.state = state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.get("state", {}).items():
-        if not isinstance(index, int) or not isinstance(values, dict):
+    states = saved.get("state") if isinstance(saved, dict) else None
+    # An optimizer with its own load_state_dict may save its state in a format of its own.
+    for index, values in states.items() if isinstance(states, dict) else ():
+        if index not in range(len(parameters)) or not isinstance(values, dict):
             continue
         current = optimizer.state[parameters[index]]
         for name, value in values.items():
-            if is_usual or isinstance(value, Tensor):
+            if is_usual or (isinstance(value, Tensor) and name in current):
                 current[name] = _exact_value(current[name], value)
 
 

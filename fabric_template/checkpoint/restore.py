@@ -513,16 +513,13 @@ def check_arguments(run: Run, kind: str, num_saved: int) -> None:
             )
 
 
-def add_missing_groups(run: Run, states: list[dict[str, Any]]) -> None:
+def add_missing_groups(run: Run, states: list[Any]) -> None:
     """Add parameter groups that hooks of the saved run added, such as those of unfrozen layers."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
-        # The "param_groups" key may be missing, because a custom optimizer may save its state in
-        # another format.
-        groups = state.get("param_groups", ())
-        added = zip(groups[known:], names[known:], strict=False)
+        added = zip(groups_of_state(state)[known:], names[known:], strict=False)
         for group, group_names in added:
             if all(name in parameters for name in group_names):
                 group = {**group, "params": [parameters[name] for name in group_names]}
@@ -596,8 +593,8 @@ def guess_saved_order(weights: list[str], new: list[str], known: list[str]) -> l
     return [name for name in map(plain_name, weights) if name in trained]
 
 
-def check_state_shapes(optimizer: Any, states: Any) -> None:
-    """Raise an error if tensors in the saved state of a torch optimizer have wrong shapes.
+def check_state_shapes(optimizer: Any) -> None:
+    """Raise an error if tensors in the restored state of a torch optimizer have wrong shapes.
 
     Without this check, torch would raise an error only in the first step.
     """
@@ -605,9 +602,9 @@ def check_state_shapes(optimizer: Any, states: Any) -> None:
     if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):
         return
     parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
-    for index, state in states.items():
-        shape = parameters[index].shape
-        for name, value in state.items():
+    for index, parameter in enumerate(parameters):
+        shape = parameter.shape
+        for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape:
                 raise CheckpointError(
                     f"resume: got the shape {tuple(shape)} for parameter {index} of the optimizer,"
@@ -617,12 +614,22 @@ def check_state_shapes(optimizer: Any, states: Any) -> None:
                 )
 
 
-def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> None:
+def groups_of_state(state: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups in the saved state of an optimizer.
+
+    Return an empty list if the optimizer saves its state in a format of its own.
+    """
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return groups if isinstance(groups, list) else []
+
+
+def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
     # Compare only the options of the optimizer's class, because a scheduler may have added
     # "initial_lr" to the parameter groups.
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
-    saved = state.get("param_groups", ())
+    saved = groups_of_state(state)
+    has_own_format = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     try:
         load_optimizer(optimizer, state)
     except Exception as error:
@@ -630,7 +637,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
             [len(group.get("params", ())) for group in groups]
             for groups in (saved, optimizer.param_groups)
         ]
-        if sizes[0] == sizes[1]:
+        if sizes[0] == sizes[1] or (has_own_format and not saved):
             check_options(run, optimizer, known, saved)
             raise
         raise CheckpointError(
@@ -639,7 +646,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: dict[str, Any]) -> Non
             " or use load= to start a new run from the weights."
         ) from error
     check_options(run, optimizer, known, optimizer.param_groups)
-    check_state_shapes(optimizer, state["state"])
+    check_state_shapes(optimizer)
 
 
 def check_options(

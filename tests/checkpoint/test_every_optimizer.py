@@ -6,15 +6,16 @@ The classes are read from torch, so that new classes are tested automatically.
 import inspect
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins import MixedPrecision
 from modules import HAS_PLAIN_SWALR
-from runs import same
+from runs import same, with_files
 from torch import nn
 from torch.optim import lr_scheduler
 
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 from fabric_template.errors import CheckpointError
 
 PRECISIONS = ["64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
@@ -128,3 +129,56 @@ def test_training_with_each_optimizer_scheduler_and_precision_resumes_exactly(pr
     whole = end_of(optimizer, scheduler, precision)
     resumed = end_of(optimizer, scheduler, precision, resume="middle.ckpt")
     assert {part: same(whole[part], resumed[part]) for part in whole} == dict.fromkeys(whole, True)
+
+
+OWN_FORMATS = [{"momenta": [1.0]}, {}, None, [1.0], {"state": [1.0]}, {"state": {"net.weight": 1.0}}]
+OWN_FORMATS += [{"state": {0: {"momentum": 1.0}, 7: {"momentum": 1.0}}}, {"state": {}, "param_groups": {"lr": 0.1}}]
+
+
+def own_optimizer(saved):
+    """Return an optimizer class whose state_dict returns `saved`."""
+
+    class OwnFormat(torch.optim.SGD):
+        loaded = []
+
+        def state_dict(self):
+            return saved
+
+        def load_state_dict(self, state):
+            self.loaded.append(state)
+
+    return OwnFormat
+
+
+class Layer(pl.LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.net = kind, nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return None if self.kind is None else self.kind(self.parameters(), lr=0.01)
+
+
+def fit_layer(kind, epochs, resume=None):
+    loop = FabricLoop(**with_files(max_epochs=epochs))
+    loop.fit(Layer(kind), TensorLoader(torch.ones(4, 2), batch_size=2), resume=resume)
+    return loop
+
+
+@pytest.mark.parametrize("saved", OWN_FORMATS, ids=str)
+def test_a_run_resumes_with_an_optimizer_whose_state_has_its_own_format(saved):
+    kind = own_optimizer(saved)
+    fit_layer(kind, 1)
+    fit_layer(kind, 2, resume="last")
+    assert kind.loaded == [saved]
+    with pytest.raises(ValueError, match=r"optimizer: got an optimizer whose state_dict\(\) has no dict 'state'"):
+        MiniLoop(accelerator="cpu").fit(Layer(kind), TensorLoader(torch.ones(4, 2), batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_run_without_an_optimizer_resumes():
+    fit_layer(None, 1)
+    assert fit_layer(None, 2, resume="last").current_epoch == 2
