@@ -7,6 +7,8 @@ from typing import Any
 
 # Users can import Lightning's classes from either of these packages.
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+# The packages that define the classes that is_instance_of recognizes.
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
 # The modules that define Lightning's base classes. The hooks of the base classes have empty bodies,
 # so a method from these modules does not count as an override.
@@ -30,16 +32,17 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether the name of an object's class, or of a base class, is in ``class_names``.
+    """Return whether an object is an instance of a class of Lightning or torch, such as "Timer".
 
     Unlike isinstance(), this function also recognizes Lightning's classes from the
-    ``pytorch_lightning`` package.
+    ``pytorch_lightning`` package. A user's own class of the same name does not count.
     """
-    return any(base.__name__ in class_names for base in type(part).__mro__)
+    found = [base for base in type(part).__mro__ if base.__name__ in class_names]
+    return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)
 
 
 def find_callbacks(callbacks: list[Any], kind: str) -> list[Any]:
-    """Return the callbacks that are instances of the class named ``kind``."""
+    """Return the callbacks that are instances of Lightning's class named ``kind``."""
     return [callback for callback in callbacks if is_instance_of(callback, kind)]
 
 

@@ -10,7 +10,7 @@ import torch
 from both import Notes, assert_same_files, plain, run_both
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, by_epoch, by_step, make_loader, sgd, weight_averaging
-from runs import same, val_loader
+from runs import same, val_loader, with_files
 from torch import nn
 
 from fabric_template import FabricLoop
@@ -243,3 +243,29 @@ def test_attributes_of_fit_loop_that_have_no_effect_cannot_be_set():
         loop.fit_loop.restarting = True
     assert math.isinf(loop.fit_loop.max_batches)
     assert math.isinf(loop.num_training_batches)
+
+
+def own_callback(name, base):
+    """Return an instance of a user's own class that has the name of a class in Lightning."""
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = True
+
+    return type(name, (base,), {"on_train_epoch_end": on_train_epoch_end})()
+
+
+@pytest.mark.parametrize("base", [pl.Callback, object])
+def test_callbacks_of_your_own_may_have_the_names_of_lightning_classes(base):
+    names = [*(name for name in cb.__all__ if name != "Callback"), "ProgressBar"]
+
+    def fit(epochs, resume=None, **options):
+        callbacks = [own_callback(name, base) for name in names]
+        loop = FabricLoop(**with_files(max_epochs=epochs, callbacks=callbacks, **options))
+        loop.fit(Classifier(), make_loader(), val_loader(), resume=resume)
+        return loop
+
+    loop = fit(3)
+    assert loop.early_stopping_callback is None and loop.checkpoint_callback is loop.run.checkpoints
+    assert "should_stop was set" in repr(loop)
+    assert fit(2, resume="last", max_time="00:01:00:00").current_epoch == 2
+    assert fit(2, resume="last").current_epoch == 2
