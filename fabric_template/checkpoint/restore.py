@@ -467,6 +467,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     check_arguments(run, "schedulers", len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
+    if states and run.plan.start.own["writer"] == "Trainer":
+        warn_of_parameter_order(run)
     check_arguments(run, "optimizers", len(states))
     # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
     # differ from the number of schedulers.
@@ -548,49 +550,69 @@ def check_parameter_order(run: Run) -> None:
     """Raise an error if an optimizer has the parameters in a different order than in the saved run.
 
     Optimizer states contain no names, so they would be restored for the wrong parameters.
-    Parameters that the model lacks are not compared, because they may have been renamed.
     """
+    saved = run.plan.start.own.get("parameter_groups", ())
+    if difference := find_other_parameter(run, [names_in_order(groups) for groups in saved]):
+        index, found, expected = difference
+        raise CheckpointError(
+            f"resume: got {found!r} as parameter {index} of the optimizer, expected {expected!r} as"
+            " in the saved run. Create the layers, and pass the parameters to the optimizer, in the"
+            " order of the saved run, or use load= to start a new run from the weights."
+        )
+
+
+def warn_of_parameter_order(run: Run) -> None:
+    """Warn if an optimizer may have had its parameters in a different order in a Trainer run.
+
+    Trainer does not save this order. If the new optimizer has the parameters in the order of the
+    model, as with ``self.parameters()``, the saved optimizer probably had them in the order of the
+    saved weights. An on_save_checkpoint hook may have sorted the weights, so do not raise an error.
+    """
+    weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
+    orders = []
+    for new in [names_in_order(groups) for groups in names_of_groups(run)]:
+        trained = {*new}
+        is_in_order = new == [name for name in known if name in trained]
+        orders.append([name for name in weights if name in trained] if is_in_order else new)
+    if difference := find_other_parameter(run, orders):
+        index, found, expected = difference
+        run.warn_once(
+            f"resume: got {found!r} as parameter {index} of the optimizer, but in the order of the"
+            f" saved weights, this is {expected!r}. If the saved run created its layers in another"
+            " order, the optimizer states now belong to the wrong parameters. In this case, create"
+            " the layers in the order of the saved run, or use load= to start a new run from the"
+            " weights."
+        )
+
+
+def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
+    """Return the first parameter whose place in its optimizer differs from the saved run.
+
+    Parameters that the model lacks are not compared, because they may have been renamed.
+
+    Args:
+        saved: The names of the parameters of each optimizer, in the order of the saved run.
+
+    Returns:
+        The index of the parameter, its name in this run and its name in the saved run, or None.
+    """
+    known = set(map(plain_name, run.optimization.named_parameters()))
     current = [names_in_order(groups) for groups in names_of_groups(run)]
-    own = run.plan.start.own
-    saved = [names_in_order(groups) for groups in own.get("parameter_groups", ())]
-    if own["writer"] == "Trainer":
-        saved = [guess_saved_order(own["weights"], new, known) for new in current]
     for old, new in zip(saved, current, strict=False):
-        shared = {*known} & {*old}
+        shared = known & {*old}
         orders = [[name for name in names if name in shared] for names in (old, new)]
         if len(old) != len(new) or orders[0] == orders[1]:
             continue
-        pairs = zip(old, new, strict=True)
-        expected, found = next((a, b) for a, b in pairs if a != b and a in shared)
-        raise CheckpointError(
-            f"resume: got {found!r} as parameter {old.index(expected)} of the optimizer, expected"
-            f" {expected!r} as in the saved run. Create the layers, and pass the parameters to the"
-            " optimizer, in the order of the saved run, or use load= to start a new run from the"
-            " weights."
-        )
+        for index, (expected, found) in enumerate(zip(old, new, strict=True)):
+            if found != expected and expected in shared:
+                return index, found, expected
+    return None
 
 
 def names_in_order(groups: list[list[str | None]]) -> list[str]:
     """Return the names in all parameter groups, without the components that wrappers add."""
     return [plain_name(str(name)) for name in chain(*groups)]
-
-
-def guess_saved_order(weights: list[str], new: list[str], known: list[str]) -> list[str]:
-    """Guess the order of the parameters in an optimizer of a saved Trainer run.
-
-    Trainer does not save this order. If the new optimizer has the parameters in the order of the
-    model, as with ``self.parameters()``, assume that the saved optimizer did so, too.
-
-    Args:
-        weights: The names of the saved weights.
-        new: The names of the new optimizer's parameters.
-        known: The names of the new model's parameters.
-    """
-    trained = {*new}
-    if new != [name for name in known if name in trained]:
-        return new
-    return [name for name in map(plain_name, weights) if name in trained]
 
 
 def check_state_shapes(optimizer: Any) -> None:

@@ -1,6 +1,7 @@
 """Test runs that are resumed with parameters in another order, with other dtypes or with other settings."""
 
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -128,21 +129,38 @@ def save_with_trainer(model, **options):
     trainer.save_checkpoint("trainer.ckpt")
 
 
+ORDER_WARNING = "as parameter 0 of the optimizer, but in the order of the saved weights, this is"
+
+
+def test_resuming_a_trainer_run_warns_about_layers_in_a_different_order():
+    save_with_trainer(Layers())
+    with pytest.warns(UserWarning, match=f"resume: got 'b.weight' {ORDER_WARNING} 'a.weight'"):
+        train("FabricLoop", Layers("bac"), 2, resume="trainer.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{ORDER_WARNING}")
+        train("FabricLoop", Layers(), 2, resume="trainer.ckpt")
+
+
+class SortsWeights(Layers):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = dict(sorted(checkpoint["state_dict"].items()))
+
+
 @pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_resuming_a_trainer_run_with_layers_in_a_different_order_is_refused(shapes):
-    save_with_trainer(Layers(shapes=shapes))
-    with pytest.raises(ValueError, match=r"resume: got 'b\.weight' as parameter 0 of the optimizer, expected 'a\.wei"):
-        train("FabricLoop", Layers("bac", shapes=shapes), 2, resume="trainer.ckpt")
-    train("FabricLoop", Layers(shapes=shapes), 2, resume="trainer.ckpt")
+def test_a_trainer_run_resumes_if_a_hook_sorted_the_saved_weights(shapes):
+    save_with_trainer(SortsWeights("cba", shapes=shapes))
+    with pytest.warns(UserWarning, match=f"resume: got 'c.weight' {ORDER_WARNING} 'a.bias'"):
+        train("FabricLoop", SortsWeights("cba", shapes=shapes), 2, resume="trainer.ckpt")
 
 
-def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_shapes():
+@pytest.mark.parametrize(
+    ("second", "shape"), [(partial(Layers, "bac"), r"\(8, 5\)"), (ReverseOrder, r"\(3,\)")], ids=["layers", "optimizer"]
+)
+def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_shapes(second, shape):
     save_with_trainer(Layers(shapes=OTHER_SHAPE))
-    text = (
-        r"resume: got the shape \(3,\) for parameter 0 of the optimizer, expected \(5, 8\), the shape of its 'exp_avg'"
-    )
-    with pytest.raises(ValueError, match=text):
-        train("FabricLoop", ReverseOrder(shapes=OTHER_SHAPE), 2, resume="trainer.ckpt")
+    text = f"resume: got the shape {shape} for parameter 0 of the optimizer, expected "
+    with pytest.raises(ValueError, match=text + r"\(5, 8\), the shape of its 'exp_avg'"):
+        train("FabricLoop", second(shapes=OTHER_SHAPE), 2, resume="trainer.ckpt")
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
