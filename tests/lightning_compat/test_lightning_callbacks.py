@@ -265,7 +265,8 @@ def test_callbacks_of_your_own_may_have_the_names_of_lightning_classes(base):
         return loop
 
     loop = fit(3)
-    assert loop.early_stopping_callback is None and loop.checkpoint_callback is loop.run.checkpoints
+    assert loop.early_stopping_callback is None
+    assert loop.checkpoint_callback is loop.run.checkpoints
     assert "should_stop was set" in repr(loop)
     assert fit(2, resume="last", max_time="00:01:00:00").current_epoch == 2
     assert fit(2, resume="last").current_epoch == 2
