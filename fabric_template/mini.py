@@ -1942,18 +1942,26 @@ class MiniLoop:
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Raise an error if the dtypes of the weights have changed since the run was saved.
+        """Raise an error if a trained parameter's dtype has changed since the run was saved.
 
         Otherwise, the first step would fail, because the optimizer state keeps the saved dtypes.
+        For a buffer or a frozen parameter, only warn that the results will differ.
         """
-        current = self._unwrapped.state_dict()
+        current, others = self._unwrapped.state_dict(), []
+        trained = {name.replace("_orig_mod.", "") for name in chain(*self._names_of_groups())}
         for name, saved in weights.items():
-            value = current.get(name.removeprefix("_orig_mod."))
-            if is_inexact(saved) and is_inexact(value):
-                text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype}"
-                text += " as in the saved run. Use the precision= and the default dtype of the"
-                text += " saved run, or use load= to start a new run from the weights."
-                check(saved.dtype == value.dtype, text)
+            name = name.removeprefix("_orig_mod.")
+            value = current.get(name)
+            if not (is_inexact(saved) and is_inexact(value)) or saved.dtype == value.dtype:
+                continue
+            text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as"
+            text += " in the saved run."
+            others.append(text)
+            text += " Use the precision= and the default dtype of the saved run, or use load= to"
+            check(name not in trained, f"{text} start a new run from the weights.")
+        if others:
+            text = f"{others[0]} The run continues, but its results will differ from the results of"
+            warnings.warn(f"{text} an uninterrupted run.", stacklevel=4)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
         """Raise an error if the order of the optimizer's parameters has changed.

@@ -138,21 +138,32 @@ def loading_target(run: Run) -> nn.Module:
 
 
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Raise an error if the dtypes of the model's weights differ from the saved dtypes.
+    """Raise an error if a trained parameter's dtype differs from the saved dtype.
 
-    Otherwise, the first step would fail, because the optimizer states have the saved dtypes.
+    Otherwise, the first step would fail, because the optimizer states have the saved dtypes. For a
+    buffer or a frozen parameter, only warn that the results will differ.
     """
+    saved_groups = run.plan.start.own.get("parameter_groups", ())
+    trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
     target = loading_target(run)
     weights = rename_weights(find_weights(checkpoint, run.plan.start.path), target)
-    current = target.state_dict()
+    current, others = target.state_dict(), []
     for name, saved in weights.items():
         value: Any = current.get(name)
         if not (is_inexact(saved) and is_inexact(value)) or saved.dtype == value.dtype:
             continue
-        raise CheckpointError(
-            f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as in"
-            " the saved run. Use the precision= and the default dtype of the saved run, or use"
-            " load= to start a new run from the weights."
+        text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as in"
+        text += " the saved run."
+        if plain_name(name) in trained:
+            raise CheckpointError(
+                f"{text} Use the precision= and the default dtype of the saved run, or use load= to"
+                " start a new run from the weights."
+            )
+        others.append(text)
+    if others:
+        run.warn_once(
+            f"{others[0]} The run continues, but its results will differ from the results of an"
+            " uninterrupted run."
         )
 
 

@@ -202,6 +202,29 @@ def test_a_run_resumes_if_its_weights_have_the_saved_dtypes(kind, precisions):
     train(kind, Layers(), 2, resume="last", precision=precisions[1])
 
 
+class HasTeacher(Layers):
+    """Has a buffer and a frozen layer whose dtypes can be chosen."""
+
+    def __init__(self, buffer, teacher):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(8, dtype=buffer))
+        self.teacher = nn.Linear(8, 8).to(teacher).requires_grad_(False)
+
+
+@pairs_of_loops
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [("mean", (torch.float64, torch.float32)), ("teacher.weight", (torch.float32, torch.bfloat16))],
+    ids=["buffer", "frozen layer"],
+)
+def test_resume_warns_about_a_different_dtype_of_a_buffer_or_a_frozen_layer(kinds, name, dtypes):
+    train(kinds[0], HasTeacher(torch.float32, torch.float32), 1)
+    dtype = next(item for item in dtypes if item != torch.float32)
+    text = f"resume: got {dtype} as the dtype of '{name}', expected torch.float32 as in the saved run. The run contin"
+    with pytest.warns(UserWarning, match=text):
+        train(kinds[1], HasTeacher(*dtypes), 2, resume="last")
+
+
 def test_a_trainer_run_does_not_resume_with_a_different_true_precision():
     save_with_trainer(Layers(), precision="64-true")
     with pytest.raises(
