@@ -119,9 +119,11 @@ def explain_error(
     if isinstance(error, TypeError | AttributeError) and "numpy.ndarray" in text:
         is_in_step = str(hook).endswith("_step")
         return TypeError(f"{hook}: {NUMPY_BATCH}") if is_in_step else None
-    if isinstance(error, RuntimeError) and "through the graph a second time" in text:
+    if not isinstance(error, RuntimeError) or hook != "backward":
+        return None
+    if "through the graph a second time" in text:
         return RuntimeError(f"training_step: {SECOND_BACKWARD}")
-    if isinstance(error, RuntimeError) and "only for scalar outputs" in text:
+    if "only for scalar outputs" in text:
         return RuntimeError(
             "training_step: got a loss with several elements, expected the loss as a tensor with"
             " one element. Return the mean, loss.mean()."

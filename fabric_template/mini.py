@@ -112,11 +112,11 @@ INSTEAD = {
     "Expected to have finished reduction": "It looks like your model has parameters that were not"
     " used in producing the loss returned by training_step. If this is intentional, write"
     " strategy='ddp_find_unused_parameters_true'.",
-    "through the graph a second time": "{step}: got a second backward pass through the same graph,"
-    " expected one. If the step calls loss.backward(), remove the call, because the loop calls"
-    " loss.backward(). If the step keeps tensors for later batches, such as a hidden state, call"
-    " detach() on them.",
 }
+SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
+SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
+SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
+SECOND_BACKWARD += " state, call detach() on them."
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
 UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({}). Leave it out of"
@@ -485,7 +485,12 @@ class MiniLoop:
             loss = loss / self.accumulate_grad_batches
         # As in Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
         self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
-        self._precision.backward(loss, None)
+        try:
+            self._precision.backward(loss, None)
+        except RuntimeError as error:
+            if "through the graph a second time" in str(error):
+                raise RuntimeError(SECOND_BACKWARD) from error
+            raise
 
     def _is_window_end(self, batch: Any) -> bool:
         """Return whether the optimizer takes a step after a batch.

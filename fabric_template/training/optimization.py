@@ -158,6 +158,10 @@ class Optimization:
         self._scaler = getattr(run.fabric.strategy.precision, "scaler", None)
         self._module_backward = hooks.module_method("backward")
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
+        self._call_backward = self._run_backward
+        if self.is_automatic:
+            # explain_error recognizes errors of the loop's own backward pass by this name.
+            self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
 
@@ -170,8 +174,11 @@ class Optimization:
         self._profiled_backward(loss, *args, **kwargs)
 
     def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        hooks = self.run.hooks
-        hooks.call("on_before_backward", loss)
+        self.run.hooks.call("on_before_backward", loss)
+        self._call_backward(loss, *args, **kwargs)
+        self.run.hooks.call("on_after_backward")
+
+    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._module_backward is not None:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             self._module_backward(scaled, *args, **kwargs)
@@ -179,7 +186,6 @@ class Optimization:
             loss.backward(*args, **kwargs)
         else:
             self.run.fabric.strategy.backward(loss, None, *args, **kwargs)
-        hooks.call("on_after_backward")
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Call ``on_before_optimizer_step`` and, in automatic optimization, clip the gradients."""

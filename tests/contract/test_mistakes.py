@@ -277,6 +277,28 @@ def test_an_error_about_a_second_backward_pass_suggests_detach(name):
         fit(name, step)
 
 
+def grad_of_several_elements(net, batch):
+    inputs = batch[0].clone().requires_grad_()
+    torch.autograd.grad(net(inputs), inputs)
+
+
+def grad_twice(net, batch):
+    inputs = batch[0].clone().requires_grad_()
+    loss = loss_of(net, (inputs, batch[1]))
+    for _ in range(2):
+        torch.autograd.grad(loss, inputs)
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(grad_of_several_elements, "grad can be implicitly created only for scalar outputs"), (grad_twice, "Trying to")],
+)
+def test_an_error_of_autograd_in_the_training_step_is_not_explained(name, step, message):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        fit(name, step)
+
+
 def fit_in_process(rank, name, step, accumulated):
     loop = make_loop(name, devices=2, strategy="ddp", accumulate_grad_batches=accumulated)
     net = make_net()
