@@ -64,15 +64,17 @@ class OtherModelError(CheckpointError, RuntimeError):
     """Raised if the weights in a checkpoint do not match the model."""
 
 
-class MissingKeyError(CheckpointError, KeyError):
-    """Raised if ``loop.load`` gets a key that is not in the checkpoint."""
-
+class _CheckpointKeyError(CheckpointError, KeyError):
     def __str__(self) -> str:
         # KeyError.__str__ would return the message in quotes.
         return str(self.args[0])
 
 
-class WeightsOnlyError(MissingKeyError):
+class MissingKeyError(_CheckpointKeyError):
+    """Raised if ``loop.load`` gets a key that is not in the checkpoint."""
+
+
+class WeightsOnlyError(_CheckpointKeyError):
     """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
 
 

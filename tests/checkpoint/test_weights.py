@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.checkpoint.restore import plain_name
-from fabric_template.errors import CheckpointError, OtherModelError
+from fabric_template.errors import CheckpointError, MissingKeyError, OtherModelError, WeightsOnlyError
 
 
 def make_net():
@@ -247,3 +247,11 @@ def test_resuming_is_refused_if_the_model_lacks_a_saved_module(tmp_path):
     fit(tmp_path, BuildsAverage, max_epochs=1)
     with pytest.raises(OtherModelError, match=r"Unexpected key.*average"):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")
+
+
+def test_resuming_from_weights_does_not_raise_the_error_of_a_missing_key(tmp_path):
+    FabricLoop(**with_files(tmp_path)).save(tmp_path / "weights.ckpt", {"state_dict": Classifier().state_dict()})
+    with pytest.raises(WeightsOnlyError, match="^Trying to restore optimizer state") as caught:
+        fit(tmp_path, max_epochs=1, resume=tmp_path / "weights.ckpt")
+    assert isinstance(caught.value, KeyError)
+    assert not isinstance(caught.value, MissingKeyError)
