@@ -1963,7 +1963,8 @@ class MiniLoop:
             text += " in the saved run."
             others.append(text)
             text += " Use the precision= and the default dtype of the saved run, or use load= to"
-            check(name not in trained, f"{text} start a new run from the weights.")
+            is_trained = name.replace("_orig_mod.", "") in trained
+            check(not is_trained, f"{text} start a new run from the weights.")
         if others:
             text = f"{others[0]} The run continues, but its results will differ from the results of"
             warnings.warn(f"{text} an uninterrupted run.", stacklevel=4)
