@@ -1200,10 +1200,9 @@ class MiniLoop:
         newest, checkpoint = self._find_newest(argument, given)
         if newest is None and given != "auto":
             kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
-            raise FileNotFoundError(
-                f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}. Train"
-                " first, or pass the path of a checkpoint."
-            )
+            text = f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}."
+            text += " Train first, or pass the path of a checkpoint."
+            raise FileNotFoundError(text)
         return newest, checkpoint
 
     def _find_newest(self, argument: str, given: str) -> tuple[Path | None, dict[str, Any]]:
@@ -1656,10 +1655,9 @@ class MiniLoop:
         if kind == "OptimizedModule" and not has_functions:
             refused.append("torch.compile()")
         if refused:
-            raise TypeError(
-                f"model: got an object of the class {kind} with {', '.join(refused)}, which"
-                " MiniLoop does not support. Use FabricLoop."
-            )
+            text = f"model: got an object of the class {kind} with {', '.join(refused)}, which"
+            text += " MiniLoop does not support. Use FabricLoop."
+            raise TypeError(text)
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
@@ -1704,10 +1702,9 @@ class MiniLoop:
         is_iterator = is_built_in and isinstance(val, Iterator)
         # In validate, ``train`` is None.
         if is_iterator and validates_repeatedly and train is not None:
-            raise TypeError(
-                f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
-                " expected a loader for several validations. Pass a DataLoader or a list."
-            )
+            text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
+            text += " expected a loader for several validations. Pass a DataLoader or a list."
+            raise TypeError(text)
         if isinstance(self.fabric.strategy, DDPStrategy):
             atexit.unregister(finish_gloo_threads)
             atexit.register(finish_gloo_threads)
@@ -2145,10 +2142,9 @@ def collect_modules(model: Any) -> nn.Module:
         elif isinstance(value, nn.Module):
             network._modules[name] = value
         elif has_modules(value):
-            raise ValueError(
-                f"model: got a {type(value).__name__} of modules in the attribute {name}. Write"
-                " nn.ModuleList or nn.ModuleDict, or use FabricLoop."
-            )
+            text = f"model: got a {type(value).__name__} of modules in the attribute {name}. Write"
+            text += " nn.ModuleList or nn.ModuleDict, or use FabricLoop."
+            raise ValueError(text)
     network.training = any(child.training for child in network.children())
     return network
 
@@ -2170,10 +2166,9 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
         written = str(inspect.signature(getattr(step, "func", step)))
         if first == "self":
             written = f"(self, {written[1:]}".replace(", )", ")")
-        raise TypeError(
-            f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
-            " batch, batch_idx)."
-        )
+        text = f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
+        text += " batch, batch_idx)."
+        raise TypeError(text)
     # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
     given = required if isinstance(step, partial) else [p.name for p in places]
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
@@ -2185,28 +2180,25 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
 def find_loss(output: Any, batch_idx: int) -> Tensor:
     loss: Any = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and "loss" not in output:
-        raise TypeError(
-            f"training_step: got a dict with the keys {sorted(map(str, output))} at batch"
-            f' {batch_idx}, expected the key "loss". Write return {{"loss": loss}}.'
-        )
+        text = f"training_step: got a dict with the keys {sorted(map(str, output))} at batch"
+        text += f' {batch_idx}, expected the key "loss". Write return {{"loss": loss}}.'
+        raise TypeError(text)
     if isinstance(output, tuple) and len(output) == 2:
         loss = output[0]
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss
     if isinstance(loss, Tensor) and not loss.requires_grad:
-        raise TypeError(
-            f"training_step: got a loss without a gradient at batch {batch_idx}, expected a tensor"
-            " computed from the model's parameters. Remove detach(), item(), no_grad() or"
-            " requires_grad=False."
-        )
+        text = f"training_step: got a loss without a gradient at batch {batch_idx}, expected a"
+        text += " tensor computed from the model's parameters. Remove detach(), item(), no_grad()"
+        text += " or requires_grad=False."
+        raise TypeError(text)
     kind = "None" if loss is None else f"a {type(loss).__name__}"
     fix = "Write `return loss` at the end of the step"
     if isinstance(loss, Tensor):
         kind, fix = f"a tensor of shape {tuple(loss.shape)}", "Return the mean, loss.mean()"
-    raise TypeError(
-        f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
-        f" element. {fix}."
-    )
+    text = f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
+    text += f" element. {fix}."
+    raise TypeError(text)
 
 
 def find_batch_size(batch: Any) -> Any:
@@ -2456,10 +2448,9 @@ def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use"
-            " FabricLoop."
-        )
+        text = f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use"
+        text += " FabricLoop."
+        raise TypeError(text)
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
     check(not needs_closure, NEEDS_CLOSURE)
@@ -2492,10 +2483,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler):
         kind = type(scheduler).__name__
-        raise TypeError(
-            f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers, use"
-            " FabricLoop."
-        )
+        text = f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers,"
+        text += " use FabricLoop."
+        raise TypeError(text)
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
     text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
@@ -3471,10 +3461,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = load_file(path)
     except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: got objects that torch.load does not read, such as objects of nested classes."
-            " Use FabricLoop."
-        ) from error
+        text = f"{path}: got objects that torch.load does not read, such as objects of nested"
+        text += " classes. Use FabricLoop."
+        raise ValueError(text) from error
     refuse_objects(checkpoint, str(path))
     return checkpoint
 
@@ -3546,10 +3535,9 @@ def create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system"
-            f" reported: {error.strerror}. Choose another folder."
-        ) from error
+        text = f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system"
+        text += f" reported: {error.strerror}. Choose another folder."
+        raise ValueError(text) from error
 
 
 def claim_version(*folders: Path) -> str:
@@ -3589,10 +3577,9 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(
-                    f"{folder}: another run is writing to this folder. Set another name or version,"
-                    " or stop the other run."
-                ) from None
+                text = f"{folder}: another run is writing to this folder. Set another name or"
+                text += " version, or stop the other run."
+                raise ValueError(text) from None
         OPEN_LOCKS.append(file)
         try:
             yield file
