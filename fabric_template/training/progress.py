@@ -288,9 +288,14 @@ class StopCondition:
         return self.is_due or self.has_max_epochs or self.progress.num_train_batches == 0
 
     @property
+    def has_no_batches_left(self) -> bool:
+        """Return whether a resumed run would train on no further batch."""
+        return self.is_due if self.progress.is_in_epoch else self.is_due_between_epochs
+
+    @property
     def is_finished(self) -> bool:
-        """Return whether nothing is left to train."""
-        return self.is_due_between_epochs and not self.progress.is_in_epoch
+        """Return whether training has ended, including the hooks at the end of the last epoch."""
+        return self.has_no_batches_left and not self.progress.is_in_epoch
 
     def request(self, is_requested: bool) -> None:
         """Set or clear should_stop, which takes effect after min_epochs and min_steps."""
