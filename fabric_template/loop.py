@@ -312,7 +312,7 @@ class FabricLoop(TrainerAPI):
         check_type("setup", model, nn.Module, f"an nn.Module. Write {expected}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             check_type("setup", optimizer, Optimizer, f"an optimizer. Write {expected}")
-        check_own_loaders(loaders)
+        check_setup_loaders(loaders)
         join_processes(self.fabric)
         self._describe_parts(model, optimizer, loaders)
         parts = [model] if optimizer is None else [model, optimizer]
@@ -438,7 +438,7 @@ class FabricLoop(TrainerAPI):
         For example, save ``vars(args)`` instead of ``args``, because ``load`` refuses a Namespace.
         """
         self._prepare_files("save", path, state)
-        kept = {k: KeptValue(v) if is_rebuilt(v) else v for k, v in state.items()}
+        kept = {k: StatefulValue(v) if is_container(v) else v for k, v in state.items()}
         try:
             self.fabric.save(path, kept)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -460,7 +460,7 @@ class FabricLoop(TrainerAPI):
         """
         self._prepare_files("load", path, state)
         # Replace containers with None, because Fabric cannot copy some containers, such as a range.
-        given = {key: None if is_rebuilt(value) else value for key, value in state.items()}
+        given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
         try:
@@ -600,7 +600,7 @@ def check_type(method: str, value: Any, kind: Any, expected: str) -> None:
         raise ConfigurationTypeError(f"loop.{method}: got {describe(value)}, expected {expected}.")
 
 
-def check_own_loaders(loaders: tuple[Any, ...]) -> None:
+def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
     """Raise an error if ``setup`` gets something that is not a loader, such as a list."""
     for loader in loaders:
         is_other = isinstance(loader, list | tuple | Mapping | str | torch.Tensor | nn.Module)
@@ -609,7 +609,7 @@ def check_own_loaders(loaders: tuple[Any, ...]) -> None:
             check_type("setup", loader, (), "a loader. Pass each loader as its own argument")
 
 
-class KeptValue:
+class StatefulValue:
     """Wrap a value so that Fabric saves the value unchanged.
 
     Without this class, Fabric copies containers, loses a deque's maxlen, and fails for a range.
@@ -625,10 +625,12 @@ class KeptValue:
         self.value = value
 
 
-def is_rebuilt(value: Any) -> bool:
+def is_container(value: Any) -> bool:
     """Return whether a value is a container or a dataclass, which Fabric would rebuild."""
-    is_container = isinstance(value, Mapping | Sequence) or is_dataclass(value)
-    return is_container and not has_state(value)
+    # Fabric saves a str unchanged, but rebuilds bytes, which takes several seconds per MB.
+    if isinstance(value, str) or has_state(value):
+        return False
+    return isinstance(value, Mapping | Sequence) or is_dataclass(value)
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
-from itertools import chain
+from itertools import chain, islice
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
         OtherModelError: The weights do not match the model.
     """
     path = run.plan.start.path
-    target = loading_target(run)
+    target = checkpointed_module(run)
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
@@ -132,7 +132,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
         ) from error
 
 
-def loading_target(run: Run) -> nn.Module:
+def checkpointed_module(run: Run) -> nn.Module:
     """Return the module whose state_dict a checkpoint contains."""
     return run.module if run.is_lightning_module else run.network
 
@@ -145,7 +145,7 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     """
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
-    target = loading_target(run)
+    target = checkpointed_module(run)
     weights = rename_weights(find_weights(checkpoint, run.plan.start.path), target)
     current, others = target.state_dict(), []
     for name, saved in weights.items():
@@ -475,19 +475,19 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
             " start a new run from the weights."
         )
     saved = checkpoint.get("lr_schedulers", ())
-    check_arguments(run, "schedulers", len(saved))
+    compare_optimizer_arguments(run, "schedulers", len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
     if states and run.plan.start.own["writer"] == "Trainer":
         warn_of_parameter_order(run)
-    check_arguments(run, "optimizers", len(states))
+    compare_optimizer_arguments(run, "optimizers", len(states))
     # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
     # differ from the number of schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     # An on_load_checkpoint hook may have removed all scheduler states. Therefore, warn about
     # missing states only if the saved run had no schedulers.
-    is_added = run.plan.start.own.get("arguments", {}).get("schedulers") == []
-    if (saved or is_added) and len(saved) != len(schedulers) and not is_averaging:
+    has_new_scheduler = run.plan.start.own.get("arguments", {}).get("schedulers") == []
+    if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
             f"resume: the checkpoint has the states of {len(saved)} lr_schedulers, but this run has"
             f" {len(schedulers)} lr_schedulers. The states are restored in order. A scheduler"
@@ -497,7 +497,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
 
 
-def check_arguments(run: Run, kind: str, num_saved: int) -> None:
+def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
     """Warn if an argument of an optimizer or scheduler differs from the saved argument.
 
     Raise an error if a scheduler's class or interval has changed. Otherwise, torch would load the
@@ -508,7 +508,8 @@ def check_arguments(run: Run, kind: str, num_saved: int) -> None:
         num_saved: The number of optimizers or schedulers whose state is restored.
     """
     saved, current = run.plan.start.own.get("arguments", {}), run.optimization.arguments
-    for old, new in list(zip(saved.get(kind, ()), current[kind], strict=False))[:num_saved]:
+    pairs = zip(saved.get(kind, ()), current[kind], strict=False)
+    for old, new in islice(pairs, num_saved):
         if not old or not new:
             continue
         names = [name for name in old if name in new and old[name] != new[name]]

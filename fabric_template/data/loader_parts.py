@@ -141,8 +141,8 @@ def referenced_objects(parts: Iterable[Part]) -> list[Any]:
     variables and default arguments of functions.
     """
     values = (islice(part.namespace().values(), _MOST_VALUES) for part in parts)
-    held = (item for value in chain.from_iterable(values) for item in held_values(value))
-    return [item for item in held if isinstance(item, _OF_RUN)]
+    found = (item for value in chain.from_iterable(values) for item in referenced_values(value))
+    return [item for item in found if isinstance(item, _OF_RUN)]
 
 
 def refers_to_model(loader: Any) -> bool:
@@ -173,8 +173,8 @@ def has_weights(module: nn.Module) -> bool:
     return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
-def held_values(value: Any) -> list[Any]:
-    """Return a value and, if it is a container or a function, the values that it holds."""
+def referenced_values(value: Any) -> list[Any]:
+    """Return a value and, if it is a container or a function, the values that it refers to."""
     found = [value]
     # Skip subclasses of dict, list and tuple, because their __iter__ may draw random numbers.
     if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:

@@ -258,7 +258,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
     """Connect the module, the datamodule, the callbacks and the profiler to the run."""
     parts = {id(part): part for part in (run.module, run.model)}.values()
     for part in {id(part): part for part in (*parts, *run.network.modules())}.values():
-        remove_added_methods(part, stack)
+        detach_outer_run(part, stack)
     for part in parts:
         if isinstance(getattr(type(part), "trainer", None), property):
             attach_trainer(part, run, stack)
@@ -271,7 +271,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
     if own_callbacks is not None:
         run.loop.add_callbacks_of_model(as_list(own_callbacks()))
     for callback in run.hooks.callbacks:
-        remove_added_methods(callback, stack)
+        detach_outer_run(callback, stack)
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
@@ -320,8 +320,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         stack.callback(attributes.pop, name, None)
 
 
-def remove_added_methods(part: Any, stack: ExitStack) -> None:
-    """Remove methods such as ``log`` that another run added, and restore them after this run.
+def detach_outer_run(part: Any, stack: ExitStack) -> None:
+    """Remove methods such as ``log`` of a run that is still running, and restore them afterwards.
 
     An object has methods of another run if a hook of that run started this run or copied the
     object.
@@ -329,11 +329,11 @@ def remove_added_methods(part: Any, stack: ExitStack) -> None:
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
         method = attributes.get(name)
-        if callable(method) and _is_added(method):
+        if callable(method) and is_loop_method(method):
             stack.callback(attributes.update, {name: attributes.pop(name)})
 
 
-def _is_added(method: Any) -> bool:
+def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
@@ -371,8 +371,7 @@ def prepare_data(run: Run) -> None:
 def print_if_finished(run: Run) -> None:
     """If the checkpoint is from a finished run, print that nothing is left to train."""
     progress = run.progress
-    is_done = run.stop.is_due if progress.is_in_epoch else run.stop.is_due_between_epochs
-    if is_done and run.fabric.is_global_zero:
+    if run.stop.has_no_batches_left and run.fabric.is_global_zero:
         reason = end_reason(run) or "the limit is reached"
         is_stopped = run.stop.should_stop and not run.stop.is_out_of_time
         further = " To train further, write resume='last'." if is_stopped else ""
