@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
-from parameters import keep, sample
+from parameters import halve, keep, sample
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -324,7 +324,7 @@ class LongOrder(Sampler):
     """A sampler that shuffles its own long list in place."""
 
     def __init__(self):
-        self.order = list(range(20_000))
+        self.order = list(range(4_000))
 
     def __len__(self):
         return 24
@@ -336,7 +336,7 @@ class LongOrder(Sampler):
 
 class LongArray(LongOrder):
     def __init__(self):
-        self.order = np.arange(20_000)
+        self.order = np.arange(12_000)
 
     def __iter__(self):
         np.random.RandomState(self.order[0]).shuffle(self.order)
@@ -504,8 +504,8 @@ class LongMemory(Noisy):
     """A dataset with a long list, a long dict and a nested array, which change in place."""
 
     def __init__(self):
-        self.factors, self.drawn, self.nested = [1.0] * 12_000, {}, {"sums": np.ones(12_000)}
-        self.drawn.update(dict.fromkeys(range(24, 12_000), 0.0))
+        self.factors, self.drawn, self.nested = [1.0] * 4_000, {}, {"sums": np.ones(12_000)}
+        self.drawn.update(dict.fromkeys(range(24, 4_000), 0.0))
 
     def __getitem__(self, index):
         self.factors[index] *= 1.1
@@ -557,13 +557,16 @@ WITH_STATE = {
 LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 
 
+@functools.cache
+def train_without_break_with_state(loop_name, name):
+    return train(loop_name, tempfile.mkdtemp(), WITH_STATE[name], max_epochs=3)
+
+
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.*set_epoch.. changes the sampler")
-@pytest.mark.parametrize("limit", LIMITS_OF_STATE)
-@pytest.mark.parametrize("name", WITH_STATE)
-@pytest.mark.parametrize("loop_name", LOOPS)
+@pytest.mark.parametrize(("loop_name", "name", "limit"), halve(LOOPS, WITH_STATE, LIMITS_OF_STATE))
 def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
-    expected, rows = train(loop_name, tmp_path / "whole", make_loader, max_epochs=3)
+    expected, rows = train_without_break_with_state(loop_name, name)
     train(loop_name, tmp_path / "cut", make_loader, **LIMITS_OF_STATE[limit])
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=3)
     assert_same_weights(expected, resumed)
@@ -749,21 +752,20 @@ def check_killed_run(loop_name, root, run, kills):
     assert found == rows
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("hook", "kills"),
-    [
-        ("on_train_batch_end", "first epoch"),
-        ("on_train_batch_end", "twice"),
-        ("on_train_epoch_end", "second epoch"),
-        ("on_train_epoch_end", "third epoch"),
-        ("on_train_epoch_end", "after an epoch"),
-        ("on_train_start", "first epoch"),
-    ],
-)
-@pytest.mark.parametrize("loop_name", LOOPS)
+WRITES = {
+    "each batch, killed in the first epoch": ("on_train_batch_end", "first epoch"),
+    "each batch, killed twice": ("on_train_batch_end", "twice"),
+    "each epoch, killed in the second epoch": ("on_train_epoch_end", "second epoch"),
+    "each epoch, killed in the third epoch": ("on_train_epoch_end", "third epoch"),
+    "each epoch, killed after an epoch": ("on_train_epoch_end", "after an epoch"),
+    "at the start, killed in the first epoch": ("on_train_start", "first epoch"),
+}
+
+
+@pytest.mark.parametrize(("loop_name", "writes", "workers"), halve(LOOPS, WRITES, [0, 2]))
 @ignores_weights
-def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, hook, kills, workers):
+def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, writes, workers):
+    hook, kills = WRITES[writes]
     made = []
 
     def run(root, last, **options):
@@ -871,15 +873,21 @@ def assign_turned(loader):
     loader.sampler.places = loader.sampler.places[::-1].copy()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("change", "size"), [(move_first, 24), (turn_in_place, 15_000), (assign_turned, 15_000)])
-@pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_run_resumes_exactly_even_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, size, workers):
+CHANGES = {
+    "a number": (move_first, 24),
+    "an array in place": (turn_in_place, 15_000),
+    "a new array": (assign_turned, 15_000),
+}
+
+
+@pytest.mark.parametrize(("loop_name", "change", "workers"), halve(LOOPS, CHANGES, [0, 2]))
+def test_a_run_resumes_exactly_even_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, workers):
+    change_sampler, size = CHANGES[change]
     loaders = []
 
     class ChangesLoader(RanksSamples):
         def on_train_start(self):
-            change(loaders[-1])
+            change_sampler(loaders[-1])
 
     def run(root, last, **options):
         def make_loader():
@@ -942,50 +950,62 @@ def make_batches():
     return [(x.clone(), y) for x, y in DataLoader(DATA, 4)]
 
 
-@pytest.mark.filterwarnings("ignore:resume. .* are read again")
-@pytest.mark.parametrize("limit", LIMITS_OF_STATE)
-@pytest.mark.parametrize("loop_name", LOOPS)
-def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, limit):
-    kinds = [
-        make_batches,
+class ScalesBatches(pl.LightningModule):
+    """A network that scales the batches in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        batch = (x.clone(), y)
+        x.mul_(1.1)
+        return step(self.net, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class RotatesIndices(ScalesBatches):
+    """A network that rotates the batch sampler's lists after an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        return step(self.net, batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        loader = getattr(self.trainer, "train_loader", None) or self.trainer.train_dataloader
+        if batch_idx == 5:
+            loader.batch_sampler.append(loader.batch_sampler.pop(0))
+
+
+LISTS = {
+    "list of batches": (ScalesBatches, make_batches),
+    "lists of indices": (
+        RotatesIndices,
         lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
-        lambda: tuple(make_batches()),
-        lambda: ReadsList(make_batches()),
-        lambda: DataLoader(make_batches(), batch_size=None, shuffle=True),
-    ]
-    for number, make_loader in enumerate(kinds):
+    ),
+    "tuple of batches": (ScalesBatches, lambda: tuple(make_batches())),
+    "loader around a list": (ScalesBatches, lambda: ReadsList(make_batches())),
+    "dataset of batches": (ScalesBatches, lambda: DataLoader(make_batches(), batch_size=None, shuffle=True)),
+}
 
-        class Changes(pl.LightningModule):
-            """Scales the batches in place, and rotates the batch sampler's lists after an epoch."""
 
-            def __init__(self):
-                super().__init__()
-                self.net = make_net()
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize(("loop_name", "name", "limit"), halve(LOOPS, LISTS, LIMITS_OF_STATE))
+def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, name, limit):
+    make_model, make_loader = LISTS[name]
 
-            def training_step(self, batch, batch_idx, is_list=number != 1):
-                x, y = batch
-                if is_list:
-                    batch = (x.clone(), y)
-                    x.mul_(1.1)
-                return step(self.net, batch)
+    def run(root, resume=None, **options):
+        torch.manual_seed(1)
+        model, (kind, quiet) = make_model(), LOOPS[loop_name]
+        loop = kind(default_root_dir=tmp_path / root, accelerator="cpu", **quiet, **options)
+        loop.fit(model, make_loader(), resume=resume)
+        return model
 
-            def on_train_batch_end(self, outputs, batch, batch_idx, is_list=number != 1):
-                loader = getattr(self.trainer, "train_loader", None) or self.trainer.train_dataloader
-                if batch_idx == 5 and not is_list:
-                    loader.batch_sampler.append(loader.batch_sampler.pop(0))
-
-            def configure_optimizers(self):
-                return torch.optim.Adam(self.parameters(), lr=0.05)
-
-        def run(root, loop_name=loop_name, kind=Changes, make_loader=make_loader, resume=None, **options):
-            torch.manual_seed(1)
-            model, (loop, quiet) = kind(), LOOPS[loop_name]
-            loop(default_root_dir=root, accelerator="cpu", **quiet, **options).fit(model, make_loader(), resume=resume)
-            return model
-
-        expected = run(tmp_path / f"whole{number}", max_epochs=3)
-        run(tmp_path / f"cut{number}", **LIMITS_OF_STATE[limit])
-        assert_same_weights(expected, run(tmp_path / f"cut{number}", resume="last", max_epochs=3))
+    expected = run("whole", max_epochs=3)
+    run("cut", **LIMITS_OF_STATE[limit])
+    assert_same_weights(expected, run("cut", resume="last", max_epochs=3))
 
 
 class ContinuesIterator(Order):

@@ -20,3 +20,16 @@ def sample(step, *tables):
     """Return all combinations of values from the tables. All but every `step`-th get the mark `soak`."""
     cases = enumerate(itertools.product(*tables))
     return [pytest.param(*case, marks=[pytest.mark.soak] if number % step else []) for number, case in cases]
+
+
+def halve(*tables):
+    """Return all combinations of values from the tables. Every second one gets the mark `soak`.
+
+    With three tables or more, each pair of values from two tables is still in a combination without the mark.
+    """
+    cases = []
+    for places in itertools.product(*(enumerate(table) for table in tables)):
+        is_left = sum(number for number, _ in places) % 2
+        values = [value for _, value in places]
+        cases.append(pytest.param(*values, marks=[pytest.mark.soak] if is_left else []))
+    return cases
