@@ -140,9 +140,10 @@ def assert_same(one, other, root, other_root):
 def test_a_killed_run_resumes_exactly(tmp_path, name):
     """Resume copies of the run folder, made before some batches, with a different seed."""
     options = {"save_every_n_steps": 1, **CASES[name]}
-    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    kills = KILLS.get(name, (6, 11))
+    snapshots = Snapshots(tmp_path / "whole", tmp_path, kills)
     whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
-    for batch in KILLS.get(name, (6, 11)):
+    for batch in kills:
         root = tmp_path / str(batch)
         assert list(root.rglob("last.ckpt"))
         resumed = fit(root, resume="auto", seed=99, **options)
@@ -288,7 +289,7 @@ def test_momentum_still_moves_frozen_parameters_in_a_resumed_run(tmp_path):
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
     """The averaged model has copies of the buffers. The final model takes these copies."""
     make = lambda: [weight_averaging()]  # noqa: E731
-    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    snapshots = Snapshots(tmp_path / "whole", tmp_path, [8])
     options = {"make_module": WithBank, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[*make(), snapshots], **options)
     resumed = fit(tmp_path / "8", resume="last", seed=99, callbacks=make(), **options)
@@ -318,7 +319,7 @@ def test_a_random_validation_split_is_the_same_in_a_resumed_run(tmp_path, batch)
     options |= {"save_every_n_steps": 1, "seed": 3}
     ends = []
     for root, resume in ((tmp_path / "whole", None), (tmp_path / str(batch), "last")):
-        callbacks = [Snapshots(root, tmp_path)] if resume is None else []
+        callbacks = [Snapshots(root, tmp_path, [batch])] if resume is None else []
         loop, module = FabricLoop(**options | {"default_root_dir": str(root), "callbacks": callbacks}), Net()
         ends.append((loop, module, loop.fit(module, RandomSplit(), resume=resume)))
     assert_same(*ends, tmp_path / "whole", tmp_path / str(batch))

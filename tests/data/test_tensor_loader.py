@@ -182,7 +182,7 @@ def test_a_killed_run_with_a_tensor_loader_resumes_exactly(tmp_path, name, devic
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": make, **options}
     if devices == 2:
         options.update(FORK)
-    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    snapshots = Snapshots(tmp_path / "whole", tmp_path, [3, 5, 8])
     whole = fit(tmp_path / "whole", callbacks=[snapshots], **options)
     for batch in (3, 5, 8):
         root = tmp_path / str(batch)

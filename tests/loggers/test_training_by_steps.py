@@ -27,6 +27,10 @@ def endless():
     return DataLoader(Endless(), batch_size=4)
 
 
+def seven_batches():
+    return make_loader(28)
+
+
 class Silent(Classifier):
     """A LightningModule that logs nothing in training."""
 
@@ -85,12 +89,12 @@ def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
 
 
 KINDS = {
-    "max_steps": {"max_steps": 26},
-    "max_steps, plain object": {"max_steps": 26, "make_module": Plain},
-    "validate_every_n_steps": {"validate_every_n_steps": 7, "max_epochs": 3},
-    "val_check_interval": {"val_check_interval": 6, "check_val_every_n_epoch": None, "max_steps": 26},
-    "endless": {"train": endless, "max_steps": 26, "val_check_interval": 6, "make_module": Plain},
-    "accumulation": {"accumulate_grad_batches": 3, "validate_every_n_steps": 2, "max_steps": 9},
+    "max_steps": {"max_steps": 18},
+    "max_steps, plain object": {"max_steps": 18, "make_module": Plain},
+    "validate_every_n_steps": {"validate_every_n_steps": 5, "max_epochs": 3},
+    "val_check_interval": {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 18},
+    "endless": {"train": endless, "max_steps": 18, "val_check_interval": 4, "make_module": Plain},
+    "accumulation": {"accumulate_grad_batches": 3, "validate_every_n_steps": 2, "max_steps": 7},
 }
 
 
@@ -98,13 +102,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_and_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path, kind):
     """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
-    options = {"make_module": lambda: Classifier(on_step=True), "val": val_loader, **KINDS[kind]}
-    options |= {"log_every_n_steps": 2, "save_every_n_steps": 1}
-    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    options = {"make_module": lambda: Classifier(on_step=True), "train": seven_batches, "val": val_loader}
+    options |= {"log_every_n_steps": 2, "save_every_n_steps": 1, **KINDS[kind]}
+    kills = (4, 16)
+    snapshots = Snapshots(tmp_path / "whole", tmp_path, kills)
     _, module, history = fit(tmp_path / "whole", callbacks=[snapshots], **options)
-    roots = [tmp_path / str(batches) for batches in (5, 22)]
+    roots = [tmp_path / str(batches) for batches in kills]
     if "max_steps" in options:
-        fit(tmp_path / "cut", **{**options, "max_steps": 7})
+        fit(tmp_path / "cut", **{**options, "max_steps": 5})
         roots.append(tmp_path / "cut")
     for root in roots:
         _, resumed, rows = fit(root, seed=9, resume="last", **options)

@@ -131,14 +131,22 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Before each batch except the first, copy the run's folder, as SIGKILL at this moment would leave it."""
+    """Copy the run's folder before a batch, as SIGKILL at this moment would leave it.
 
-    def __init__(self, root, to):
-        self.root, self.to = Path(root), Path(to)
+    Args:
+        root: The folder of the run.
+        to: The folder for the copies. Their names are the numbers of batches before the copy.
+        chosen: The numbers of batches after which to copy. By default, copy before each batch except the first.
+    """
+
+    def __init__(self, root, to, chosen=None):
+        self.root, self.to, self.chosen = Path(root), Path(to), chosen
         self.batches = itertools.count()  # Do not count with an int, which state_dict() would save.
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if (batches := next(self.batches)) and trainer.is_global_zero:
+        batches = next(self.batches)
+        is_chosen = batches > 0 if self.chosen is None else batches in self.chosen
+        if is_chosen and trainer.is_global_zero:
             shutil.copytree(self.root, self.to / str(batches))
 
 

@@ -122,7 +122,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
     expected = fit(tmp_path / "expected", make, short(length=16), **options)
-    copies = [Snapshots(tmp_path / "short", tmp_path / "killed")]
+    copies = [Snapshots(tmp_path / "short", tmp_path / "killed", [1, 4, 7])]
     whole = fit(tmp_path / "short", make, short(), callbacks=copies, **options)
     assert_same_end(expected, whole)
     assert logs_of(tmp_path / "expected") == logs_of(tmp_path / "short")
