@@ -1,14 +1,16 @@
 """Test calls to a loop in a hook, copies made in a hook, and calls to loop.backward after a run."""
 
 import copy
+import functools
 import pickle
+import tempfile
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from modules import Classifier, Gan, make_loader
-from parameters import sample
+from parameters import halve, sample
 from runs import fit, logs_of, val_loader, with_files
 from torch import nn
 from torch.utils.data import default_collate as collate
@@ -51,8 +53,10 @@ def test_a_hook_cannot_call_fit_or_validate_on_the_running_loop(tmp_path, hook, 
     assert loop.validate(Calls(), val_loader(), verbose=False)[0]["val_loss"] > 0
 
 
-@pytest.mark.parametrize("method", ["fit", "validate"])
-@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"])
+MINI_LOOP_HOOKS = ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end"]
+
+
+@pytest.mark.parametrize(("method", "hook"), halve(["fit", "validate"], MINI_LOOP_HOOKS))
 def test_a_hook_cannot_call_fit_or_validate_on_the_running_mini_loop(tmp_path, hook, method):
     loop = MiniLoop(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
     text = f"^{method}: got a call while fit is running, expected a call after fit. In a hook, use another loop: Mini"
@@ -124,12 +128,22 @@ def seeded(make_module):
 
 
 KINDS = [MiniLoop, FabricLoop]
-MODULES = [(outer, inner, make) for outer in KINDS for inner in KINDS for make in (Classifier, PlainCalls)]
-MODULES.append((FabricLoop, FabricLoop, OwnLog))
+CALLING_HOOKS = ["on_train_batch_end", "on_train_epoch_end"]
 
 
-@pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def combine(values):
+    """Return combinations of two loops, a module and one of the values."""
+    return halve(KINDS, KINDS, [Classifier, PlainCalls], values) + [
+        (FabricLoop, FabricLoop, OwnLog, value) for value in values
+    ]
+
+
+@functools.cache
+def train_alone(outer, make_module):
+    return train_with(outer, tempfile.mkdtemp(), seeded(make_module))[1:]
+
+
+@pytest.mark.parametrize(("outer", "inner", "make_module", "hook"), combine(CALLING_HOOKS))
 def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_path, outer, inner, make_module, hook):
     found, by_hand, shifted = [], [], make_loader(18, shuffle=False, seed=7)
     shifted.dataset.tensors[0].add_(3.0)
@@ -140,7 +154,7 @@ def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_pat
         results = make_run(inner, tmp_path, "inner").validate(module, shifted)[0]
         found.append(results["own_val_loss" if make_module is OwnLog else "val_loss"])
 
-    _, rows, weights = train_with(outer, tmp_path / "alone", seeded(make_module))
+    rows, weights = train_alone(outer, make_module)
     module = seeded(make_module)
     loop, other_rows, other_weights = train_with(outer, tmp_path, module, hook, validate)
     assert rows == other_rows
@@ -174,8 +188,7 @@ def test_calling_validate_on_a_loop_in_a_hook_does_not_change_a_run_of_trainer(t
     assert module.trainer is loop
 
 
-@pytest.mark.parametrize(("outer", "inner", "make_module"), MODULES)
-@pytest.mark.parametrize("is_in_hook", [True, False])
+@pytest.mark.parametrize(("outer", "inner", "make_module", "is_in_hook"), combine([True, False]))
 def test_a_model_copied_in_a_hook_logs_to_the_loop_that_trains_it(tmp_path, outer, inner, make_module, is_in_hook):
     class Trained(make_module):
         def on_train_start(self):
@@ -198,7 +211,7 @@ def test_a_model_copied_in_a_hook_logs_to_the_loop_that_trains_it(tmp_path, oute
         if is_in_hook:
             train_copy()
 
-    _, rows, weights = train_with(outer, tmp_path / "alone", seeded(Trained))
+    rows, weights = train_alone(outer, make_module)
     module = seeded(Trained)
     _, other_rows, other_weights = train_with(outer, tmp_path, module, "on_validation_epoch_end", copy_module)
     if not is_in_hook:
