@@ -1,11 +1,13 @@
 """Fixtures that check that each test leaves the process and the repository unchanged."""
 
+import functools
 import gc
 import os
 import random
 import signal
 import sys
 import threading
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -105,6 +107,20 @@ def use_temporary_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as session:
         session.setenv("TMPDIR", folder)
         session.setattr("tempfile.tempdir", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_entry_points():
+    """Search the installed packages only once for Lightning's callbacks. Each Fabric and Trainer searches them."""
+
+    @functools.cache
+    def find(group, path):
+        return entry_points(group=group)
+
+    with pytest.MonkeyPatch.context() as session:
+        name = "lightning.fabric.utilities.registry.entry_points"
+        session.setattr(name, lambda group: find(group, tuple(sys.path)))
         yield
 
 
