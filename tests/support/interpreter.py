@@ -25,7 +25,7 @@ FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-IMPORTED = ("lightning.fabric", "matplotlib")  # The server imports these modules before it forks.
+IMPORTED = ("lightning.fabric", "matplotlib", "pandas")  # The server imports these modules before it forks.
 SHARED = "FORKING_PYTHON_FOLDER"  # The environment variable with the running server's folder.
 SECONDS_TO_START = 300
 _server = []  # The server's folder and process. Empty before the first request.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from clock import DURATION
+from interpreter import fork_command, forking_python
 from runs import without_time
 
 from fabric_template import LoopConfig
@@ -429,6 +430,8 @@ def test_the_verify_command_reports_damaged_checkpoints(capsys):
 
 def test_fit_on_two_processes_prints_the_summary_once():
     argv = ["fit", "--max_epochs", "1", "--devices", "2", "--accelerator", "cpu"]
-    done = subprocess.run([sys.executable, "-m", "fabric_template", *argv], capture_output=True, text=True, timeout=100)
+    command = fork_command([sys.executable, "-m", "fabric_template", *argv])
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "FORKING_PYTHON": forking_python()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("\nresume ") == 1
