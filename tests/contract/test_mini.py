@@ -23,6 +23,7 @@ import torch
 import torchmetrics
 from interpreter import fork_command
 from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
+from parameters import halve
 from processes import run_processes
 from runs import Plain, same, val_loader
 from test_parity_plain import CASES as PLAIN
@@ -960,8 +961,7 @@ def resume_changed_loop(rank, name, ranks):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "ranks"), halve(CHANGES, [1, 2]))
 def test_an_edited_copy_of_mini_py_resumes_within_an_epoch(name, ranks):
     codes, errors = run_processes(resume_changed_loop, name, ranks, ranks=ranks)
     assert codes == [0] * ranks, errors
