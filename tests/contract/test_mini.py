@@ -477,9 +477,12 @@ def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
     assert again["val_loss"].isna().tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
-@pytest.mark.parametrize("draw", [partial(torch.rand, 3), partial(torch.manual_seed, 7)])
-@pytest.mark.parametrize("num_workers", [0, 1])
+DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
+
+
+@pytest.mark.parametrize(
+    ("hook", "draw", "num_workers"), halve(["on_train_start", "on_train_epoch_start"], DRAWS, [0, 1])
+)
 def test_resuming_within_an_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
