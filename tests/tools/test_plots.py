@@ -226,7 +226,7 @@ def test_only_the_best_eight_of_75_runs_are_drawn_in_color():
     assert len([line for line in ax.get_lines() if line.get_label() == "67 other runs"]) == 2 * 67
 
 
-@pytest.mark.parametrize(("count", "note"), [(18, ""), (60, "18 of 60 metrics, choose others with metrics=")])
+@pytest.mark.parametrize(("count", "note"), [(18, ""), (20, "18 of 20 metrics, choose others with metrics=")])
 def test_a_figure_with_18_panels_fits_on_a_screen(count, note):
     history = HISTORY[["epoch"]].assign(**{f"val_m{i}": 1.0 * i for i in range(count)})
     axes = plot_logs(history)
