@@ -594,6 +594,13 @@ class Part:
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
+    def would_hide(self, name: str) -> bool:
+        """Return whether an attribute would hide a parameter, buffer or submodule of a module."""
+        if not isinstance(self.instance, nn.Module) or self.has_buffers:
+            return False
+        kinds = ("_parameters", "_buffers", "_modules")
+        return any(name in getattr(self.instance, kind) for kind in kinds)
+
 
 def is_own_object(value: Any) -> bool:
     """Return whether an object, such as a replay buffer, may have attributes to save."""
@@ -853,6 +860,7 @@ class PlainState:
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
             self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
+        saved = self._without_hiding(saved)
         decoder = Decoder(self._device, self._network)
         replacements = self._find_replacements(saved)
         covered = self.addresses_of_network()
@@ -876,6 +884,15 @@ class PlainState:
                 if is_object:
                     continue
                 namespace[attribute] = decoder.decode(encoded)
+
+    def _without_hiding(self, saved: dict[Place, Any]) -> dict[Place, Any]:
+        """Leave out attributes that would hide a parameter, so that it is still trained."""
+        parts = self._parts
+        hiding = [(n, name) for n, name in saved if n in parts and parts[n].would_hide(name)]
+        if hiding:
+            reason = "this module has a parameter, buffer or submodule of that name"
+            self._warn(f"the attribute {'.'.join(hiding[0])}", reason)
+        return {place: value for place, value in saved.items() if place not in hiding}
 
     @contextmanager
     def replaced(self, state: dict[str, Any]) -> Iterator[None]:

@@ -15,8 +15,10 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import find_shared_parameters
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
+from ..lightning_compat.private import resets_pruned_weights
 from ..plain_state import (
     REMOVED,
     Decoder,
@@ -263,6 +265,7 @@ def plain_name(name: str) -> str:
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
     check_dtypes(run, checkpoint)
+    restore_pruning(run, run.plan.start.own.get("pruning_masks", {}))
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
@@ -455,6 +458,27 @@ def restore_network(
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+
+def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
+    """Prune the weights again that ModelPruning had pruned in the saved run.
+
+    Call this function after configure_optimizers, because pruning moves a parameter to the end of
+    ``parameters()``.
+    """
+    callbacks = run.hooks.callbacks_of("ModelPruning")
+    if any(map(resets_pruned_weights, callbacks)):
+        run.warn_once(
+            "resume: ModelPruning with use_lottery_ticket_hypothesis=True resets weights to their"
+            " initial values, which checkpoints do not contain. A resumed run may differ. Pass"
+            " use_lottery_ticket_hypothesis=False for an exact resume."
+        )
+    for path, mask in masks.items() if callbacks else ():
+        owner, _, name = path.rpartition(".")
+        module = run.network.get_submodule(owner)
+        if name in module._parameters:
+            weight = module.get_parameter(name)
+            prune.custom_from_mask(module, name, mask.to(weight))
 
 
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:

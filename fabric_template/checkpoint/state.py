@@ -136,6 +136,7 @@ def own_state(run: Run) -> dict[str, Any]:
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
+        "pruning_masks": pruning_masks(run),
         "settings": run_settings(run),
         "arguments": run.optimization.arguments,
         # Save the seed even if no loader has used it, because a resumed run may need it.
@@ -233,6 +234,21 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
         [[names.get(id(parameter)) for parameter in group["params"]] for group in item.param_groups]
         for item in run.optimization.optimizers
     ]
+
+
+def pruning_masks(run: Run) -> dict[str, torch.Tensor]:
+    """Return the masks of the weights that ModelPruning has pruned, keyed by the weight's name.
+
+    The state_dict contains the pruned weights without their masks, as if they were never pruned.
+    """
+    if not run.hooks.callbacks_of("ModelPruning"):
+        return {}
+    parameters, masks = dict(run.network.named_parameters()), {}
+    for name, buffer in run.network.named_buffers():
+        weight = name.removesuffix("_mask")
+        if weight != name and f"{weight}_orig" in parameters:
+            masks[weight] = buffer.detach().clone()
+    return masks
 
 
 # Hyperparameters

@@ -53,6 +53,11 @@ def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
     return callback._find_last_checkpoints(trainer)
 
 
+def resets_pruned_weights(callback: Any) -> bool:
+    """Return whether a ModelPruning has use_lottery_ticket_hypothesis, as a value or a function."""
+    return bool(getattr(callback, "_use_lottery_ticket_hypothesis", False))
+
+
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Set ``LightningModule.device_mesh``, which ``configure_model`` uses to shard the module."""
     module._device_mesh = mesh

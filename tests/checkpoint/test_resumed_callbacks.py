@@ -1,0 +1,73 @@
+"""Test that a resumed run continues the callbacks of the saved run, or warns about differences."""
+
+import pytest
+import torch
+from lightning.pytorch import callbacks as cb
+from modules import Classifier, make_loader
+from runs import assert_same_end, fit
+from torch import nn
+
+from fabric_template.plain_state import Part, PlainState
+
+
+class Interrupted(Exception):
+    """Stops a run as a crash would."""
+
+
+class Stops(cb.Callback):
+    """Raises Interrupted in the second epoch."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            raise Interrupted
+
+
+OPTIONS = {"train": lambda: make_loader(12), "max_epochs": 3, "save_every_n_steps": 1, "log_every_n_steps": 1}
+
+
+def interrupt(root, make, make_callbacks, **options):
+    """Train until the second epoch, and stop there."""
+    with pytest.raises(Interrupted):
+        fit(root, make, callbacks=[*make_callbacks(), Stops()], **OPTIONS, **options)
+
+
+def assert_resumes_exactly(tmp_path, make, make_callbacks, seed=9, **options):
+    """Check that an interrupted and resumed run ends like an uninterrupted run. Return both runs."""
+    whole = fit(tmp_path / "whole", make, callbacks=make_callbacks(), **OPTIONS, **options)
+    interrupt(tmp_path / "cut", make, make_callbacks, **options)
+    resumed = fit(tmp_path / "cut", make, callbacks=make_callbacks(), seed=seed, resume="auto", **OPTIONS, **options)
+    assert_same_end(whole, resumed)
+    return whole, resumed
+
+
+def prune(**options):
+    return cb.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"], **options)
+
+
+PRUNINGS = {
+    "once": {"apply_pruning": lambda epoch: epoch == 0},
+    "in each epoch": {},
+    "by layer": {"use_global_unstructured": False},
+}
+
+
+@pytest.mark.parametrize("name", PRUNINGS)
+def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path, name):
+    options = {**PRUNINGS[name], "use_lottery_ticket_hypothesis": False}
+    _, (_, module, _) = assert_resumes_exactly(tmp_path, Classifier, lambda: [prune(**options)])
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
+
+
+def test_a_resumed_run_warns_that_pruning_resets_weights_to_other_values(tmp_path):
+    interrupt(tmp_path, Classifier, lambda: [prune()])
+    with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
+        fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
+
+
+def test_a_restored_attribute_never_hides_a_parameter():
+    layer = nn.Linear(2, 2)
+    state = PlainState({"layer": Part(layer)})
+    saved = {("layer", "weight"): ("tensor", torch.zeros(2, 2), False, True)}
+    with pytest.warns(UserWarning, match=r"layer\.weight is neither saved nor restored"):
+        state.load_attributes(saved)
+    assert isinstance(layer.weight, nn.Parameter)
