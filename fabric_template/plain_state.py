@@ -17,9 +17,10 @@ import io
 import marshal
 import sys
 import warnings
+import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -188,6 +189,37 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
     return shares_memory(value, addresses)
 
 
+class Identity:
+    """Replaces the digest of a value that is not plain. Equals only an Identity of the same object.
+
+    If a container is not plain, its items must also be the same objects.
+    """
+
+    def __init__(self, value: Any) -> None:
+        items = _items_of(value) if type(value) in _CONTAINERS else ()
+        self._ids = id(value), hash(tuple(map(id, items)))
+        self._reference: Any = None
+        # Lists, dicts and objects of some classes with __slots__ do not support weak references.
+        with suppress(TypeError):
+            self._reference = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or self._ids != other._ids:
+            return False
+        # Python may use the id of a deleted object again.
+        references = (self._reference, other._reference)
+        return all(reference is None or reference() is not None for reference in references)
+
+
+def is_same_digest(first: Any, second: Any) -> bool:
+    """Compare two digests. NaN equals NaN."""
+    if type(first) is type(second) and isinstance(first, tuple | list):
+        is_same_length = len(first) == len(second)
+        return is_same_length and (first == second or all(map(is_same_digest, first, second)))
+    is_nan = isinstance(first, float) and isinstance(second, float) and first != first
+    return (is_nan and second != second) or bool(first == second)
+
+
 def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
 
@@ -333,7 +365,8 @@ class Encoder:
         return kind, encoded, array.dtype.str, list(array.shape)
 
     def _count(self, size: int = 0, items: int = 0) -> None:
-        self._bytes += size
+        # A reference in a list takes 8 bytes.
+        self._bytes += size + 8 * items
         self._items += items
         if self._bytes > self._most_bytes or self._items > _MOST_ITEMS:
             raise TooLargeError
@@ -649,6 +682,10 @@ def is_installed(kind: type) -> bool:
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
+class ListItem(SimpleNamespace):
+    """Holds a list item that has a state_dict, because only attributes of objects are saved."""
+
+
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
     """Search attributes, lists and dicts, and return the objects to save, keyed by path.
 
@@ -672,7 +709,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
                 found[place] = Part(value, has_attributes=not is_installed(type(value)))
                 waiting.append((place, found[place].namespace(), False))
             elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
-                found[place] = Part(SimpleNamespace(item=value))
+                found[place] = Part(ListItem(item=value))
     return found
 
 
@@ -988,30 +1025,54 @@ class PlainState:
             if place in current and current[place] != found
         }
 
-    def encoded_attributes(self, most_bytes: int = _COMPARED_BYTES) -> dict[Place, tuple[Any, Any]]:
+    def encoded_attributes(
+        self, most_bytes: int = 10 * _COMPARED_BYTES
+    ) -> dict[Place, tuple[Any, Any]]:
         """Return the digest and encoded value of each attribute up to ``most_bytes`` in size."""
-        encoder = Encoder(self._device, most_bytes=most_bytes)
+        values = self.encoded_values(self._parts, most_bytes).items()
+        return {place: pair for place, pair in values if pair[1] != UNKNOWN}
+
+    def encoded_values(
+        self,
+        names: Collection[str],
+        most_bytes: int = _COMPARED_BYTES,
+        digests: Mapping[Place, Any] | None = None,
+    ) -> dict[Place, tuple[Any, Any]]:
+        """Return the digest and the encoded value of each attribute.
+
+        An attribute that is larger than ``most_bytes`` or not plain is encoded as UNKNOWN.
+
+        Args:
+            names: The names of the objects to read.
+            digests: The digests that are already known.
+        """
+        encoder = Encoder(self._device, self.addresses_of_network(), most_bytes)
+        known = {} if digests is None else digests
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
-            with suppress(Exception):
-                found[place] = digest(value), encoder.encode_attribute(value)
-        return found
-
-    def values(self) -> dict[str, dict[str, tuple[Any, Any]]]:
-        """Return the digest and the encoded value of each attribute, keyed by object and name.
-
-        An attribute larger than 1 MB is encoded as UNKNOWN.
-        """
-        encoder = Encoder(self._device, self.addresses_of_network(), _COMPARED_BYTES)
-        found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in self._parts}
-        for (name, attribute), value in self.attributes():
-            mark = encoded = UNKNOWN
+            if place[0] not in names:
+                continue
+            mark = known[place] if place in known else self._digest_or_identity(value)
+            found[place] = mark, UNKNOWN
             # The code of a user's class may raise any error.
             with suppress(Exception):
-                mark = self._digest(value)
-                encoded = encoder.encode_attribute(value)
-            found[name][attribute] = mark, encoded
+                if not isinstance(mark, Identity):
+                    found[place] = mark, encoder.encode_attribute(value)
         return found
+
+    def start_values(self, names: Collection[str]) -> dict[Place, tuple[Any, Any]]:
+        """Return ``encoded_values``, with the digests from the creation of this PlainState."""
+        return self.encoded_values(names, digests=self._at_start)
+
+    def digests_of(self, part: Part) -> dict[str, Any]:
+        """Return a digest or an Identity of each attribute of an object."""
+        return {name: self._digest_or_identity(value) for name, value in part.attributes().items()}
+
+    def _digest_or_identity(self, value: Any) -> Any:
+        try:
+            return self._digest(value)
+        except Exception:
+            return Identity(value)
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -436,8 +436,8 @@ def make_plain_state(run: Run) -> PlainState:
     return PlainState(parts, run.fabric.device, run.network)
 
 
-def watch_objects(run: Run) -> None:
-    """Also save the attributes of optimizers and of objects inside the model.
+def reset_and_record_optimizers(run: Run) -> None:
+    """Also reset, record and save the attributes of optimizers and of objects inside the model.
 
     Skip objects whose state is already saved, such as schedulers.
     """
@@ -447,7 +447,7 @@ def watch_objects(run: Run) -> None:
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
     }
-    run.fit_record.watch(PlainState(parts))
+    run.fit_record.reset_and_record_parts(parts)
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
     run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
 

@@ -337,10 +337,9 @@ class StageLoaders:
         self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None = None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
-        if run.stage == "fit" and stage in run.data.given:
-            for loader in combined.flattened:
-                for parts in (parts_of_order(loader), parts_of_samples(loader)):
-                    run.fit_record.watch(PlainState(parts))
+        for loader in combined.flattened if stage in run.data.given else ():
+            run.fit_record.reset_and_record_parts(parts_of_order(loader))
+            run.fit_record.reset_and_record_parts(parts_of_samples(loader))
         self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
         self.as_given: Any = with_loaders(combined, self.loaders).iterables
         limit = getattr(run.config, f"limit_{stage}_batches")

@@ -45,6 +45,7 @@ def fit(run: Run) -> None:
     if run.stop.is_finished or run.config.limit_train_batches == 0:
         # Like Trainer, call neither on_train_start nor on_train_end if there is nothing to train.
         restore_position(run)
+        run.fit_record.keep_resets()
         finish_averaging(run)
         run.row.write_after_training()
         return
@@ -57,6 +58,7 @@ def fit(run: Run) -> None:
     # restore_position sets the RNG state for the first batch. Code between this call and the batch
     # must not draw random numbers.
     restore_position(run)
+    run.fit_record.keep_resets()
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)

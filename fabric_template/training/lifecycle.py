@@ -18,10 +18,10 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
-from ..checkpoint.fit_record import end_fit_record
+from ..checkpoint.fit_record import store_fit_record
 from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
-from ..checkpoint.state import check_saved_state, watch_objects
+from ..checkpoint.state import check_saved_state, reset_and_record_optimizers
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,
@@ -76,7 +76,7 @@ def run_plan(plan: Plan) -> Any:
         # A second Ctrl-C may have interrupted handle_exception, so end the run in any case.
         run.progress.end_run()
         run.optimization.record_arguments()
-        end_fit_record(run)
+        store_fit_record(run)
 
 
 def run_in_process(run: Run) -> Any:
@@ -134,8 +134,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
-    if is_training:
-        run.undo_earlier_fits()
+    run.undo_earlier_fits()
     prepare_data(run)
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call_with_stage("setup", run.stage)
@@ -163,7 +162,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     # Checkpoints contain the attributes that change after this call, for example in on_fit_start.
-    run.watch_attributes()
+    run.reset_and_record_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call("on_fit_start")
@@ -176,7 +175,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     check_saved_state(run)
     run.loggers.log_hyperparameters()
     run.start_optimization()
-    watch_objects(run)
+    reset_and_record_optimizers(run)
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)

@@ -120,8 +120,8 @@ def make_plan(
     )
     check_call(plan)
     plan = replace(plan, start=find_start_point(plan, start, weights_only))
-    if plan.start.resumes:
-        reset_options(loop, str(plan.start.path))
+    if stage == "fit":
+        reset_options(loop, plan.start)
     return replace(plan, config=loop.config)
 
 

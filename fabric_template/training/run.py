@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import WarningCache
 
-from ..checkpoint.fit_record import FitRecord, start_fit_record, watch_flags
+from ..checkpoint.fit_record import FitRecord, reset_and_record_flags, undo_earlier_fits
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import make_plain_state
 from ..data.loaders import DataConnector
@@ -103,16 +103,16 @@ class Run:
 
     def undo_earlier_fits(self) -> None:
         """If the run resumes, undo changes that earlier calls to ``fit`` made to its objects."""
-        self.fit_record = start_fit_record(self)
+        self.fit_record = undo_earlier_fits(self)
 
-    def watch_attributes(self) -> None:
-        """Record the attributes of the model, the datamodule and the callbacks.
+    def reset_and_record_attributes(self) -> None:
+        """Also undo changes to objects that setup() has created, and record all attributes.
 
         Checkpoints contain the recorded attributes that change after this call.
         """
         self.plain_state = make_plain_state(self)
-        self.fit_record.watch(self.plain_state)
-        watch_flags(self, self.fit_record)
+        self.fit_record.reset_and_record_attributes(self.plain_state)
+        reset_and_record_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
         """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization.

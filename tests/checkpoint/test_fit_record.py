@@ -1,0 +1,262 @@
+"""Test which values FabricLoop resets before a run resumes with objects of an earlier fit."""
+
+import importlib
+import math
+import sys
+import warnings
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from modules import Classifier, assert_same_weights, make_loader
+from torch.utils.data import DataLoader
+
+from fabric_template import FabricLoop
+from fabric_template.checkpoint.fit_record import FitRecord
+from fabric_template.errors import CheckpointError
+from fabric_template.plain_state import UNKNOWN, Part, PlainState
+
+MODEL = torch.nn.Identity()
+
+
+class Slots:
+    __slots__ = ("value",)
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def record_fit(holder, folder, change=None, resumes=False, is_training=True, saved=None):
+    """Record one fit that calls ``change``, and return the attributes at the start of training."""
+    record = FitRecord(str(folder / "last.ckpt") if resumes else None, saved, MODEL, is_training)
+    record.reset_and_record_parts({"model.holder": Part(holder)})
+    record.keep_resets()
+    start = deepcopy(getattr(holder, "__dict__", {}))
+    if change is not None:
+        change(holder)
+    record.store([folder])
+    return start
+
+
+@pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
+def test_an_object_that_supports_no_weak_references_is_reset(tmp_path, kind):
+    holder = kind()
+    holder.value = 0
+    record_fit(holder, tmp_path, add_one)
+    record_fit(holder, tmp_path, resumes=True)
+    assert holder.value == 0
+
+
+def set_value(value):
+    return lambda holder: setattr(holder, "value", value)
+
+
+def add_one(holder):
+    holder.value += 1
+
+
+def double(x):
+    return 2 * x
+
+
+VALUES = {
+    "nan": (0.0, math.nan),
+    "list with nan": ([1.0], [1.0, math.nan]),
+    "function": (None, double),
+    "list of objects": ([], [Holder()]),
+    "tensor": (torch.zeros(2), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_only_fit_has_changed_is_reset(tmp_path, name):
+    first, last = VALUES[name]
+    holder = Holder(value=first)
+    record_fit(holder, tmp_path, set_value(last))
+    if name == "nan":
+        holder.value = float("nan")
+    start = record_fit(holder, tmp_path, resumes=True)
+    assert torch.equal(start["value"], first) if name == "tensor" else start["value"] == first
+
+
+@pytest.mark.parametrize("make", [lambda: lambda x: x, lambda: [Holder()], lambda: {"a": Holder()}, lambda: 5])
+def test_a_value_that_the_user_has_replaced_after_fit_is_kept(tmp_path, make):
+    holder = Holder(value=None)
+    record_fit(holder, tmp_path, set_value(make()))
+    mine = [make(), make()][1]
+    holder.value = mine if mine != 5 else 6
+    mine = holder.value
+    record_fit(holder, tmp_path, resumes=True)
+    assert holder.value is mine
+
+
+def test_a_change_by_the_user_is_also_kept_when_an_older_run_resumes(tmp_path):
+    holder = Holder(value=0, other=0)
+    record_fit(holder, tmp_path / "a", add_one)
+    holder.other, holder.new = 7, 8
+    record_fit(holder, tmp_path / "b", add_one)
+    assert record_fit(holder, tmp_path / "b", resumes=True) == {"value": 1, "other": 7, "new": 8}
+    assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
+
+
+def test_the_start_values_of_the_four_newest_runs_are_kept(tmp_path):
+    holder = Holder(value=0)
+    for index in range(6):
+        record_fit(holder, tmp_path / str(index), add_one)
+    assert record_fit(holder, tmp_path / "1", resumes=True) == {"value": 6}
+    record_fit(holder, tmp_path / "1", add_one)
+    assert record_fit(holder, tmp_path / "3", resumes=True) == {"value": 3}
+
+
+def test_a_change_by_an_evaluation_is_not_a_change_by_the_user(tmp_path):
+    holder = Holder(value=0)
+    record_fit(holder, tmp_path, add_one)
+    record_fit(holder, tmp_path, add_one, is_training=False)
+    assert record_fit(holder, tmp_path, resumes=True) == {"value": 0}
+    record_fit(holder, tmp_path, add_one)
+    holder.value = 9
+    record_fit(holder, tmp_path, add_one, is_training=False)
+    assert record_fit(holder, tmp_path, resumes=True) == {"value": 10}
+
+
+@pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
+def test_an_object_that_the_checkpoint_restores_is_kept(tmp_path, saved):
+    holder, created = Holder(), Holder()
+    record_fit(holder, tmp_path, set_value(created))
+    record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
+    assert holder.value is created
+    assert record_fit(holder, tmp_path, resumes=True) == {}
+
+
+def test_an_object_that_cannot_be_read_keeps_no_other_object_from_being_recorded(tmp_path):
+    class Unreadable(dict):
+        def items(self):
+            if self.get("fails"):
+                raise RuntimeError
+            return super().items()
+
+    broken, holder = Unreadable(), Holder(value=0)
+    record = FitRecord()
+    record.reset_and_record_parts({"broken": Part(broken), "holder": Part(holder)})
+    broken["fails"] = holder.value = True
+    record.store([tmp_path])
+    assert record_fit(holder, tmp_path, resumes=True) == {"value": 0}
+
+
+def test_a_refused_resume_leaves_the_attributes_as_they_were(tmp_path):
+    before = {"number": 1, "items": [1, 2], "tensor": torch.ones(2), "created": Holder()}
+    holder = Holder(number=0, items=[], tensor=torch.zeros(2), deleted=3)
+    items = holder.items
+
+    def change(holder):
+        items.extend([1, 2])
+        holder.tensor.add_(1)
+        holder.number, holder.created = 1, before["created"]
+        del holder.deleted
+
+    record_fit(holder, tmp_path, change)
+    record = FitRecord(str(tmp_path / "last.ckpt"))
+    record.reset_and_record_parts({"holder": Part(holder)})
+    assert (holder.number, holder.items, holder.deleted) == (0, [], 3)
+    assert "created" not in vars(holder)
+    record.store([tmp_path])
+    assert torch.equal(vars(holder).pop("tensor"), before.pop("tensor"))
+    assert vars(holder) == before
+    assert holder.items is items
+
+
+def test_each_object_is_read_only_once_before_training_and_large_lists_are_not_copied():
+    class Counted:
+        reads = 0
+
+        def __getattribute__(self, name):
+            type(self).reads += name == "__dict__"
+            return object.__getattribute__(self, name)
+
+    record, counted = FitRecord(), Counted()
+    vars(counted)["value"] = [(str(index), index) for index in range(150_000)]
+    record.reset_and_record_parts({"a": Part(counted)})
+    reads = Counted.reads
+    for _ in range(3):
+        record.reset_and_record_parts({"a": Part(counted), "b": Part(counted)})
+    assert Counted.reads == reads
+    assert PlainState({"a": Part(counted)}).encoded_values(["a"])["a", "value"][1] == UNKNOWN
+
+
+def test_a_warning_about_an_attribute_never_ends_the_run(tmp_path):
+    holder = Holder(value=torch.zeros(300_000))
+    record_fit(holder, tmp_path, lambda holder: holder.value.add_(1))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"changed the attribute model\.holder\.value"):
+            record_fit(holder, tmp_path, resumes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_fit(holder, tmp_path, resumes=True)
+
+
+# Whole runs
+
+
+class Counting(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def on_train_epoch_start(self):
+        self.count += 1
+        if self.trainer.current_epoch == 1:
+            self.trainer.accumulate_grad_batches = 2
+            next(self.parameters()).requires_grad_(False)
+
+
+def make_loop(root, epochs=2, **options):
+    return FabricLoop(accelerator="cpu", max_epochs=epochs, default_root_dir=root, **options)
+
+
+def test_nothing_is_reset_if_no_earlier_fit_saved_to_the_folder_of_the_checkpoint(tmp_path):
+    model, loop, loader = Counting(), make_loop(tmp_path), make_loader()
+    loop.fit(model, loader)
+    loop.save_checkpoint(tmp_path / "mine.ckpt")
+    frozen = next(model.parameters())
+    model.scale = 3.0
+    loop.max_epochs = 3
+    loop.fit(model, loader, resume=tmp_path / "mine.ckpt")
+    assert not frozen.requires_grad
+    assert (model.count, model.scale, loop.current_epoch, loop.accumulate_grad_batches) == (3, 3.0, 3, 2)
+
+
+def test_a_resume_that_fails_leaves_attributes_and_flags_as_they_were(tmp_path):
+    model, loader = Counting(), make_loader()
+    make_loop(tmp_path).fit(model, loader)
+    model.double()
+    with pytest.raises(CheckpointError, match="float64"):
+        make_loop(tmp_path, epochs=3).fit(model, loader, resume="last")
+    assert model.count == 2
+    assert not next(model.parameters()).requires_grad
+
+
+def test_the_attributes_of_a_dataset_of_an_installed_package_are_kept(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "installed_data.py").write_text("class Data(list):\n    pass\n")
+    monkeypatch.syspath_prepend(package)
+    dataset = importlib.import_module("installed_data").Data(make_loader().dataset)
+    monkeypatch.delitem(sys.modules, "installed_data")
+    dataset.path, loader, model = "data", DataLoader(dataset, 8), Classifier()
+    model.data = dataset
+    make_loop(tmp_path, epochs=1).fit(model, loader)
+    make_loop(tmp_path).fit(Classifier(), loader, resume="last")
+    assert dataset.path == "data"
+
+
+def test_weight_averaging_with_the_same_callback_equals_an_uninterrupted_run(tmp_path):
+    callback, model, loader = StochasticWeightAveraging(0.05, swa_epoch_start=1), Classifier(), make_loader()
+    make_loop(tmp_path, 3, callbacks=[callback], monitor="train_loss", save_top_k=-1).fit(model, loader)
+    expected = deepcopy(model)
+    first = min((tmp_path / "checkpoints/run/version_0").glob("*epoch=0*.ckpt"))
+    make_loop(tmp_path, 3, callbacks=[callback]).fit(model, loader, resume=first)
+    assert_same_weights(expected, model)
