@@ -75,7 +75,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 from tqdm import tqdm
 
 REFUSED_HOOKS = """
@@ -149,8 +149,8 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# The state of each object that earlier fits used, at the start of each run and at the end of the
-# latest fit. The keys are weak references, so they do not keep the objects alive.
+# For each object that earlier fits used: its values at the start of the newest runs, and at the end
+# of the latest fit. The keys are weak references, so they do not keep the objects alive.
 EARLIER_FITS: Any = WeakIdKeyDictionary()
 # For each optimizer and scheduler: the arguments at the start and at the end of the latest fit.
 EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
@@ -158,7 +158,7 @@ EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
-    _outputs _locks
+    _outputs _locks _starts _redo
 """
 
 
@@ -339,18 +339,19 @@ class MiniLoop:
         path, checkpoint = self._find_start(resume, load)
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
-        self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
-        with ExitStack() as stack, self._prepared_model("fit", path, checkpoint):
+        with ExitStack() as stack:
+            stack.enter_context(self._recorded())
+            self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
+            stack.enter_context(self._prepared_model("fit", path, checkpoint))
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
             try:
                 with self._opened_folders(version, is_new=not resumed):
-                    # Record the state only after the model has moved back to its previous device.
-                    stack.callback(self._record_fit)
                     stack.callback(self._record_arguments)
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
+                    self._record_start()
                     self._train()
             except (AttributeError, RuntimeError, TypeError) as error:
                 self._raise_instead(error)
@@ -711,9 +712,10 @@ class MiniLoop:
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
-        self._set_up_loaders(None, dataloaders, path, {})
-        with self._prepared_model("validate", path, checkpoint):
-            self._validate()
+        with self._recorded():
+            self._set_up_loaders(None, dataloaders, path, {})
+            with self._prepared_model("validate", path, checkpoint):
+                self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
@@ -1152,9 +1154,11 @@ class MiniLoop:
 
     def _set_flags(self, flags: dict[str, dict[str, bool]]) -> None:
         for place, parameter in self._unwrapped.named_parameters():
-            parameter.requires_grad = flags["requires_grad"].get(place, parameter.requires_grad)
+            parameter.requires_grad = flags.get("requires_grad", {}).get(
+                place, parameter.requires_grad
+            )
         for place, module in self._unwrapped.named_modules():
-            module.training = flags["training"].get(place, module.training)
+            module.training = flags.get("training", {}).get(place, module.training)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Unless the run is finished, remove the CSV rows written after the checkpoint."""
@@ -1518,17 +1522,21 @@ class MiniLoop:
         self._parts |= found
 
     def _saved_elsewhere(self) -> list[Any]:
-        schedulers = [config["scheduler"] for config in self.schedulers]
-        return [self.optimizer, *schedulers, *self._unwrapped.modules()]
+        # validate() may run before the first fit, which sets the optimizer.
+        schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
+        return [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
 
     def _plain_state(self, place: str) -> dict[str, Any]:
         # For loaders, save no state_dicts, because their objects may also be part of the model.
         is_loader = place.startswith(("train ", "val "))
         saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
-        if place in self._object_places and is_installed(type(part)):
+        if self._is_installed(place):
             values = namespace_of(part).items()
             return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
         return plain_state(part, self.fabric.device, saved, self._weights)
+
+    def _is_installed(self, place: str) -> bool:
+        return place in self._object_places and is_installed(type(self._parts[place]))
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
         """Store the loaders' large attributes before the checkpoint replaces their values."""
@@ -1582,64 +1590,155 @@ class MiniLoop:
             text += " lists in the attribute instead, such as the position in the data."
             warnings.warn(text, stacklevel=2)
 
-    def _undo_earlier_fits(self, run: Path, resumed: dict[str, Any]) -> None:
-        """Undo the changes that earlier fits in this process made to the model and the loaders.
+    # The record of earlier fits
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """At the end of the block, record the state, in case a later fit resumes the run.
+
+        If training has not started, for example because the resume was refused, also restore the
+        values that ``_undo_earlier_fits`` has reset.
+        """
+        self._parts: dict[str, Any] = {}
+        self._starts: Any = WeakIdKeyDictionary()  # Start values, as in EARLIER_FITS.
+        self._redo = ExitStack()
+        try:
+            yield
+        finally:
+            self._redo.close()
+            for place, owner, kind in self._record_keys() if self._starts else ():
+                starts = self._starts.get(owner, {}).get(kind)
+                values = self._read_values(place, kind) if starts else None
+                if values is not None:
+                    end = share(values, [*starts.values()][-1])
+                    # Keep the start values of only four runs.
+                    EARLIER_FITS.setdefault(owner, {})[kind] = dict([*starts.items()][-4:]), end
+
+    def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
+        """Undo the changes that earlier fits made to the loop, the model and the loaders.
 
         A checkpoint contains only the changes since the start of the run, so a resumed run needs
-        the original values. Keep changes that the user has made since the latest fit.
+        the original values. Keep changes that the user has made since the latest fit. For a new
+        run, ``run`` is None, and nothing is reset.
         """
-        network, flags = self._unwrapped, flags_of(self._unwrapped)
-        for name, value in find_start_values(self, "options", run, self._options()).items():
-            setattr(self, name, value)
-        for kind in flags:
-            flags[kind] = find_start_values(network, kind, run, flags[kind])
-        self._set_flags(flags)
-        self._parts["fit optimizer"] = self.optimizer
-        self._find_objects()
+        self._not_reset: set[tuple[str, Any]] = set()
+        self._add_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
         saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
         states: dict[str, dict[str, Any]] = {}
-        for place in [p for p in self._parts if owner_of(self._parts[p]) in EARLIER_FITS]:
-            owner, values = owner_of(self._parts[place]), self._all_values(place)
-            start = find_start_values(owner, "attributes", run, values)
-            lost = {name for name in start if isinstance(start[name], ChangeMark)}
-            for name in (lost & values.keys()) - saved.get(place, {}).keys():
-                warnings.warn(
-                    f"resume: an earlier fit in this process changed the attribute {name!r} of the"
-                    f" {place or 'model'}, and the loop cannot restore its value. A resumed run may"
-                    " differ. Create the model and the loaders again.",
-                    stacklevel=2,
-                )
-            # Keep objects and random generators that the checkpoint will restore.
-            known = {name for name in start if f"{place}.{name}".removeprefix(".") in saved}
-            known |= {n for n in saved.get(place, {}) if is_random_state(saved[place][n])}
-            states[place] = {n: start[n] for n in start if n not in lost | known}
-        self._load_parts(states)
-        del self._parts["fit optimizer"]
+        for place, owner, kind in self._record_keys():
+            is_recorded = kind in EARLIER_FITS.get(owner, {})
+            values = self._read_values(place, kind) if is_recorded else None
+            start = {} if values is None else self._take_start_values(owner, kind, run, values)
+            if start and kind == "options":
+                self._redo.callback(vars(self).update, values)
+                vars(self).update(start)
+            elif start and kind in ("requires_grad", "training"):
+                self._redo.callback(self._set_flags, {kind: values})
+                # Leave the flags of new parameters and modules unchanged.
+                self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
+            elif start and values is not None:
+                states[place] = self._choose_restorable(place, start, values, saved)
+                self._redo_later(place, states[place], values)
+        if states:
+            self._load_parts(states)
+
+    def _redo_later(self, place: str, names: Iterable[str], values: dict[str, Any]) -> None:
+        """Let ``_redo`` restore current attributes: first the objects, and then their content."""
+        content = {name: values.get(name, REMOVED) for name in names}
+        content = {n: v for n, v in content.items() if not isinstance(v, ChangeMark)}
+        self._redo.callback(self._load_parts, {place: content})
+        attributes = namespace_of(self._parts[place])
+        for name in attributes.keys() & names:
+            self._redo.callback(attributes.__setitem__, name, attributes[name])
+
+    def _take_start_values(
+        self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values at the start of a run. Leave out values that no fit has changed.
+
+        Values that the user has changed since the latest fit become the start values of all runs.
+        Until the end of this fit, move the record from EARLIER_FITS to ``_starts``, because a hook
+        may call another loop with the same model.
+        """
+        starts, end = EARLIER_FITS[owner].pop(kind)
+        self._starts.setdefault(owner, {})[kind] = starts
+        for name in changed_names(end, values):
+            for start in starts.values():
+                start[name] = values.get(name, REMOVED)
+        start = starts.get(run, values)
+        return {name: start.get(name, REMOVED) for name in changed_names(start, values)}
+
+    def _choose_restorable(
+        self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Leave out objects that the checkpoint restores, and values that cannot be restored."""
+        chosen, of_place = {}, saved.get(place, {})
+        for name, value in start.items():
+            path, current = f"{place}.{name}".removeprefix("."), values.get(name)
+            is_mark = isinstance(value, ChangeMark)
+            if isinstance(value, ObjectMark) and isinstance(current, ObjectMark):
+                continue
+            if is_object_state(of_place.get(name)) or any(is_inside(p, path) for p in saved):
+                self._not_reset.add((place, name))
+            elif is_mark or (is_object_state(value) and type(value) is not type(current)):
+                self._not_reset.add((place, name))
+                # If a warning filter turns the warning into an error, continue.
+                with suppress(Warning):
+                    if name in values and name not in of_place:
+                        warn_of_earlier_fit(place, name)
+            else:
+                chosen[name] = value
+        return chosen
+
+    def _record_start(self) -> None:
+        """Record the values at the start of training."""
+        self._redo.pop_all()
+        run, values = self.checkpoint_dir.resolve(), {"options": self._given_options}
+        values |= self._start_flags
+        for place, owner, kind in self._record_keys():
+            start = values.get(kind)
+            if start is None and place in self._start_states:
+                others = dict.fromkeys(self._start_names[place], ObjectMark())
+                start = {**others, **self._start_states[place]}
+            if start is not None:
+                starts = self._starts.setdefault(owner, {}).setdefault(kind, {})
+                newest = [{}, *starts.values()][-1]
+                # A resumed run keeps the values from before its first fit.
+                starts[run] = starts.pop(run, None) or share(start, newest)
+
+    def _record_keys(self) -> list[tuple[str, Any, str]]:
+        """Return all recorded kinds of values, each as (place, owner, kind).
+
+        Values are recorded under the model if their owner does not support weak references.
+        """
+        self._find_objects()
+        model = self._parts.get("")
+        model = model if type(model).__weakrefoffset__ else self
+        keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
+        for place, part in self._parts.items():
+            is_owner = type(part).__weakrefoffset__
+            keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
+        return keys
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SMALLEST}
 
-    def _all_values(self, place: str) -> dict[str, Any]:
-        """Return an object's attributes, encoded if possible, or else as a ChangeMark."""
-        others = dict.fromkeys(namespace_of(self._parts[place]), ChangeMark())
-        return {**others, **self._plain_state(place)}
+    def _read_values(self, place: str, kind: str) -> dict[str, Any] | None:
+        """Return current values, or None if reading an attribute raises an error.
 
-    def _record_fit(self) -> None:
-        """Store the state before and after this fit, in case a later fit resumes the run."""
-        # Reading the attributes of a user's object may raise any error.
+        Replace each value that ``encode`` does not support by an ObjectMark.
+        """
+        if kind == "options":
+            return self._options()
+        if kind in ("requires_grad", "training"):
+            return flags_of(self._unwrapped)[kind]
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run, flags = self.checkpoint_dir.resolve(), flags_of(self._unwrapped)
-            record_values(self, "options", run, self._given_options, self._options())
-            for kind in flags:
-                record_values(self._unwrapped, kind, run, self._start_flags[kind], flags[kind])
-            self._find_objects()
-            for place in self._start_states.keys() & self._parts.keys():
-                others = dict.fromkeys(self._start_names[place], ChangeMark())
-                start = {**others, **self._start_states[place]}
-                owner, end = owner_of(self._parts[place]), self._all_values(place)
-                record_values(owner, "attributes", run, start, end)
+            attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
+            others = {name: mark_object(value) for name, value in attributes.items()}
+            return {**others, **self._plain_state(place)}
+        return None
 
     # Set-up
 
@@ -1728,8 +1827,7 @@ class MiniLoop:
         # The paths of the objects that may affect the order of the samples, such as the loaders.
         self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
-        if resumed:
-            self._undo_earlier_fits(path.resolve().parent, resumed)
+        self._undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -1800,8 +1898,7 @@ class MiniLoop:
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
-        if type(self.optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            self._parts["fit optimizer"] = self.optimizer
+        self._add_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
@@ -1824,6 +1921,11 @@ class MiniLoop:
             start, _ = EARLIER_ARGUMENTS.get(owner, (current, current))
             EARLIER_ARGUMENTS[owner] = start, current
 
+    def _add_optimizer(self, optimizer: Any) -> None:
+        self._parts.pop("fit optimizer", None)
+        if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
+            self._parts["fit optimizer"] = optimizer
+
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Store the state at the start of training, to detect later changes.
 
@@ -1840,6 +1942,12 @@ class MiniLoop:
         self._find_objects()
         self._start_states = {place: self._plain_state(place) for place in self._parts}
         self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
+        for place, name in self._not_reset:
+            # Checkpoints always contain a value if its value at the start of the run is unknown.
+            self._start_states.get(place, {}).pop(name, None)
+            path = f"{place}.{name}".removeprefix(".")
+            for inner in [other for other in self._start_states if is_inside(other, path)]:
+                del self._start_states[inner]
         self._iterators = {}
         # During a resume, the large attributes of the loaders, each as (original, copy).
         self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -2770,36 +2878,29 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
-def owner_of(part: Any) -> Any:
-    """Unwrap an object that ``objects_in`` has wrapped."""
-    return vars(part)["item"] if type(part) is SimpleNamespace and "item" in vars(part) else part
+def warn_of_earlier_fit(place: str, name: Any) -> None:
+    warnings.warn(
+        f"resume: an earlier fit in this process changed the attribute {name!r} of the"
+        f" {place or 'model'}, and the loop cannot restore its value. A resumed run may differ."
+        " Create the model and the loaders again.",
+        stacklevel=2,
+    )
 
 
-def record_values(owner: Any, kind: str, run: Path, start: Any, end: dict[str, Any]) -> None:
-    """Store an object's state at the start and at the end of a fit."""
-    end = {name: start[name] if is_same(start.get(name), end[name]) else end[name] for name in end}
-    # Objects of some classes with __slots__ do not support weak references.
-    with suppress(TypeError):
-        of_owner = EARLIER_FITS.setdefault(owner, {})
-        # The entry for None holds the state at the start of the first fit.
-        starts = of_owner[kind][0] if kind in of_owner else {None: start}
-        starts[run] = starts[None] if is_same(start, starts[None]) else start
-        of_owner[kind] = starts, end
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether an attribute path is another path, or leads to an object inside it."""
+    return f"{path}.".startswith(f"{outer}.")
 
 
-def find_start_values(owner: Any, kind: str, run: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values at the start of a run. Leave out values that no fit has changed."""
-    if kind not in EARLIER_FITS.get(owner, {}):
-        return {}
-    starts, end = EARLIER_FITS[owner][kind]
-    start = starts.get(run, starts[None])
+def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return the keys whose values differ between two dicts of encoded values."""
+    names = {**first, **second}
+    return [n for n in names if not is_same(first.get(n, REMOVED), second.get(n, REMOVED))]
 
-    def is_changed(name: str) -> bool:
-        value = values.get(name, REMOVED)
-        is_of_fit = is_same(value, end.get(name, REMOVED))
-        return is_of_fit and not is_same(value, start.get(name, REMOVED))
 
-    return {name: start.get(name, REMOVED) for name in {**start, **values} if is_changed(name)}
+def share(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Save memory by using the values of another dict where they are equal."""
+    return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
@@ -2972,6 +3073,15 @@ def has_value(part: Any, name: Any) -> bool:
 
 class ChangeMark(tuple[Any, ...]):
     """A checksum to detect changes in a module, a large tensor or a large array."""
+
+
+class ObjectMark(ChangeMark):
+    """A reference to an object that ``encode`` does not support."""
+
+
+def mark_object(value: Any) -> ObjectMark:
+    is_referable = bool(type(value).__weakrefoffset__)
+    return ObjectMark((WeakIdRef(value) if is_referable else id(value),))
 
 
 class LargeValueError(TypeError):
@@ -3302,19 +3412,30 @@ def is_random_state(value: Any) -> bool:
     return is_first or isinstance(value, Tensor | dict)
 
 
+def is_object_state(value: Any) -> bool:
+    """Return whether a saved value can only be loaded into an existing object."""
+    is_state = isinstance(value, tuple) and value[0] in ("state", "shared")
+    return is_state or is_random_state(value)
+
+
 def is_same(first: Any, second: Any) -> bool:
-    if type(first) is not type(second):
-        return False
+    """Return whether two encoded values are equal. NaN equals NaN."""
+    if first is second or type(first) is not type(second):
+        return first is second
     if isinstance(first, Tensor):
         is_dense = first.layout is second.layout is torch.strided
-        return is_dense and first.dtype == second.dtype and torch.equal(first, second)
+        if not is_dense or first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        if torch.equal(first, second) or not is_inexact(first):
+            return torch.equal(first, second)
+        return bool(torch.isclose(first, second, 0, 0, equal_nan=True).all())
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(is_same, first, second))
     if isinstance(first, dict):
         return list(first) == list(second) and all(
             is_same(first[key], second[key]) for key in first
         )
-    return bool(first == second)
+    return bool(first == second or (first != first and second != second))
 
 
 def get_rng_state() -> dict[str, Any]:
