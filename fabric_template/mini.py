@@ -43,6 +43,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -75,7 +76,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+from torch.utils.weak import WeakIdKeyDictionary
 from tqdm import tqdm
 
 REFUSED_HOOKS = """
@@ -149,9 +150,9 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# For each object that earlier fits used: its values at the start of the newest runs, and at the end
-# of the latest fit. The keys are weak references, so they do not keep the objects alive.
-EARLIER_FITS: Any = WeakIdKeyDictionary()
+# For the id of each object that earlier fits used: its values at the start of the newest runs, and
+# at the end of the latest fit. If Python frees the object, the entry is removed.
+EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # For each optimizer and scheduler: the arguments at the start and at the end of the latest fit.
 EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
@@ -1600,19 +1601,23 @@ class MiniLoop:
         values that ``_undo_earlier_fits`` has reset.
         """
         self._parts: dict[str, Any] = {}
-        self._starts: Any = WeakIdKeyDictionary()  # Start values, as in EARLIER_FITS.
+        # The start values of each run, keyed by the id of an object and the kind of values.
+        self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
         self._redo = ExitStack()
         try:
             yield
         finally:
             self._redo.close()
             for place, owner, kind in self._record_keys() if self._starts else ():
-                starts = self._starts.get(owner, {}).get(kind)
+                # Keep the start values of only four runs.
+                starts = dict([*self._starts.get((id(owner), kind), {}).items()][-4:])
                 values = self._read_values(place, kind) if starts else None
+                if values is not None and id(owner) not in EARLIER_FITS:
+                    weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
+                    EARLIER_FITS[id(owner)] = {}
                 if values is not None:
                     end = share(values, [*starts.values()][-1])
-                    # Keep the start values of only four runs.
-                    EARLIER_FITS.setdefault(owner, {})[kind] = dict([*starts.items()][-4:]), end
+                    EARLIER_FITS[id(owner)][kind] = starts, end
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
@@ -1627,8 +1632,8 @@ class MiniLoop:
         saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
         states: dict[str, dict[str, Any]] = {}
         for place, owner, kind in self._record_keys():
-            is_recorded = kind in EARLIER_FITS.get(owner, {})
-            values = self._read_values(place, kind) if is_recorded else None
+            is_recorded = kind in EARLIER_FITS.get(id(owner), {})
+            values: Any = self._read_values(place, kind) if is_recorded else None
             start = {} if values is None else self._take_start_values(owner, kind, run, values)
             if start and kind == "options":
                 self._redo.callback(vars(self).update, values)
@@ -1637,7 +1642,7 @@ class MiniLoop:
                 self._redo.callback(self._set_flags, {kind: values})
                 # Leave the flags of new parameters and modules unchanged.
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
-            elif start and values is not None:
+            elif start:
                 states[place] = self._choose_restorable(place, start, values, saved)
                 self._redo_later(place, states[place], values)
         if states:
@@ -1661,8 +1666,8 @@ class MiniLoop:
         Until the end of this fit, move the record from EARLIER_FITS to ``_starts``, because a hook
         may call another loop with the same model.
         """
-        starts, end = EARLIER_FITS[owner].pop(kind)
-        self._starts.setdefault(owner, {})[kind] = starts
+        starts, end = EARLIER_FITS[id(owner)].pop(kind)
+        self._starts[id(owner), kind] = starts
         for name in changed_names(end, values):
             for start in starts.values():
                 start[name] = values.get(name, REMOVED)
@@ -1702,10 +1707,10 @@ class MiniLoop:
                 others = dict.fromkeys(self._start_names[place], ObjectMark())
                 start = {**others, **self._start_states[place]}
             if start is not None:
-                starts = self._starts.setdefault(owner, {}).setdefault(kind, {})
+                starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
                 # A resumed run keeps the values from before its first fit.
-                starts[run] = starts.pop(run, None) or share(start, newest)
+                starts[run] = starts.pop(run) if run in starts else share(start, newest)
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
         """Return all recorded kinds of values, each as (place, owner, kind).
@@ -1724,7 +1729,7 @@ class MiniLoop:
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SMALLEST}
 
-    def _read_values(self, place: str, kind: str) -> dict[str, Any] | None:
+    def _read_values(self, place: str, kind: str) -> Any:
         """Return current values, or None if reading an attribute raises an error.
 
         Replace each value that ``encode`` does not support by an ObjectMark.
@@ -3081,7 +3086,7 @@ class ObjectMark(ChangeMark):
 
 def mark_object(value: Any) -> ObjectMark:
     is_referable = bool(type(value).__weakrefoffset__)
-    return ObjectMark((WeakIdRef(value) if is_referable else id(value),))
+    return ObjectMark((weakref.ref(value) if is_referable else id(value),))
 
 
 class LargeValueError(TypeError):
@@ -3422,6 +3427,8 @@ def is_same(first: Any, second: Any) -> bool:
     """Return whether two encoded values are equal. NaN equals NaN."""
     if first is second or type(first) is not type(second):
         return first is second
+    if isinstance(first, weakref.ref):
+        return first() is second() is not None
     if isinstance(first, Tensor):
         is_dense = first.layout is second.layout is torch.strided
         if not is_dense or first.dtype != second.dtype or first.shape != second.shape:

@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,3 +247,144 @@ def test_objects_passed_to_an_earlier_fit_are_garbage_collected(tmp_path, kind):
     del script, objects
     gc.collect()
     assert [reference() for reference in references] == [None] * 5
+
+
+# MiniLoop's record of earlier fits
+
+
+class Tracker:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class SlotNoise:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 0.0
+
+
+def track(script):
+    script.net.memory = script.net.memory or Tracker()
+    script.net.memory.count += 1
+    script.net.scale = 1.0 + script.net.memory.count / 10
+
+
+def collect(script):
+    if not script.net.history:
+        script.net.history.append(Tracker())
+    script.net.history[0].count += 1
+    script.net.scale = script.net.history[0].count / 10
+
+
+def set_best_to_none(script):
+    script.net.best = None
+    script.net.scale += 1.0
+
+
+def add_dropout(script):
+    script.net.extra = getattr(script.net, "extra", torch.nn.Dropout(0.1))
+    assert script.net.extra.training is True
+    script.net.scale += 1.0
+
+
+def scale_by_slot(script):
+    script.net.noise.value += 0.5
+    script.net.scale = 1.0 + script.net.noise.value
+
+
+def scale_namespace(script):
+    script.net.space.item += 1.0
+    script.net.scale = script.net.space.item
+
+
+def become_nan(script):
+    script.net.scale += 1.0
+    script.net.total = script.net.total + script.net.scale
+    if script.kill_at is not None and script.loop.current_epoch == script.kill_at[0]:
+        script.net.total = float("nan")
+    elif script.net.total != script.net.total:
+        script.net.scale = 100.0
+
+
+RECORDED = [track, collect, set_best_to_none, add_dropout, scale_by_slot, scale_namespace, become_nan]
+
+
+class RecordedScript(Script):
+    def make_objects(self):
+        super().make_objects()
+        self.net.noise, self.net.space, self.net.total = SlotNoise(), SimpleNamespace(item=0.0), 0.0
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("change", RECORDED)
+def test_mini_loop_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objects(tmp_path, change, first):
+    expected = RecordedScript(MiniLoop, tmp_path / "whole", change, first).fit()
+    script = RecordedScript(MiniLoop, tmp_path / "killed", change, first)
+    script.fit(kill_at=(2, 3))
+    assert_equal(script.fit(resume="last"), expected)
+
+
+def test_an_option_that_the_user_changes_before_another_run_also_applies_to_an_earlier_run(tmp_path):
+    script = Script(MiniLoop, tmp_path, scale)
+    script.loop.max_epochs = 2
+    script.fit()
+    script.loop.max_epochs = 3
+    script.fit()
+    script.fit(tmp_path / "checkpoints" / "run" / "version_0" / "last.ckpt")
+    assert (script.loop.max_epochs, script.loop.current_epoch) == (3, 3)
+
+
+def test_changes_by_validate_between_two_calls_of_fit_do_not_count_as_changes_by_the_user(tmp_path):
+    script = Script(MiniLoop, tmp_path, scale, first=1)
+    script.fit(kill_at=(2, 3))
+
+    def validation_step(net, batch):
+        net.scale += 10.0
+        return torch.zeros(())
+
+    script.loop.validate(script.net, script.loader, validation_step=validation_step)
+    script.fit(resume="last")
+    assert script.net.scale == 4.0
+
+
+def test_a_refused_resume_leaves_the_attributes_flags_and_options_of_the_objects_unchanged(tmp_path):
+    def change(script):
+        script.net.scale, script.loop.accumulate_grad_batches = 5.0, 2
+        script.net.memory = script.net.memory or Buffer()
+        script.net.history.append(1)
+        freeze(script)
+
+    script = Script(MiniLoop, tmp_path, change)
+    script.batch = 0
+    script.fit(kill_at=(2, 3))
+    memory, history, script.optimizer = script.net.memory, script.net.history, Decaying([script.net.layer.weight])
+    with pytest.raises(ValueError, match="number of parameters in each optimizer group"):
+        script.fit(resume="last")
+    assert (script.net.scale, script.loop.accumulate_grad_batches) == (5.0, 2)
+    assert script.net.memory is memory
+    assert script.net.history is history
+    assert history == [1]
+    assert not script.net.layer.bias.requires_grad
+    script.optimizer = Decaying(script.net.parameters())
+    script.change = lambda script: None
+    script.fit(resume="last")
+    assert (script.net.scale, script.net.memory, script.net.history) == (1.0, None, [])
+
+
+def test_an_object_that_the_user_assigns_between_two_calls_of_fit_is_kept(tmp_path):
+    def change(script):
+        script.net.memory = Buffer()
+
+    script = Script(MiniLoop, tmp_path, change)
+    script.fit(kill_at=(2, 3))
+    script.net.memory = memory = SlotNoise()
+    script.change = scale
+    script.fit(resume="last")
+    assert script.net.memory is memory
