@@ -1644,11 +1644,11 @@ class MiniLoop:
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
             elif start:
                 states[place] = self._choose_restorable(place, start, values, saved)
-                self._redo_later(place, states[place], values)
+                self._prepare_redo(place, states[place], values)
         if states:
             self._load_parts(states)
 
-    def _redo_later(self, place: str, names: Iterable[str], values: dict[str, Any]) -> None:
+    def _prepare_redo(self, place: str, names: Iterable[str], values: dict[str, Any]) -> None:
         """Let ``_redo`` restore current attributes: first the objects, and then their content."""
         content = {name: values.get(name, REMOVED) for name in names}
         content = {n: v for n, v in content.items() if not isinstance(v, ChangeMark)}
@@ -1713,9 +1713,9 @@ class MiniLoop:
                 starts[run] = starts.pop(run) if run in starts else share(start, newest)
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return all recorded kinds of values, each as (place, owner, kind).
+        """Return (place, object, kind) for all kinds of values that are recorded.
 
-        Values are recorded under the model if their owner does not support weak references.
+        Attributes of objects without weak references, such as lists, are recorded for the model.
         """
         self._find_objects()
         model = self._parts.get("")

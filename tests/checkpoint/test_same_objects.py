@@ -342,16 +342,15 @@ def test_an_option_that_the_user_changes_before_another_run_also_applies_to_an_e
 
 
 def test_changes_by_validate_between_two_calls_of_fit_do_not_count_as_changes_by_the_user(tmp_path):
-    script = Script(MiniLoop, tmp_path, scale, first=1)
-    script.fit(kill_at=(2, 3))
-
     def validation_step(net, batch):
         net.scale += 10.0
         return torch.zeros(())
 
+    script = Script(MiniLoop, tmp_path, scale, first=3)
+    script.fit(kill_at=(2, 3))
     script.loop.validate(script.net, script.loader, validation_step=validation_step)
     script.fit(resume="last")
-    assert script.net.scale == 4.0
+    assert script.net.scale == 2.0
 
 
 def test_a_refused_resume_leaves_the_attributes_flags_and_options_of_the_objects_unchanged(tmp_path):
