@@ -97,9 +97,10 @@ def test_a_killed_run_with_each_callback_resumes_exactly(tmp_path, name):
     make, make_callback = CALLBACKS[name]
     options = {"max_epochs": 3, "val": val_loader, "log_every_n_steps": 2, "save_every_n_steps": 1}
     train = lambda: make_loader(12)  # noqa: E731
-    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed")
+    kills = (2, 3, 7, 10)
+    snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed", kills)
     whole = fit(tmp_path / "whole", make, train, callbacks=[make_callback(), snapshots], **options)
-    for batch in (2, 3, 7, 10):
+    for batch in kills:
         root = tmp_path / "killed" / str(batch)
         if list(root.rglob("last.ckpt")):
             options["given"] = lambda module: weights_only(name)

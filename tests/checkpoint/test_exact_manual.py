@@ -3,6 +3,7 @@
 import pytest
 import torch
 from modules import Classifier, Gan, make_loader
+from parameters import halve
 from runs import Snapshots, assert_same_end, fit, logs_of
 from torch.nn.functional import cross_entropy
 
@@ -62,14 +63,14 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("name", MODULES)
-def test_a_run_resumes_exactly_even_if_gradients_are_not_cleared_after_a_step(tmp_path, name, every):
+@pytest.mark.parametrize(("name", "every", "times"), halve(MODULES, [1, 3], ["early", "late"]))
+def test_a_run_resumes_exactly_even_if_gradients_are_not_cleared_after_a_step(tmp_path, name, every, times):
+    kills = (every, 6) if times == "early" else (4, 9)
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": every}
     whole_root, copies = tmp_path / "whole", tmp_path / "killed"
     make = MODULES[name]
-    whole = fit(whole_root, make, loader, callbacks=[Snapshots(whole_root, copies)], **options)
-    for batches in (every, 4, 6, 9):
+    whole = fit(whole_root, make, loader, callbacks=[Snapshots(whole_root, copies, kills)], **options)
+    for batches in kills:
         root = copies / str(batches)
         assert_same_end(whole, fit(root, make, loader, seed=99, resume="last", **options))
         assert logs_of(root) == logs_of(whole_root), f"killed before batch {batches}"
