@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -249,7 +249,7 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     loop = plan.loop
     savers = find_callbacks(loop.callbacks, "Checkpoint")
     if not savers:
-        return list_versions(plan, run_folder(plan), "*.ckpt")
+        return list_versions(plan, run_folder(plan), {"*.ckpt"})
     save_dir = loop.loggers[0].save_dir if loop.loggers else None
     folder = Path(save_dir or "", str(loop.loggers[0].name if loop.loggers else ""))
     paths = [getattr(saver, "dirpath", None) for saver in savers]
@@ -257,19 +257,32 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     if not has_own_folder and save_dir is not None:
         # Without a dirpath, ModelCheckpoint saves to the log folder. For resume="auto", accept any
         # checkpoint there, because a killed run may have left no last.ckpt.
-        name = "*.ckpt" if keyword == "auto" else "last*.ckpt"
-        found = list_versions(plan, folder, f"checkpoints/{name}")
+        name = "*" if keyword == "auto" else "last*"
+        patterns = {f"checkpoints/{pattern_of(saver, name)}" for saver in savers}
+        found = list_versions(plan, folder, patterns)
         if any(version.files for version in found):
             return found
     paths = [saver.ckpt_path for saver in find_callbacks(loop.callbacks, "OnExceptionCheckpoint")]
     savers = find_callbacks(loop.callbacks, "ModelCheckpoint")
     paths += [path for saver in savers for path in last_checkpoints(saver, loop)]
     if keyword == "auto":
-        default = [] if loop.loggers else [Path(loop.default_root_dir, "checkpoints")]
-        for folder in [saver.dirpath for saver in savers if saver.dirpath] or default:
-            paths += Path(folder).glob("*.ckpt")
+        default = None if loop.loggers else Path(loop.default_root_dir, "checkpoints")
+        has_folder = any(saver.dirpath for saver in savers)
+        for saver in savers:
+            if saver_folder := saver.dirpath or (None if has_folder else default):
+                paths += Path(saver_folder).glob(pattern_of(saver))
     files = {Path(path) for path in paths if path}
     return [Version("", lambda: [path for path in files if path.is_file()])]
+
+
+def pattern_of(saver: Any, name: str = "*") -> str:
+    """Return a glob pattern for the files of a checkpoint callback.
+
+    A slash in ModelCheckpoint's filename, as in "{val/loss:.2f}", creates subfolders.
+    """
+    is_nested = "/" in str(getattr(saver, "filename", None))
+    extension = getattr(saver, "FILE_EXTENSION", ".ckpt")
+    return f"**/{name}{extension}" if is_nested else f"{name}{extension}"
 
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
@@ -281,7 +294,7 @@ def is_in_log_folder(path: str | Path, folder: Path) -> bool:
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 
 
-def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
+def list_versions(plan: Plan, folder: Path, patterns: Collection[str]) -> list[Version]:
     """List a run's version folders, with the most recently used folder first.
 
     Each folder's .lock file lists when runs were started and when checkpoints were saved.
@@ -292,7 +305,7 @@ def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
     found = []
     for name in names:
         started, saved = read_times(folder / name)
-        version = Version(name, partial(list_files, folder / name, pattern), started)
+        version = Version(name, partial(list_files, folder / name, patterns), started)
         if started == saved == 0.0 and len(names) > 1:
             newest = next(newest_first(version.files), None)
             saved = 0.0 if newest is None else read_age(newest)[0]
@@ -306,8 +319,9 @@ def list_versions(plan: Plan, folder: Path, pattern: str) -> list[Version]:
     return sorted(found, key=age, reverse=True)
 
 
-def list_files(folder: Path, pattern: str) -> list[Path]:
-    return [path for path in folder.glob(pattern) if path.is_file()]
+def list_files(folder: Path, patterns: Collection[str]) -> list[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
@@ -361,7 +375,7 @@ def find_file_of_callback(plan: Plan) -> Path | None:
     """
     if find_callbacks(plan.loop.callbacks, "Checkpoint"):
         return None
-    return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/*.ckpt"))), None)
+    return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)
 
 
 def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:

@@ -47,6 +47,33 @@ def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place,
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 
 
+class OtherExtension(ModelCheckpoint):
+    FILE_EXTENSION = ".pt"
+
+
+FILES = {
+    "metric with a slash": lambda **given: ModelCheckpoint(filename="{epoch}-{val/loss:.2f}", **given),
+    "subfolder and last": lambda **given: ModelCheckpoint(filename="some/{epoch}", save_last=True, **given),
+    "other extension": lambda **given: OtherExtension(**given),
+}
+
+
+@pytest.mark.parametrize("logger", [True, False])
+@pytest.mark.parametrize("dirpath", [None, "kept"])
+@pytest.mark.parametrize("name", FILES)
+def test_resume_auto_finds_files_in_subfolders_and_with_another_extension(tmp_path, name, dirpath, logger):
+    given = {} if dirpath is None else {"dirpath": tmp_path / dirpath}
+
+    def run(epochs, resume=None):
+        saving = FILES[name](**given)
+        return fit(tmp_path, logger=logger, max_epochs=epochs, callbacks=[saving], resume=resume)
+
+    run(1)
+    loop, module, _ = run(2, "auto")
+    assert loop.ckpt_path is not None
+    assert loop.global_step == 20
+
+
 def test_resume_auto_continues_the_newest_version_with_a_checkpoint(tmp_path):
     """With a version argument, only the checkpoints of this version are used."""
     for epochs in (1, 2):
