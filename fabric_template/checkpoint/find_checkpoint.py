@@ -24,8 +24,9 @@ from ..errors import (
     describe,
 )
 from ..files import list_names, read_times, version_folder, version_of
-from ..lightning_compat.overrides import find_callbacks
+from ..lightning_compat.overrides import as_list, find_callbacks, overridden
 from ..lightning_compat.private import last_checkpoints
+from ..rng_state import unchanged_rng_state
 from .checkpoint_io import restore_numpy
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
 from .reader import read_plain
@@ -143,16 +144,17 @@ def find_checkpoint(
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
-    if keyword == "best" and (best := best_of_loop(plan)):
+    callbacks = callbacks_of(plan)
+    if keyword == "best" and (best := best_of_loop(plan, callbacks)):
         return best, read(best)
-    versions = list_candidates(plan, keyword)
+    versions = list_candidates(plan, keyword, callbacks)
     path, checkpoint = read_newest(plan, argument, versions, read)
     if path is not None and keyword == "best":
         path = best_beside(path, checkpoint)
         checkpoint = {} if path is None else read(path)
     if path is None and keyword != "auto":
-        report_missing(plan, argument, keyword, versions)
-    if path is None and (other := find_file_of_callback(plan)) is not None:
+        report_missing(plan, argument, keyword, versions, callbacks)
+    if path is None and (other := find_file_of_callback(plan, callbacks)) is not None:
         rank_zero_warn(
             f"{argument}: a new run starts, although a ModelCheckpoint saved {other}. To continue"
             " that run, pass the same ModelCheckpoint in callbacks=, or the path of the file."
@@ -186,11 +188,26 @@ class Version:
         return self.find_files()
 
 
-def best_of_loop(plan: Plan) -> str:
+def callbacks_of(plan: Plan) -> list[Any]:
+    """Return the loop's callbacks.
+
+    If the loop has no checkpoint callback, also return the callbacks of the module's
+    configure_callbacks. The run calls this hook again, and uses the callbacks of that call.
+    """
+    callbacks = plan.loop.callbacks
+    own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
+    if own is not None and overridden(own, "configure_callbacks") is not None:
+        # The hook may need the trainer, which the module has only during the run.
+        with suppress(Exception), unchanged_rng_state():
+            return [*callbacks, *as_list(own.configure_callbacks())]
+    return callbacks
+
+
+def best_of_loop(plan: Plan, callbacks: list[Any]) -> str:
     """Return the path of the best checkpoint that this loop has saved, or "" if there is none."""
     saver = plan.loop.checkpoint_callback
     best = getattr(saver, "best_model_path", None)
-    if not best and (saver is None or find_callbacks(plan.loop.callbacks, "Checkpoint")):
+    if not best and (saver is None or find_callbacks(callbacks, "Checkpoint")):
         raise ValueError(
             f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to'
             " save the best model. Give the path of a checkpoint instead."
@@ -244,10 +261,10 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def list_candidates(plan: Plan, keyword: str) -> list[Version]:
+def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Version]:
     """List the version folders to search for a checkpoint, from newest to oldest."""
     loop = plan.loop
-    savers = find_callbacks(loop.callbacks, "Checkpoint")
+    savers = find_callbacks(callbacks, "Checkpoint")
     if not savers:
         return list_versions(plan, run_folder(plan), {"*.ckpt"})
     save_dir = loop.loggers[0].save_dir if loop.loggers else None
@@ -262,8 +279,8 @@ def list_candidates(plan: Plan, keyword: str) -> list[Version]:
         found = list_versions(plan, folder, patterns)
         if any(version.files for version in found):
             return found
-    paths = [saver.ckpt_path for saver in find_callbacks(loop.callbacks, "OnExceptionCheckpoint")]
-    savers = find_callbacks(loop.callbacks, "ModelCheckpoint")
+    paths = [saver.ckpt_path for saver in find_callbacks(callbacks, "OnExceptionCheckpoint")]
+    savers = find_callbacks(callbacks, "ModelCheckpoint")
     paths += [path for saver in savers for path in last_checkpoints(saver, loop)]
     if keyword == "auto":
         default = None if loop.loggers else Path(loop.default_root_dir, "checkpoints")
@@ -368,17 +385,19 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
-def find_file_of_callback(plan: Plan) -> Path | None:
+def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
     """Return a checkpoint that ModelCheckpoint saved in an earlier run, or None.
 
-    If this loop has a checkpoint callback, return None.
+    If this run has a checkpoint callback, return None.
     """
-    if find_callbacks(plan.loop.callbacks, "Checkpoint"):
+    if find_callbacks(callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)
 
 
-def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
+def report_missing(
+    plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
+) -> None:
     """Raise an error that explains why no checkpoint was found.
 
     If ``ckpt_path="last"`` finds no checkpoint at all, only warn, as Trainer does.
@@ -398,11 +417,11 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
         )
     if (argument, keyword) != ("ckpt_path", "last"):
         kind, advice = "checkpoint", "Train first"
-        if keyword == "last" and find_callbacks(plan.loop.callbacks, "ModelCheckpoint"):
+        if keyword == "last" and find_callbacks(callbacks, "ModelCheckpoint"):
             kind, advice = "last.ckpt", "Train with ModelCheckpoint(save_last=True)"
         if keyword == "best":
             kind, advice = "best checkpoint", "Train with monitor='val_loss'"
-        if (other := find_file_of_callback(plan)) is not None:
+        if (other := find_file_of_callback(plan, callbacks)) is not None:
             advice = f"Pass the ModelCheckpoint that saved {other} in callbacks="
         raise MissingCheckpointError(
             f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
