@@ -124,6 +124,11 @@ UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({})
 UNREADABLE_STATE += " state_dict()."
 UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
 UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
+# The keys of a checkpoint, without the keys that an edit of `_build_checkpoint` adds.
+CHECKPOINT_KEYS = """
+    epoch global_step pytorch-lightning_version loops state_dict optimizer_states lr_schedulers
+    hyper_parameters hparams_name
+"""
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -994,7 +999,9 @@ class MiniLoop:
         if not math.isnan(score) and (best is None or sign * score < sign * best):
             names, self.best_score = ["best.ckpt", "last.ckpt"], score
             self._best["kept"] = {"best.ckpt": score}
-        checkpoint, self._saved_step = self._build_checkpoint(), self.global_step
+        checkpoint = self._build_checkpoint()
+        self._check_added_keys(checkpoint)
+        self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
                 with replaced(self.checkpoint_dir / name) as file:
@@ -1034,6 +1041,19 @@ class MiniLoop:
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
         own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
+
+    def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse values of an edit that no run could read. Convert NumPy numbers."""
+        known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
+        # Check the loop's own entry only once per run, to save time.
+        known |= {"fabric_template"} if self._saved_step is not None else set()
+        for name in checkpoint.keys() - known:
+            if name != "fabric_template":
+                checkpoint[name] = replace_numpy(checkpoint[name], {})
+            text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({{}})."
+            text += " Save numbers, strings, tensors, or lists and dicts of these. For a module or"
+            text += " an optimizer, save its state_dict()."
+            check_readable(apply_to_collection({name: checkpoint[name]}, Tensor, Tensor.dim), text)
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the entry that MiniLoop adds to a checkpoint in Lightning's format."""
@@ -3607,24 +3627,25 @@ def refuse_objects(checkpoint: dict[str, Any], name: str) -> None:
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
 
 
-def check_readable(states: dict[str, Any], text: str) -> None:
+def check_readable(states: dict[str, Any], text: str, may_have_objects: bool = False) -> None:
     """Raise an error if ``states`` cannot be saved to a checkpoint and read again."""
     file = io.BytesIO()
     try:
         torch.save(states, file)
         file.seek(0)
-        checkpoint = load_file(file)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
+        load_file(file)
     except Exception as error:
         is_read = isinstance(error, pickle.UnpicklingError)
         reason = "torch.load does not read objects of nested classes" if is_read else error
         raise ValueError(text.format(reason)) from error
-    refuse_objects(checkpoint, "the state of the optimizer or a scheduler")
+    check(may_have_objects or not names, text.format(", ".join(sorted(names))))
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
     """Return a model's hyperparameters, with the keys that Lightning's checkpoints use."""
     hparams, name = dict(getattr(model, "hparams", {})), vars(model).get("_hparams_name")
-    check_readable({"hyper_parameters": hparams}, UNREADABLE_HPARAMS)
+    check_readable({"hyper_parameters": hparams}, UNREADABLE_HPARAMS, may_have_objects=True)
     return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
 
 
