@@ -166,6 +166,20 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
+# All attributes of the loop. Attributes that an edit adds are saved like those of the model.
+LOOP_ATTRIBUTES = f"""
+    {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
+    gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
+    strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
+    _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every _given_options
+    _has_validated _hook _is_first_batch _is_last _is_lightning_module _is_one_cpu_in_32_bits
+    _is_row_due _learning_rate _logged_batch_size _logs _num_groups _object_places _precision
+    _read_places _resumed_options _resumed_state _row_started _sampler_seed _saved_step _settings
+    _start_flags _start_names _started_at _step_values _sums _tables _torchmetrics _unsaved
+    _validated _validation_names _waited _window_size active_stage batches_done best_score
+    callback_metrics checkpoint_dir current_epoch global_step history log_dir num_training_batches
+    should_stop
+""".split()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -1156,6 +1170,13 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
+        # An edit of `_is_done` may read an edit's attributes. `_train` restores objects later,
+        # because an edit of this method may create them.
+        saved = self._resumed_state["parts"].get("training loop", {})
+        values = {
+            n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
+        }
+        self._load_parts({"training loop": values})
         self._before_next = of_process.get("before_next")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
@@ -1841,12 +1862,16 @@ class MiniLoop:
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         # A list can be restored in place, but a tuple cannot.
         train = list(train) if type(train) is tuple else train
-        parts = {f"train {name}": part for name, part in parts_of(train).items()}
-        parts.update((f"val {name}", part) for name, part in parts_of(val).items())
+        # An edit may keep other loaders in attributes of the loop.
+        own, kind = namespace_of(self), torch_data.DataLoader
+        loaders = {f"val {name} ": own[name] for name in own if isinstance(own[name], kind)}
+        loaders |= {"train ": train, "val ": val}
+        parts = {prefix + n: p for prefix in loaders for n, p in parts_of(loaders[prefix]).items()}
         read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
         # If a dataset contains a module of the model, save the module only with the model.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
+        parts["training loop"] = self
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
         # The paths of the objects that may affect the order of the samples, such as the loaders.
@@ -2957,6 +2982,8 @@ def namespace_of(part: Any) -> dict[Any, Any]:
     """Return the attributes of an object, or the items of a dict."""
     if isinstance(part, dict):
         return part
+    if isinstance(part, MiniLoop):
+        return SlotAttributes(part, [], LOOP_ATTRIBUTES)
     slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
     return SlotAttributes(part, slots) if slots else getattr(part, "__dict__", {})
 
@@ -2967,12 +2994,14 @@ class SlotAttributes(dict[str, Any]):
     Setting or removing an item of this dict also sets or removes the object's attribute.
     """
 
-    def __init__(self, instance: Any, slots: list[str]) -> None:
+    def __init__(self, instance: Any, slots: list[str], ignored: Iterable[str] = ()) -> None:
         self._instance, self._slots = instance, slots
         super().__init__(
             {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
         )
         self.update(getattr(instance, "__dict__", {}))
+        for name in ignored:
+            super().pop(name, None)
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -3339,7 +3368,7 @@ def load_plain_state(
 
 def load_object(name: str, current: Any, state: Any) -> None:
     text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
-    text += " __init__."
+    text += " __init__, or create an attribute of the loop in _set_up_optimizer."
     check(is_stateful(current) or isinstance(current, nn.Module), text)
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
@@ -3612,19 +3641,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         text = f"{path}: got objects that torch.load does not read, such as objects of nested"
         text += " classes. Use FabricLoop."
         raise ValueError(text) from error
-    refuse_objects(checkpoint, str(path))
-    return checkpoint
 
-
-def refuse_objects(checkpoint: dict[str, Any], name: str) -> None:
     def refuse(value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
-        text = f"{name}: got an object of the class {kind.__name__}, expected tensors, numbers,"
+        text = f"{path}: got an object of the class {kind.__name__}, expected tensors, numbers,"
         text += " strings, or containers of these. Use FabricLoop."
         raise ValueError(text)
 
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
         apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
+    return checkpoint
 
 
 def check_readable(states: dict[str, Any], text: str, may_have_objects: bool = False) -> None:

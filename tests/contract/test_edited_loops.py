@@ -1,7 +1,10 @@
 """Test edits of MiniLoop's methods: their state, resumed runs, and errors about misuse."""
 
+import ast
 import enum
+import inspect
 from collections import defaultdict, deque, namedtuple
+from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric_template import MiniLoop
+from fabric_template.mini import LOOP_ATTRIBUTES
 
 Pair = namedtuple("Pair", "a b")
 
@@ -115,3 +119,126 @@ def test_a_resumed_run_reads_the_value_that_an_edit_has_saved(value):
     [restored] = kind.restored
     assert torch.equal(restored, value) if isinstance(value, torch.Tensor) else restored == value
     assert type(restored) is (float if isinstance(value, np.float64) else type(value))
+
+
+# Attributes of the loop
+
+
+class Counts(MiniLoop):
+    """Keeps a number, a generator, a module, an optimizer and a list on the loop, and stops early."""
+
+    def _reset(self):
+        super()._reset()
+        self.scale, self.losses = 1.0, []
+        self.noise = torch.Generator().manual_seed(3)
+        with torch.random.fork_rng():
+            self.critic = nn.Linear(1, 1)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.1)
+
+    def _step_optimizer(self):
+        for parameter in self.network.parameters():
+            parameter.grad += self.scale * torch.randn(parameter.shape, generator=self.noise)
+            parameter.grad += self.critic.weight.item()
+        super()._step_optimizer()
+        self.critic_optimizer.zero_grad()
+        self.critic(torch.ones(1)).backward()
+        self.critic_optimizer.step()
+
+    def _end_row(self, epoch):
+        super()._end_row(epoch)
+        self.scale *= 0.5
+        self.losses.append(self.history[-1]["val_loss"])
+
+    def _is_done(self):
+        return super()._is_done() or len(self.losses) > 6
+
+
+class Averages(MiniLoop):
+    def _set_up_optimizer(self, optimizer, scheduler):
+        super()._set_up_optimizer(optimizer, scheduler)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.network)
+
+    def _step_optimizer(self):
+        super()._step_optimizer()
+        self.ema.update_parameters(self.network)
+
+    def _validate(self):
+        weights = {name: value.clone() for name, value in self.network.state_dict().items()}
+        self.network.load_state_dict(self.ema.module.state_dict())
+        super()._validate()
+        self.network.load_state_dict(weights)
+
+
+class CreatesLate(MiniLoop):
+    """Creates an object during training, and saves and restores the object itself."""
+
+    ema = None
+
+    def _step_optimizer(self):
+        super()._step_optimizer()
+        if self.ema is None:
+            self.ema = torch.optim.swa_utils.AveragedModel(self.network)
+        self.ema.update_parameters(self.network)
+        self.network.bias.data.add_(0.01 * self.ema.module.bias.data)
+
+    def _build_checkpoint(self):
+        return {**super()._build_checkpoint(), "ema": self.ema.state_dict()}
+
+    def _restore(self, path, checkpoint, is_automatic):
+        super()._restore(path, checkpoint, is_automatic)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.network)
+        self.ema.load_state_dict(checkpoint["ema"])
+
+
+@dataclass(kw_only=True, eq=False)
+class Decays(MiniLoop):
+    """Changes its own option, and draws from a loader of its own."""
+
+    decay: float = 1.0
+
+    def _reset(self):
+        super()._reset()
+        data = make_loader().dataset
+        self.other = DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+    def _end_row(self, epoch):
+        super()._end_row(epoch)
+        self.decay *= 0.5
+
+    def _validate(self):
+        super()._validate()
+        with torch.no_grad():
+            self._validated["val_other"] = step(self.network, next(iter(self.other)))
+
+    def _step_optimizer(self):
+        for parameter in self.network.parameters():
+            parameter.grad += self.decay
+        super()._step_optimizer()
+
+
+@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 3}])
+@pytest.mark.parametrize("kind", [Counts, Averages, CreatesLate, Decays])
+def test_a_resumed_run_restores_the_attributes_that_an_edit_keeps_on_the_loop(kind, options):
+    assert_resumes(kind, kill=14, **options)
+
+
+def test_a_finished_run_stays_finished_if_an_edit_has_ended_it():
+    train(Counts, max_epochs=9)
+    loop, _ = train(Counts, max_epochs=9, resume="auto")
+    assert loop.current_epoch == len(loop.losses) == 7
+
+
+def test_a_resumed_run_refuses_to_restore_an_object_that_it_has_not_created():
+    class Forgets(CreatesLate):
+        _build_checkpoint, _restore = MiniLoop._build_checkpoint, MiniLoop._restore
+
+    train(Forgets, max_epochs=1)
+    with pytest.raises(ValueError, match=r"got a state of 'ema', .* create an attribute of the loop in _set_up_opt"):
+        train(Forgets, max_epochs=2, resume="last")
+
+
+def test_the_list_of_the_attributes_of_the_loop_is_complete():
+    tree = ast.parse(inspect.getsource(MiniLoop)).body[0]
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    assigned = {node.attr for node in nodes if ast.unparse(node.value) == "self"}
+    assert assigned | {field.name for field in fields(MiniLoop)} == {*LOOP_ATTRIBUTES}
