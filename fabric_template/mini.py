@@ -173,12 +173,12 @@ LOOP_ATTRIBUTES = f"""
     strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
     _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every _given_options
     _has_validated _hook _is_first_batch _is_last _is_lightning_module _is_one_cpu_in_32_bits
-    _is_row_due _learning_rate _logged_batch_size _logs _num_groups _object_places _precision
-    _read_places _resumed_options _resumed_state _row_started _sampler_seed _saved_step _settings
+    _is_row_due _learning_rate _logged_batch_size _logs _not_reset _num_groups _object_places
+    _precision _read_places _resumed_options _resumed_state _row_started _sampler_seed
     _start_flags _start_names _started_at _step_values _sums _tables _torchmetrics _unsaved
     _validated _validation_names _waited _window_size active_stage batches_done best_score
     callback_metrics checkpoint_dir current_epoch global_step history log_dir num_training_batches
-    should_stop
+    should_stop _saved_step _settings
 """.split()
 
 
@@ -1323,10 +1323,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml.
-
-        For a new run, also write config.yaml, and record the start time in .lock.
-        """
+        """Write hparams.yaml. For a new run, also write config.yaml and the start time."""
         self._started_at = max(time.time(), max(read_times(self.checkpoint_dir)) + 0.001)
         if is_new:
             self._record(f"started {self._started_at!r}")
@@ -1488,10 +1485,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=2)
 
     def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return the values that an object's attributes had before the run.
-
-        For an attribute that was added during the run, the returned value is REMOVED.
-        """
+        """Return the values of attributes before the run, or REMOVED if they were added later."""
         attributes, current = namespace_of(self._parts[place]), self._plain_state(place)
         start = self._start_states[place].items()
         small = {name: value for name, value in start if not isinstance(value, ChangeMark)}
@@ -1977,10 +1971,7 @@ class MiniLoop:
             self._parts["fit optimizer"] = optimizer
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Store the state at the start of training, to detect later changes.
-
-        Also check the checkpoint of a resumed run, and warn about modules in eval mode.
-        """
+        """Record the state before training, and check the checkpoint of a resumed run."""
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
@@ -2059,10 +2050,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings and arguments.
-
-        If a scheduler's class or interval has changed, raise an error.
-        """
+        """Warn about changed settings. Refuse another class or interval of a scheduler."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2090,10 +2078,7 @@ class MiniLoop:
             of_process["rng"]["parts"] = parts
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class has changed.
-
-        If the checkpoint lacks an option of the new optimizer class, such as betas, raise an error.
-        """
+        """Warn about another class of the optimizer, or refuse it if its options are not saved."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2143,10 +2128,7 @@ class MiniLoop:
     def _prepared_model(
         self, stage: str, path: Path | None, checkpoint: dict[str, Any]
     ) -> Iterator[None]:
-        """Move the model to the device, and load its weights.
-
-        After the ``with`` block, move the model back to its previous device.
-        """
+        """Move the model to the device, load its weights, and move the model back at the end."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -2446,10 +2428,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict with the loader and its samplers, dataset and collate function.
-
-    Include nested objects, such as the transform of a dataset.
-    """
+    """Return a loader with its samplers, dataset and collate function, and their nested objects."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2469,11 +2448,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that samplers and datasets refer to, including submodules.
-
-    Search attributes, lists, dicts, bound methods, partial functions, closures and default
-    arguments.
-    """
+    """Return the modules that samplers and datasets refer to, for example in attributes."""
     found: list[nn.Module] = []
     for values in [{"": part, **namespace_of(part)} for part in parts]:
         for value in islice(values.values(), 500):
@@ -2679,12 +2654,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains parameters or their ids.
-
-    Args:
-        ids: The ids of the parameters.
-        addresses: The memory addresses of the parameters.
-    """
+    """Return whether a value contains parameters, given by their ids and memory addresses."""
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2880,13 +2850,7 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects nested in an object, keyed by attribute path.
-
-    For example, the key of a dataset's transform is "transform".
-
-    Args:
-        known: The ids of objects to skip.
-    """
+    """Return the objects nested in an object, keyed by path. Skip the ids in ``known``."""
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
     while waiting and len(found) < 64:
@@ -2920,10 +2884,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer.
-
-    If a hook is a method of an object, return the object instead.
-    """
+    """Return the hooks of a module, parameter or optimizer, or the objects of bound methods."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
@@ -2989,10 +2950,7 @@ def namespace_of(part: Any) -> dict[Any, Any]:
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes, including slots.
-
-    Setting or removing an item of this dict also sets or removes the object's attribute.
-    """
+    """A dict of an object's attributes and slots. Changes of the dict also change the object."""
 
     def __init__(self, instance: Any, slots: list[str], ignored: Iterable[str] = ()) -> None:
         self._instance, self._slots = instance, slots
@@ -3104,10 +3062,7 @@ def encode_or_mark(
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator that is not part of a loader.
-
-    Raise an error for random generators in a list, tuple or dict.
-    """
+    """Warn about an iterator outside of a loader. Refuse random generators in a container."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3377,10 +3332,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into an object in shared memory.
-
-    Raise an error if the value does not fit into the object.
-    """
+    """Write a saved value into an object in shared memory, or refuse a value that does not fit."""
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
@@ -3554,10 +3506,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
-
-    If the name does not show whether higher or lower is better, return None.
-    """
+    """Return "min" or "max" for the best value of a metric, or None if the name is unclear."""
     # In a name such as "fpr@recall" or "fpr_at_recall", read only "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
