@@ -2218,6 +2218,11 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or get_ipython() is not None
 
 
+def is_loop(value: Any) -> bool:
+    """Return whether a value is a MiniLoop, even of a copy of this file that has renamed it."""
+    return hasattr(type(value), "_added_methods")
+
+
 def is_running(trainer: Any) -> bool:
     """Return whether a MiniLoop, a FabricLoop or Lightning's Trainer is running."""
     status = getattr(getattr(trainer, "state", None), "status", None)
@@ -2258,7 +2263,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     # FabricLoop adds log methods of its class ResultCollection to the model.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
-    is_added = not kinds.isdisjoint(("MiniLoop", "ResultCollection"))
+    is_added = is_loop(owner) or "ResultCollection" in kinds
     return method if callable(method) and not (is_empty or is_added) else None
 
 
@@ -2926,8 +2931,8 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 def is_own_object(value: Any) -> bool:
     """Return whether to search an object, such as a user's dataset, for attributes to save."""
     kind = type(value)
-    is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, MiniLoop, Enum, tuple))
-    is_known = is_known or is_stateful(value)
+    is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, Enum, tuple))
+    is_known = is_known or is_stateful(value) or is_loop(value)
     is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
     is_searched = not is_library or isinstance(value, torch_data.Dataset)
     has_namespace = hasattr(value, "__dict__") or hasattr(kind, "__slots__")

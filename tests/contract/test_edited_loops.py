@@ -3,6 +3,8 @@
 import ast
 import enum
 import inspect
+import sys
+import types
 from collections import defaultdict, deque, namedtuple
 from dataclasses import dataclass, fields
 from datetime import date
@@ -16,8 +18,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric_template import MiniLoop
-from fabric_template.mini import LOOP_ATTRIBUTES
+import fabric_template.mini
+from fabric_template import FabricLoop, MiniLoop
 
 Pair = namedtuple("Pair", "a b")
 
@@ -241,4 +243,53 @@ def test_the_list_of_the_attributes_of_the_loop_is_complete():
     tree = ast.parse(inspect.getsource(MiniLoop)).body[0]
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
     assigned = {node.attr for node in nodes if ast.unparse(node.value) == "self"}
-    assert assigned | {field.name for field in fields(MiniLoop)} == {*LOOP_ATTRIBUTES}
+    assert assigned | {field.name for field in fields(MiniLoop)} == {*fabric_template.mini.LOOP_ATTRIBUTES}
+
+
+# Copies in which the class has another name
+
+
+def renamed_loop(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(inspect.getsource(fabric_template.mini).replace("MiniLoop", name), module.__dict__)
+    return getattr(module, name)
+
+
+class LogsAndValidates(nn.Module):
+    """Logs with self.log, and validates with another loop at the end of each epoch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.net, self.inner, self.found = nn.Linear(4, 1), inner, []
+
+    def training_step(self, batch):
+        return step(self.net, batch)
+
+    def validation_step(self, batch):
+        self.log("val_twice", 2 * step(self.net, batch), on_epoch=True)
+        return step(self.net, batch)
+
+    def on_train_epoch_end(self):
+        found = self.inner.validate(self, DataLoader(TensorDataset(torch.ones(2, 4), torch.ones(2, 1))))
+        self.found += [{name: float(value) for name, value in found[0].items()}]
+
+
+@pytest.mark.parametrize("inner", ["MiniLoop", "MyLoop", "FabricLoop"])
+@pytest.mark.parametrize("outer", ["MiniLoop", "MyLoop", "FabricLoop"])
+def test_a_renamed_copy_and_another_loop_log_separately(outer, inner):
+    kinds = {"MiniLoop": MiniLoop, "MyLoop": renamed_loop("MyLoop"), "FabricLoop": FabricLoop}
+
+    def run(outer, inner):
+        torch.manual_seed(1)
+        quiet = {"enable_progress_bar": False, "logger": False}
+        model = LogsAndValidates(kinds[inner](accelerator="cpu", **(quiet if inner == "FabricLoop" else {})))
+        options = {"enable_progress_bar": False} if outer == "FabricLoop" else {}
+        loop = kinds[outer](max_epochs=1, accelerator="cpu", name=f"{outer}_{inner}", **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = loop.fit(model, make_loader(), make_loader(), optimizer=optimizer)
+        return rows[["val_loss", "val_twice"]].to_numpy().tolist(), model.found
+
+    rows, found = run(outer, inner)
+    expected_rows, [expected] = run("MiniLoop", "MiniLoop")
+    assert rows == expected_rows
+    assert found == [pytest.approx(expected)]
