@@ -374,7 +374,7 @@ class ResultCollection:
                 " You can enable one by doing `Trainer(logger=ALogger(...))`"
             )
         metric = results.metrics.get(key)
-        if metric is None:
+        if metric is None or self._has_other_reduction(metric, arguments):
             metric = self._add_metric(results, key, arguments)
         elif metric.call_arguments and metric.arguments != arguments:
             raise ConfigurationError(
@@ -383,6 +383,24 @@ class ResultCollection:
             )
         metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
+
+    def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
+        """Return whether the saved run logged a metric with another ``reduce_fx`` or ``on_epoch``.
+
+        Warn if the saved run had already accumulated values of the current epoch.
+        """
+        saved = metric.arguments
+        is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
+        if metric.call_arguments or is_equal:
+            return False
+        if metric.epoch.total is not None:
+            self.run.warn_once(
+                f"resume: got self.log({saved.name!r}, reduce_fx={arguments.reduction!r},"
+                f" on_epoch={arguments.on_epoch}), but the saved run logged it with"
+                f" reduce_fx={saved.reduction!r} and on_epoch={saved.on_epoch}. In this epoch, the"
+                " value covers only the batches after the resume."
+            )
+        return True
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
         """Log a torchmetrics object.

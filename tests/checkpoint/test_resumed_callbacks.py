@@ -28,7 +28,7 @@ OPTIONS = {"train": lambda: make_loader(12), "max_epochs": 3, "save_every_n_step
 def interrupt(root, make, make_callbacks, **options):
     """Train until the second epoch, and stop there."""
     with pytest.raises(Interrupted):
-        fit(root, make, callbacks=[*make_callbacks(), Stops()], **OPTIONS, **options)
+        fit(root, make, callbacks=[*make_callbacks(), Stops()], **{**OPTIONS, **options})
 
 
 def assert_resumes_exactly(tmp_path, make, make_callbacks, seed=9, **options):
@@ -71,3 +71,25 @@ def test_a_restored_attribute_never_hides_a_parameter():
     with pytest.warns(UserWarning, match=r"layer\.weight is neither saved nor restored"):
         state.load_attributes(saved)
     assert isinstance(layer.weight, nn.Parameter)
+
+
+class LogsMost(Classifier):
+    """Logs the index of the batch with the reduction ``reduce_fx``."""
+
+    def __init__(self, reduce_fx):
+        super().__init__()
+        self.reduce_fx = reduce_fx
+
+    def training_step(self, batch, batch_idx):
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=self.reduce_fx)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("saves", [1, None])
+def test_a_resumed_run_uses_another_reduction_of_the_script(tmp_path, saves, recwarn):
+    options = {**OPTIONS, "save_every_n_steps": saves}
+    interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
+    resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
+    assert list(resumed["index"])[-1] == 2.0
+    is_warned = any("reduce_fx='max'" in str(warning.message) for warning in recwarn)
+    assert is_warned == (saves is not None)
