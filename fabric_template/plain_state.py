@@ -57,6 +57,8 @@ _MOST_SEARCHED = 500  # The maximum number of items in a container that is searc
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
+# The attributes that torch sets in every module.
+_OF_MODULE = frozenset(vars(nn.Module()))
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
 # Replaces the digest or the encoded value of an attribute that cannot be saved.
@@ -693,7 +695,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
         known: The ids of objects to skip, such as those of the network's modules.
     """
     found: dict[str, Part] = {}
-    known = known | {id(part.instance) for part in parts.values()}
+    known = known | {id(part.instance) for part in parts.values() if not part.has_buffers}
     waiting = deque((path, searched_values(part), False) for path, part in parts.items())
     while waiting and len(found) < _MOST_OBJECTS:
         path, values, is_container = waiting.popleft()
@@ -702,6 +704,9 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
                 continue
             known.add(id(value))
             place = f"{path}.{key}"
+            metrics = find_metrics(place, value, known)
+            found |= metrics
+            known |= {id(part.instance) for part in metrics.values()}
             if type(value) in _CONTAINERS and 0 < len(value) <= _MOST_SEARCHED:
                 items: Any = value if isinstance(value, dict) else dict(enumerate(value))
                 waiting.append((place, items, True))
@@ -711,6 +716,17 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
             elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
                 found[place] = Part(ListItem(item=value))
     return found
+
+
+def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
+    """Return the torchmetrics objects in a module, whose state_dict() lacks most of their state."""
+    modules = value.named_modules() if isinstance(value, nn.Module) else ()
+    return {
+        f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
+        for name, module in modules
+        if (module is value or id(module) not in known)
+        and all(hasattr(module, method) for method in ("update", "compute", "reset"))
+    }
 
 
 class PlainState:

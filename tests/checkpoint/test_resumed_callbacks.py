@@ -1,11 +1,14 @@
 """Test that a resumed run continues the callbacks of the saved run, or warns about differences."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, make_loader
 from runs import assert_same_end, fit
 from torch import nn
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from fabric_template.plain_state import Part, PlainState
 
@@ -93,3 +96,31 @@ def test_a_resumed_run_uses_another_reduction_of_the_script(tmp_path, saves, rec
     assert list(resumed["index"])[-1] == 2.0
     is_warned = any("reduce_fx='max'" in str(warning.message) for warning in recwarn)
     assert is_warned == (saves is not None)
+
+
+class Metrics(cb.Callback):
+    """Logs the mean of the losses with metrics that it creates with ``make``."""
+
+    def __init__(self, make, get):
+        self.metric, self.get = make(), get
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.get(self.metric).update(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("of callback", self.get(self.metric).compute())
+
+
+METRICS = {
+    "attribute": (MeanMetric, lambda metric: metric),
+    "list": (lambda: [MaxMetric()], lambda metrics: metrics[0]),
+    "dict": (lambda: {"a": MeanMetric()}, lambda metrics: metrics["a"]),
+    "object": (lambda: SimpleNamespace(metric=MeanMetric()), lambda owner: owner.metric),
+    "collection": (lambda: MetricCollection([MeanMetric()]), lambda metrics: metrics["MeanMetric"]),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_resumed_run_restores_metrics_outside_of_the_model(tmp_path, name):
+    _, (_, _, history) = assert_resumes_exactly(tmp_path, Classifier, lambda: [Metrics(*METRICS[name])])
+    assert "of callback" in history
