@@ -1643,16 +1643,19 @@ class MiniLoop:
             yield
         finally:
             self._redo.close()
-            for place, owner, kind in self._record_keys() if self._starts else ():
-                # Keep the start values of only four runs.
-                starts = dict([*self._starts.get((id(owner), kind), {}).items()][-4:])
-                values = self._read_values(place, kind) if starts else None
-                if values is not None and id(owner) not in EARLIER_FITS:
-                    weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
-                    EARLIER_FITS[id(owner)] = {}
-                if values is not None:
-                    end = share(values, [*starts.values()][-1])
-                    EARLIER_FITS[id(owner)][kind] = starts, end
+            with suppress(Exception):
+                self._record_end()
+
+    def _record_end(self) -> None:
+        for place, owner, kind in self._record_keys() if self._starts else ():
+            # Keep the start values of only four runs.
+            starts = dict([*self._starts.get((id(owner), kind), {}).items()][-4:])
+            values = self._read_values(place, kind) if starts else None
+            if values is not None and id(owner) not in EARLIER_FITS:
+                weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
+                EARLIER_FITS[id(owner)] = {}
+            if values is not None:
+                EARLIER_FITS[id(owner)][kind] = starts, share(values, [*starts.values()][-1])
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
@@ -1678,19 +1681,16 @@ class MiniLoop:
                 # Leave the flags of new parameters and modules unchanged.
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
             elif start:
-                states[place] = self._choose_restorable(place, start, values, saved)
-                self._prepare_redo(place, states[place], values)
+                state = states[place] = self._choose_restorable(place, start, values, saved)
+                names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
+                content = {name: values.get(name, REMOVED) for name in names}
+                # The callbacks run in reverse order: first the attributes, then their content.
+                self._redo.callback(self._load_parts, {place: content})
+                attributes = namespace_of(self._parts[place])
+                for name in attributes.keys() & state:
+                    self._redo.callback(attributes.__setitem__, name, attributes[name])
         if states:
             self._load_parts(states)
-
-    def _prepare_redo(self, place: str, names: Iterable[str], values: dict[str, Any]) -> None:
-        """Let ``_redo`` restore current attributes: first the objects, and then their content."""
-        content = {name: values.get(name, REMOVED) for name in names}
-        content = {n: v for n, v in content.items() if not isinstance(v, ChangeMark)}
-        self._redo.callback(self._load_parts, {place: content})
-        attributes = namespace_of(self._parts[place])
-        for name in attributes.keys() & names:
-            self._redo.callback(attributes.__setitem__, name, attributes[name])
 
     def _take_start_values(
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
@@ -1717,18 +1717,22 @@ class MiniLoop:
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
             is_mark = isinstance(value, ChangeMark)
-            if isinstance(value, ObjectMark) and isinstance(current, ObjectMark):
-                continue
-            if is_object_state(of_place.get(name)) or any(is_inside(p, path) for p in saved):
+            is_kept = is_object_state(of_place.get(name))
+            if is_kept or any(is_inside(other, path) for other in saved):
                 self._not_reset.add((place, name))
-            elif is_mark or (is_object_state(value) and type(value) is not type(current)):
+            elif not (is_mark or (is_object_state(value) and type(value) is not type(current))):
+                chosen[name] = value
+            elif not (isinstance(value, ObjectMark) and isinstance(current, ObjectMark)):
                 self._not_reset.add((place, name))
                 # If a warning filter turns the warning into an error, continue.
                 with suppress(Warning):
                     if name in values and name not in of_place:
-                        warn_of_earlier_fit(place, name)
-            else:
-                chosen[name] = value
+                        warnings.warn(
+                            f"resume: an earlier fit in this process changed the attribute {name!r}"
+                            f" of the {place or 'model'}, and the loop cannot restore its value. A"
+                            " resumed run may differ. Create the model and the loaders again.",
+                            stacklevel=2,
+                        )
         return chosen
 
     def _record_start(self) -> None:
@@ -2892,15 +2896,6 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     """Return the hooks of a module, parameter or optimizer, or the objects of bound methods."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
-
-
-def warn_of_earlier_fit(place: str, name: Any) -> None:
-    warnings.warn(
-        f"resume: an earlier fit in this process changed the attribute {name!r} of the"
-        f" {place or 'model'}, and the loop cannot restore its value. A resumed run may differ."
-        " Create the model and the loaders again.",
-        stacklevel=2,
-    )
 
 
 def is_inside(path: str, outer: str) -> bool:
