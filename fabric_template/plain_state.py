@@ -729,6 +729,32 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
     }
 
 
+def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
+    """Return a digest of the numbers and strings in each callback, keyed by the callback's class.
+
+    A resumed run compares the digests, because it restores the callbacks of one class in order.
+    """
+    found: dict[str, list[int]] = defaultdict(list)
+    for name, part in parts.items():
+        if name.startswith("callbacks.") and part.has_attributes and not part.has_buffers:
+            values = part.attributes().items()
+            atoms = sorted((key, repr(value)) for key, value in values if type(value) in _ATOMS)
+            found[name.rpartition(".")[0]].append(zlib.crc32(repr(atoms).encode()))
+    return dict(found)
+
+
+def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
+    """Warn that a class has fewer callbacks than in the saved run, or in another order."""
+    # Continue training even if a warning filter turns the warning into an error.
+    with suppress(Warning):
+        warnings.warn(
+            f"callbacks: got {num} of the class {name}, expected {num_saved} in the order of the"
+            " saved run. Their attributes are restored in this order, and those of other callbacks"
+            " are lost. Write state_dict(), load_state_dict() and a state_key to move callbacks.",
+            stacklevel=4,
+        )
+
+
 class PlainState:
     """Save and restore the random generators and the changed plain attributes of several objects.
 
@@ -756,6 +782,7 @@ class PlainState:
         self._start_values: dict[Place, tuple[Any, Any]] | None = None
         # Objects that are saved elsewhere, such as optimizers. The value is None until add() runs.
         self._saved: dict[int, Any] | None = None
+        self._callbacks = digests_of_callbacks(parts)
         self._find_objects()
         self._at_start = self.digests()
         self._iterators: dict[Place, Any] = {}
@@ -829,7 +856,11 @@ class PlainState:
         """Return the RNG states of all generators, and the attributes that the run has changed."""
         self._find_objects()
         attributes = self.changed_attributes() if has_attributes else {}
-        return {"generators": self.generator_states(), "attributes": attributes}
+        return {
+            "generators": self.generator_states(),
+            "attributes": attributes,
+            "callbacks": self._callbacks,
+        }
 
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
@@ -893,6 +924,7 @@ class PlainState:
         return set(self._network.modules()).isdisjoint(value.modules())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = self._without_missing_callbacks(state)
         self.objects_of(name for name, _ in state["attributes"])
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
@@ -901,6 +933,35 @@ class PlainState:
                 # Forget the attribute's initial value, so that the next checkpoint also contains
                 # the attribute.
                 self._at_start.pop(place, None)
+
+    def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the state of callbacks that this run lacks.
+
+        Warn about these callbacks, and about callbacks of one class that were moved.
+        """
+        names = [*state["generators"], *(name for name, _ in state["attributes"])]
+        missing: list[str] = []
+        for name, old in state.get("callbacks", {}).items():
+            new = self._callbacks.get(name, [])
+            shared = min(len(old), len(new))
+            is_moved = len(old) != len(new) or sorted(old) == sorted(new)
+            is_moved &= old[:shared] != new[:shared]
+            missing += [f"{name}.{index + 1}." for index in range(len(new), len(old))]
+            has_state = any(saved.startswith(f"{name}.") for saved in names)
+            if has_state and (is_moved or len(old) > len(new)):
+                warn_of_callbacks(name.removeprefix("callbacks."), len(old), len(new))
+        kept = dict(state)
+        kept["generators"] = {
+            name: value
+            for name, value in state["generators"].items()
+            if not name.startswith(tuple(missing))
+        }
+        kept["attributes"] = {
+            place: value
+            for place, value in state["attributes"].items()
+            if not f"{place[0]}.".startswith(tuple(missing))
+        }
+        return kept
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Set the objects' attributes to the values in a checkpoint.

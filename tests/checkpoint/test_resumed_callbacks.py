@@ -124,3 +124,35 @@ METRICS = {
 def test_a_resumed_run_restores_metrics_outside_of_the_model(tmp_path, name):
     _, (_, _, history) = assert_resumes_exactly(tmp_path, Classifier, lambda: [Metrics(*METRICS[name])])
     assert "of callback" in history
+
+
+class Counts(cb.Callback):
+    """Adds ``step`` to a count after each batch."""
+
+    def __init__(self, step):
+        self.step, self.count = step, 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += self.step
+
+
+# {name: (callbacks of the saved run, callbacks of the resumed run, whether a warning is expected)}
+CHANGES = {
+    "same": ([1, 10], [1, 10], False),
+    "added at the end": ([1], [1, 10], False),
+    "swapped": ([1, 10], [10, 1], True),
+    "inserted": ([1], [10, 1], True),
+    "one removed": ([1, 10], [10], True),
+    "all removed": ([1], [], True),
+    "other argument": ([1], [2], False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_resumed_run_warns_of_moved_and_removed_callbacks_of_one_class(tmp_path, name, recwarn):
+    saved, steps, is_warned = CHANGES[name]
+    interrupt(tmp_path, Classifier, lambda: map(Counts, saved))
+    fit(tmp_path, callbacks=[*map(Counts, steps)], resume="auto", **OPTIONS)
+    texts = [str(warning.message) for warning in recwarn]
+    assert any(f"got {len(steps)} of the class Counts, expected {len(saved)}" in text for text in texts) == is_warned
+    assert not any("neither saved nor restored" in text for text in texts)
