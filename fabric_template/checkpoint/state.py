@@ -494,7 +494,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         has_attributes = not (is_lightnings or has_state or is_instance_of(callback, "ProgressBar"))
         path = f"callbacks.{name}.{counts[name]}"
         yield path, Part(callback, has_attributes=has_attributes)
-        for attribute, network in vars(callback).items():
+        for attribute, network in Part(callback).namespace().items():
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue

@@ -156,3 +156,20 @@ def test_a_resumed_run_warns_of_moved_and_removed_callbacks_of_one_class(tmp_pat
     texts = [str(warning.message) for warning in recwarn]
     assert any(f"got {len(steps)} of the class Counts, expected {len(saved)}" in text for text in texts) == is_warned
     assert not any("neither saved nor restored" in text for text in texts)
+
+
+class CountsInSlot:
+    """A callback without a base class and without a ``__dict__``."""
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, loop, module, outputs, batch, batch_idx):
+        self.count += 1
+        loop.log("count", self.count)
+
+
+def test_a_callback_may_have_slots_instead_of_a_dict(tmp_path):
+    assert_resumes_exactly(tmp_path, Classifier, lambda: [CountsInSlot()])
