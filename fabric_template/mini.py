@@ -973,7 +973,9 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        path, (length, columns) = self.log_dir / name, self._tables[name]
+        # An edit may add tensors, NumPy numbers, or a file of its own.
+        row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
+        path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         # If another program has deleted the file, write it again with its header.
         if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
             with path.open("a") as file:
@@ -996,7 +998,7 @@ class MiniLoop:
             if isinstance(value, float):
                 is_plain = name == "time" or value == 0 or 1e-3 <= abs(value) < 1e3
                 value = f"{value:.{2 if name == 'time' else 4}f}" if is_plain else f"{value:.2e}"
-            cells.append(f"{value:>{max(len(name), 5 if name in ('epoch', 'step') else 8)}}")
+            cells.append(f"{value!s:>{max(len(name), 5 if name in ('epoch', 'step') else 8)}}")
         if self.fabric.is_global_zero:
             tqdm.write("  ".join(cells), file=sys.stdout)
 
@@ -3723,7 +3725,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file as numbers. Skip an incomplete last line."""
+    """Read the rows of a CSV file. Skip empty cells and an incomplete last line."""
     # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
@@ -3731,9 +3733,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         rows.append({})
         for name, cell in zip(columns, line, strict=False):
-            with suppress(ValueError):
-                rows[-1][name] = (int if name in ("epoch", "step") else float)(cell)
+            value = read_cell(cell)
+            is_count = isinstance(value, int) or name not in ("epoch", "step")
+            if is_count and value != "":
+                rows[-1][name] = value
     return rows
+
+
+def read_cell(cell: str) -> Any:
+    """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            # Keep text such as "007".
+            if kind is float or str(int(cell)) == cell:
+                return kind(cell)
+    return cell
 
 
 def write_yaml(path: Path, **content: Any) -> None:

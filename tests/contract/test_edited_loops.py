@@ -1,6 +1,7 @@
 """Test edits of MiniLoop's methods: their state, resumed runs, and errors about misuse."""
 
 import ast
+import csv
 import enum
 import inspect
 import sys
@@ -73,6 +74,14 @@ def assert_resumes(kind, kill=12, **options):
     rows = [[{n: v for n, v in row.items() if n not in drop} for row in loop.history] for loop in (whole, resumed)]
     assert rows[0] == rows[1]
     return whole, resumed
+
+
+def edited_copy(before, after, count=1):
+    source = inspect.getsource(fabric_template.mini)
+    assert count is None or source.count(before) == count
+    module = sys.modules["edited_mini"] = types.ModuleType("edited_mini")
+    exec(source.replace(before, after), module.__dict__)
+    return module
 
 
 # Values that an edit adds to a checkpoint
@@ -250,9 +259,7 @@ def test_the_list_of_the_attributes_of_the_loop_is_complete():
 
 
 def renamed_loop(name):
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(inspect.getsource(fabric_template.mini).replace("MiniLoop", name), module.__dict__)
-    return getattr(module, name)
+    return getattr(edited_copy("MiniLoop", name, count=None), name)
 
 
 class LogsAndValidates(nn.Module):
@@ -293,3 +300,42 @@ def test_a_renamed_copy_and_another_loop_log_separately(outer, inner):
     expected_rows, [expected] = run("MiniLoop", "MiniLoop")
     assert rows == expected_rows
     assert found == [pytest.approx(expected)]
+
+
+# Columns of metrics.csv
+
+OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
+        row |= {"seen": self.global_step * 2, "is_warm": epoch < 1, "missing": None, "pair": [1, 2]}
+        row |= {"tensor": torch.tensor(0.5), "number": np.float64(0.25)}
+        row |= {"late": "007"} if epoch > 1 else {}
+        self.history.append(row)
+"""
+
+
+@pytest.mark.parametrize("resume", [None, "last"])
+def test_the_columns_of_an_edit_keep_text_bools_and_ints(resume):
+    kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
+    if resume:
+        train(kind, max_epochs=2)
+    loop, _ = train(kind, max_epochs=4, resume=resume)
+    rows = list(csv.DictReader((loop.log_dir / "metrics.csv").read_text().splitlines()))
+    names = ("phase", "seen", "is_warm", "missing", "pair", "tensor", "number", "late")
+    cells = [tuple(row[name] for name in names) for row in rows]
+    end = ("", "[1, 2]", "0.5", "0.25")
+    assert cells == [
+        ("warm, or not", "16", "True", *end, ""),
+        ("main", "32", "False", *end, ""),
+        ("main", "48", "False", *end, "007"),
+        ("main", "64", "False", *end, "007"),
+    ]
+    assert all(type(row["epoch"]) is type(row["step"]) is type(row["seen"]) is int for row in loop.history)
+
+
+def test_an_edit_can_write_a_csv_file_of_its_own():
+    class WritesFile(MiniLoop):
+        def _end_row(self, epoch):
+            super()._end_row(epoch)
+            self._append_row("own.csv", {"step": self.global_step, "double": torch.tensor(2.0 * epoch)})
+
+    for loop in assert_resumes(WritesFile):
+        assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
