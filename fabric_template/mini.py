@@ -171,14 +171,14 @@ LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
     strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
-    _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every _given_options
-    _has_validated _hook _is_first_batch _is_last _is_lightning_module _is_one_cpu_in_32_bits
-    _is_row_due _learning_rate _logged_batch_size _logs _not_reset _num_groups _object_places
-    _precision _read_places _resumed_options _resumed_state _row_started _sampler_seed
-    _start_flags _start_names _started_at _step_values _sums _tables _torchmetrics _unsaved
-    _validated _validation_names _waited _window_size active_stage batches_done best_score
-    callback_metrics checkpoint_dir current_epoch global_step history log_dir num_training_batches
-    should_stop _saved_step _settings
+    _batches_read _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
+    _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
+    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _not_reset
+    _num_groups _object_places _precision _read_places _resumed_options _resumed_state
+    _row_started _sampler_seed _start_flags _start_names _started_at _step_values _sums _tables
+    _torchmetrics _unsaved _validated _validation_names _waited _window_size active_stage
+    batches_done best_score callback_metrics checkpoint_dir current_epoch global_step history
+    log_dir num_training_batches should_stop _saved_step _settings
 """.split()
 
 
@@ -426,11 +426,16 @@ class MiniLoop:
         return self.should_stop
 
     def _train_epoch(self) -> None:
+        """Train on the rest of an epoch, validate, write rows and save.
+
+        After a kill, code before or after a call to this method runs twice or not at all. Use
+        on_train_epoch_end, or write ``if self.batches_done == 0`` before the call.
+        """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         self._window_size = self.accumulate_grad_batches
-        for batch in self._train_batches():
+        for batch in self._checked_batches():
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
             if self._batches_in_window > 0:
@@ -455,6 +460,20 @@ class MiniLoop:
             self.current_epoch, self.batches_done, self._batches = epoch + 1, 0, None
             self._save(is_validated)
 
+    def _checked_batches(self) -> Iterator[Any]:
+        """Yield the batches of ``_train_batches``. Refuse edits that train wrongly."""
+        is_end, number = False, self.batches_done
+        text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
+        text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
+        text += " each yield."
+        for batch in self._train_batches():
+            check(not is_end, text)
+            yield batch
+            is_end, number = self._is_last, number + 1
+            is_trained = self.batches_done == number
+            check(is_trained, "_train_batch: expected one call for each batch of _train_batches.")
+        check(is_end, text)
+
     def _train_batch(self, batch: Any) -> None:
         """Compute a batch's gradients. At the end of an accumulation window, step the optimizer."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
@@ -470,7 +489,7 @@ class MiniLoop:
             text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}."
             raise ValueError(f"{text} Change the value between epochs.")
         self._window_size = every
-        is_window_end = self._is_window_end(batch)
+        is_window_end = self._is_window_end(batch) or self._is_last
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
         else:
@@ -480,7 +499,10 @@ class MiniLoop:
         self.batches_done += 1
         self._batches_in_window += 1
         if is_window_end:
+            step = self.global_step + 1
             self._step_optimizer()
+            self.global_step, self._batches_in_window = step, 0
+            self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
             self._step_schedulers("step", is_plateau=False)
             if self._is_last:
                 self._step_schedulers("epoch", is_plateau=False)
@@ -490,7 +512,11 @@ class MiniLoop:
         self._batch_size, self._step_values = 1, None
 
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
-        """Run the forward pass and the backward pass, which accumulates the gradients."""
+        """Run the forward pass and the backward pass, which accumulates the gradients.
+
+        For the first batch of an accumulation window, each call clears the gradients first. To add
+        the gradients of another loss, return the sum of both losses from the step.
+        """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
         else:
@@ -514,9 +540,9 @@ class MiniLoop:
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer takes a step after a batch.
+        """Return whether the optimizer takes a step, equally in all processes.
 
-        All processes return the same result.
+        After the last batch of an epoch, the optimizer always takes a step.
         """
         if self.accumulate_grad_batches == 1:
             return True
@@ -528,6 +554,7 @@ class MiniLoop:
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
+        """Clip the gradients, and call optimizer.step(). ``_train_batch`` counts the steps."""
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
@@ -540,9 +567,6 @@ class MiniLoop:
         except TypeError as error:
             check("'NoneType' object is not callable" not in str(error), NEEDS_CLOSURE)
             raise
-        self.global_step += 1
-        self._batches_in_window = 0
-        self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
         """Step either the ReduceLROnPlateau schedulers or all other schedulers.
@@ -562,7 +586,10 @@ class MiniLoop:
                 scheduler.step()
 
     def _train_batches(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch."""
+        """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch.
+
+        If an edit skips, repeats or reorders batches, a run cannot resume exactly within an epoch.
+        """
         self._is_last, length = False, self.num_training_batches
         is_started = self._batches is not None
         if not is_started:
@@ -581,8 +608,10 @@ class MiniLoop:
         bar.update(file=sys.stdout if is_notebook else sys.stderr)
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
+        self._batches_read = self.batches_done
         for is_last, batch in self._timed(tqdm(self._batches, **bar)):
             self._is_last = is_last
+            self._batches_read += 1
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in this epoch, but the loader's"
         text += f" length is {length}. Return the correct length in __len__."
@@ -757,7 +786,11 @@ class MiniLoop:
         return True
 
     def _validate(self) -> None:
-        """Validate in eval mode without gradients, and keep the metrics for metrics.csv."""
+        """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
+
+        To validate with other weights, load them into the model, and load the old weights at the
+        end. Another module in ``self.network`` has no effect on the steps.
+        """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
         modes = [(module, module.training) for module in self.network.modules()]
@@ -1007,6 +1040,12 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
+        is_between_steps = self._batches_in_window == 0 and not (is_in_epoch and self._is_last)
+        text = "_save: got a call within an accumulation window or after an epoch's last batch, but"
+        check(is_between_steps, f"{text} no run can resume there. Call _save after another batch.")
+        if is_in_epoch and self._batches_read != self.batches_done:
+            text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
+            warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
         # Validation metrics change with each validation, and training metrics with each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
@@ -2259,10 +2298,7 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return the model's method with the given name, or None.
-
-    Ignore empty hooks of Lightning's base classes, and methods that a loop has added to the model.
-    """
+    """Return a method of the model, but no empty hook and no method that a loop has added."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -2494,10 +2530,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Give gloo's threads time to free tensors before Python exits.
-
-    If a gloo thread frees tensors while Python exits, the process aborts.
-    """
+    """Wait for gloo's threads, which abort the process if they free tensors at its exit."""
     time.sleep(0.05)
 
 
@@ -2545,10 +2578,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until any process runs out of batches.
-
-    DDP would wait forever if one process continued after another process had run out of batches.
-    """
+    """Yield batches until any process has none left, because DDP would then wait forever."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2566,10 +2596,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None.
-
-    zero_grad() would also record a profiler event, which takes 20 us.
-    """
+    """Set all gradients to None. zero_grad() would also record a profiler event (20 us)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2650,10 +2677,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Raise an error if an optimizer's state contains parameters or their ids.
-
-    A resumed run creates new parameters, which have new ids.
-    """
+    """Refuse a state with parameters or their ids, because a resumed run has other ids."""
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2698,10 +2722,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an optimizer or scheduler from before earlier fits changed them.
-
-    Keep arguments that the user has changed since the latest fit.
-    """
+    """Return the arguments before earlier fits, but keep those that the user has changed."""
     start, end = EARLIER_ARGUMENTS.get(owner, (current, current))
     found = {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
     EARLIER_ARGUMENTS[owner] = found, current
@@ -2728,10 +2749,7 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse schedulers whose state_dict() contains parameters of the optimizer.
-
-    A resumed run would load copies of these parameters into the scheduler.
-    """
+    """Refuse states with parameters, because a resumed run would load copies of them."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2742,10 +2760,7 @@ def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to values that JSON can store.
-
-    If a value cannot be converted, store the name of its type.
-    """
+    """Convert settings to values that JSON can store, or else to the names of their types."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -3100,10 +3115,7 @@ class LargeValueError(TypeError):
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
-    """Return an array's shape and a checksum.
-
-    For an array that is larger than 256 MB, the checksum covers only a sample of the elements.
-    """
+    """Return an array's shape and a checksum, of a sample if the array exceeds 256 MB."""
     step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
     items = np.ascontiguousarray(array.reshape(-1)[::step])
     return array.shape, zlib.crc32(items.view(np.uint8).data)
@@ -3168,12 +3180,7 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to FabricLoop's checkpoint format. Raise a TypeError for unsupported types.
-
-    Args:
-        most: The maximum number of elements in a tensor or an array. None means no limit.
-        weights: The addresses and names of tensors that are saved elsewhere.
-    """
+    """Convert a value to FabricLoop's format, or raise a TypeError if this is not supported."""
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
@@ -3276,10 +3283,7 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Return the subclass of ``base`` with the given name, or None.
-
-    Search only imported modules, so that the search runs no code.
-    """
+    """Return a subclass of ``base`` from an imported module, or None, without running code."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -3373,10 +3377,7 @@ def address_of(value: Any) -> int | None:
 
 
 def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Convert the module attributes in a FabricLoop checkpoint to MiniLoop's format.
-
-    If the checkpoint also contains attributes of loaders or other objects, return None.
-    """
+    """Convert the modules' attributes in FabricLoop's format, or return None for others."""
     if has_attributes(of_process["data"]):
         return None
     converted: dict[str, Any] = {}
@@ -3562,10 +3563,7 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO, is_mapped: bool = False) -> dict[str, Any]:
-    """Load a file saved by torch.save, with placeholders for objects that torch.load refuses.
-
-    If ``is_mapped`` is True, read each tensor only when it is used.
-    """
+    """Load a file of torch.save, with placeholders for objects that torch.load refuses."""
     # Pass a copy of an io.BytesIO, because get_unsafe_globals_in_checkpoint() moves the read
     # position.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))

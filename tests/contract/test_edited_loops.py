@@ -4,6 +4,7 @@ import ast
 import csv
 import enum
 import inspect
+import itertools
 import sys
 import types
 from collections import defaultdict, deque, namedtuple
@@ -339,3 +340,130 @@ def test_an_edit_can_write_a_csv_file_of_its_own():
 
     for loop in assert_resumes(WritesFile):
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
+
+
+# The rules for edits of each method
+
+
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+class OnlySteps(MiniLoop):
+    def _step_optimizer(self):
+        self.optimizer.step()
+
+
+class CountsAndSteps(MiniLoop):
+    def _step_optimizer(self):
+        self.optimizer.step()
+        self.global_step += 1
+
+
+@pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
+def test_an_edit_of_the_optimizer_step_needs_no_counters(kind):
+    options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
+    loop, net = train(kind, "edited", **options)
+    other, expected = train(MiniLoop, **options)
+    assert_same_weights(expected, net)
+    assert (loop.global_step, loop._learning_rate) == (other.global_step, other._learning_rate) == (12, 0.025)
+
+
+def test_the_optimizer_always_takes_a_step_after_the_last_batch_of_an_epoch():
+    class ThreeBatches(MiniLoop):
+        def _is_window_end(self, batch):
+            return self._batches_in_window + 1 >= 3
+
+    whole, _ = assert_resumes(ThreeBatches)
+    assert [row["step"] for row in whole.history] == [3, 6, 9]
+
+
+def with_batches(change):
+    class Changes(MiniLoop):
+        def _train_batches(self):
+            yield from change(self, super()._train_batches())
+
+    return Changes
+
+
+def skip_third(loop, batches):
+    yield from (batch for number, batch in enumerate(batches) if number != 3)
+
+
+def shuffle(loop, batches):
+    given = list(batches)
+    for number in torch.randperm(len(given)).tolist():
+        loop._is_last = len(given) == 1
+        yield given.pop(number % len(given))
+
+
+def twice(loop, batches):
+    for batch in batches:
+        yield from (batch, batch)
+
+
+def echo(loop, batches):
+    for batch in batches:
+        is_last, loop._is_last = loop._is_last, False
+        yield batch
+        loop._is_last = is_last
+        yield batch
+
+
+REFUSED = {
+    "sorted": lambda loop, batches: sorted(batches, key=lambda batch: float(batch[0].mean())),
+    "limited": lambda loop, batches: itertools.islice(batches, 5),
+    "twice": twice,
+    "without the last": lambda loop, batches: list(batches)[:-1],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_edit_that_marks_a_wrong_batch_as_the_last_is_refused(case):
+    with pytest.raises(ValueError, match="^_train_batches: expected _is_last to be True for the last batch"):
+        train(with_batches(REFUSED[case]))
+
+
+@pytest.mark.parametrize("change", [skip_third, shuffle, echo])
+def test_an_edit_of_the_batches_resumes_exactly_between_epochs_and_warns_within_an_epoch(change):
+    kind = with_batches(change)
+    whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
+    assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
+    with pytest.warns(UserWarning, match="^_train_batches: got skipped, repeated or reordered batches"):
+        train(kind, max_epochs=1, validate_every_n_steps=5)
+
+
+class TrainsTwice(MiniLoop):
+    def _train_batch(self, batch):
+        super()._train_batch(batch)
+        super()._train_batch(batch)
+
+
+class SavesOften(MiniLoop):
+    every = 1
+
+    def _train_batch(self, batch):
+        super()._train_batch(batch)
+        if self.batches_done % self.every == 0:
+            self._save(False)
+
+
+class SavesEveryThirdBatch(SavesOften):
+    every = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "message"),
+    [
+        (TrainsTwice, 1, "^_train_batch: expected one call for each batch"),
+        (SavesOften, 2, "^_save: got a call within an accumulation window"),
+        (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
+    ],
+)
+def test_calls_after_which_no_run_could_resume_are_refused(kind, every, message):
+    with pytest.raises(ValueError, match=message):
+        train(kind, accumulate_grad_batches=every)
+
+
+def test_an_edit_can_save_within_an_epoch():
+    assert_resumes(SavesEveryThirdBatch, kill=13)

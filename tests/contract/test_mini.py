@@ -831,9 +831,8 @@ BY_TOKENS = {
             if parameter.grad is not None:
                 parameter.grad /= tokens
 """,
-    """        self._batches_in_window = 0
-        self._learning_rate""": """        self._batches_in_window = self._tokens = 0
-        self._learning_rate""",
+    "self.global_step, self._batches_in_window = step, 0": """\
+self.global_step, self._batches_in_window, self._tokens = step, 0, 0""",
 }
 AVERAGED_WEIGHTS = {
     "    seed: int": """    ema_decay: float = 0.9  # Validate with the exponential moving average of the weights.
@@ -845,10 +844,10 @@ AVERAGED_WEIGHTS = {
         average = torch.optim.swa_utils.get_ema_multi_avg_fn(self.ema_decay)
         self._ema = torch.optim.swa_utils.AveragedModel(self._unwrapped, multi_avg_fn=average)
 """,
-    """        self.global_step += 1
-        self._batches""": """        self.global_step += 1
-        self._ema.update_parameters(self._unwrapped)
-        self._batches""",
+    """            self._step_optimizer()
+""": """            self._step_optimizer()
+            self._ema.update_parameters(self._unwrapped)
+""",
     """        self.network.eval()
 """: """        self.network.eval()
         weights = copy.deepcopy(self._unwrapped.state_dict())
