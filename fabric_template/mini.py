@@ -212,8 +212,18 @@ class MiniLoop:
     # Trainer also has the following attributes, and LightningModules may read them.
     sanity_checking, logger, loggers = False, None, ()
 
-    def __new__(cls, **options: Any) -> MiniLoop:
-        refuse_unknown("MiniLoop", options, [field.name for field in fields(cls)])
+    def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
+        known = [field.name for field in fields(cls)]
+        plain = [kind for kind in cls.__mro__[:-1] if "__dataclass_fields__" not in vars(kind)]
+        refused = [name for name in known for kind in plain if name in vars(kind)]
+        if any("__init__" in vars(kind) or inspect.get_annotations(kind) for kind in plain):
+            refused += [*values, *(options.keys() - {*known})]
+        text = f"{cls.__name__}: got the option {[*refused, None][0]!r}, but the class is not a"
+        text += " dataclass. Write @dataclass(kw_only=True, eq=False) above each class that adds or"
+        text += " changes options, and write each option with its type, as in `decay: float = 0.9`."
+        if refused:
+            raise TypeError(text)
+        refuse_unknown("MiniLoop", options, known)
         return super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:

@@ -467,3 +467,53 @@ def test_calls_after_which_no_run_could_resume_are_refused(kind, every, message)
 
 def test_an_edit_can_save_within_an_epoch():
     assert_resumes(SavesEveryThirdBatch, kill=13)
+
+
+# Options of a subclass
+
+
+class PlainDefault(MiniLoop):
+    max_epochs = 1
+
+
+class DefaultBelow(PlainDefault):
+    pass
+
+
+class PlainInit(MiniLoop):
+    def __init__(self, decay=0.9, **options):
+        super().__init__(**options)
+        self.decay = decay
+
+
+class OnlyAnnotated(MiniLoop):
+    decay: float = 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "options", "name"),
+    [
+        (PlainDefault, (), {}, "'max_epochs'"),
+        (DefaultBelow, (), {}, "'max_epochs'"),
+        (PlainInit, (), {"decay": 0.5}, "'decay'"),
+        (PlainInit, (0.5,), {}, "0.5"),
+        (OnlyAnnotated, (), {"decay": 0.5}, "'decay'"),
+    ],
+)
+def test_an_option_of_a_class_without_the_decorator_is_refused(kind, values, options, name):
+    message = f"^{kind.__name__}: got the option {name}, but .* Write @dataclass.kw_only=True, eq=False. above"
+    with pytest.raises(TypeError, match=message):
+        kind(*values, **options)
+
+
+@dataclass(kw_only=True, eq=False)
+class Changed(MiniLoop):
+    max_epochs: int = 1
+    decay: float = 0.9
+
+
+def test_options_of_a_decorated_class_have_their_values():
+    assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
+    assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
+    with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):
+        Changed(decai=0.5)
