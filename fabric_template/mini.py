@@ -42,6 +42,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 import weakref
 import zipfile
@@ -710,7 +711,8 @@ class MiniLoop:
     def _raise_instead(self, error: Exception) -> None:
         """Replace some of torch's errors with clearer ones. Raise all other errors unchanged."""
         text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
-        if text is None or not self._hook.endswith("_step"):
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if text is None or "_run_step" not in names:
             raise error
         text = text.format(step=self._hook)
         raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
@@ -2027,6 +2029,8 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check the checkpoint of a resumed run."""
+        # An edit of `_set_up_optimizer` may have appended schedulers.
+        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])

@@ -517,3 +517,28 @@ def test_options_of_a_decorated_class_have_their_values():
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
     with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):
         Changed(decai=0.5)
+
+
+# Errors
+
+
+def test_an_error_in_an_edit_is_not_reported_as_an_error_of_the_step():
+    class AddsArray(MiniLoop):
+        def _step_optimizer(self):
+            self.network.weight.grad.add_(np.ones((1, 4)))
+
+    with pytest.raises(TypeError) as raised:
+        train(AddsArray)
+    assert "training_step" not in str(raised.value)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_an_edit_can_append_a_scheduler(as_dict):
+    class WarmsUp(MiniLoop):
+        def _set_up_optimizer(self, optimizer, scheduler):
+            super()._set_up_optimizer(optimizer, scheduler)
+            appended = step_lr(self.optimizer)
+            self.schedulers.append({"scheduler": appended, "interval": "step"} if as_dict else appended)
+
+    whole, _ = assert_resumes(WarmsUp)
+    assert whole.history[0]["lr"] == (0.1 * 0.5**7 if as_dict else 0.1)
