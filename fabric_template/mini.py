@@ -19,6 +19,9 @@ works, edit one of these methods:
 - `_save`: which checkpoints are written
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
+
+Checkpoints contain the attributes that an edit adds to the loop. Create modules, optimizers and
+loaders in `_reset` or `_set_up_optimizer`, so that a resumed run can restore their state.
 """
 
 from __future__ import annotations
