@@ -336,7 +336,7 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Compare names, because the owner's class may be from a copy. A copy may rename MiniLoop.
+    # Compare names, because the class may be from a copy. A copy may rename MiniLoop.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
 
