@@ -107,8 +107,11 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             f" callbacks: {missing}."
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
+    of_process = run.plan.start.state_of_process(run.fabric.global_rank).get("callbacks", {})
     for callback in run.hooks.callbacks:
-        load_state(callback, deepcopy(states.get(key_of(callback))) or None)
+        key = key_of(callback)
+        state = of_process[key] if key in of_process and key in states else states.get(key)
+        load_state(callback, deepcopy(state) or None)
 
 
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState, address_of, is_plain_tensor, refers_to
+from ..plain_state import Part, PlainState, address_of, digest, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
@@ -81,7 +81,7 @@ def build_checkpoint(
     run.hooks.call_module("on_save_checkpoint", checkpoint)
     # Return a new dict. A hook may have kept a reference to ``checkpoint``, and must not see
     # OWN_KEY.
-    return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run)}
+    return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
 
 
 def training_state(run: Run) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def state_of(part: Any) -> Any:
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
-def own_state(run: Run) -> dict[str, Any]:
+def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the state that Trainer does not save.
 
     The "ranks" entry of the returned dict lists the state of each process.
@@ -125,6 +125,7 @@ def own_state(run: Run) -> dict[str, Any]:
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
+        "callbacks": callback_states_of_process(run, checkpoint.get("callbacks", {})),
         **states_of(run, per_process=True),
     }
     outside = run.optimization.outside_parameters()
@@ -142,6 +143,25 @@ def own_state(run: Run) -> dict[str, Any]:
         # Save the seed even if no loader has used it, because a resumed run may need it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
+    }
+
+
+def callback_states_of_process(run: Run, states: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of the user's callbacks that differ between the processes."""
+    if run.fabric.world_size == 1:
+        return {}
+    users = [part for part in run.hooks.callbacks if not is_lightnings(part)]
+    own = {key: states[key] for key in map(key_of, users) if key in states}
+    digests = {}
+    for key, state in own.items():
+        # The state may contain objects, which have no digest.
+        with suppress(Exception):
+            digests[key] = repr(digest(state))
+    gathered = gather_objects(run, digests)
+    return {
+        key: state
+        for key, state in own.items()
+        if any(other.get(key) != gathered[0].get(key) for other in gathered)
     }
 
 
@@ -483,15 +503,20 @@ def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Pa
     return Part(module, persistent, has_buffers=True)
 
 
+def is_lightnings(callback: Any) -> bool:
+    return type(callback).__module__.startswith(CALLBACK_MODULES)
+
+
 def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
     counts: dict[str, int] = {}
     own = {id(module) for module in (run.model, *run.network.modules())}
     for callback in run.hooks.callbacks:
         name = type(callback).__qualname__
         counts[name] = counts.get(name, 0) + 1
-        is_lightnings = type(callback).__module__.startswith(CALLBACK_MODULES)
         has_state = overridden(callback, "state_dict") is not None
-        has_attributes = not (is_lightnings or has_state or is_instance_of(callback, "ProgressBar"))
+        has_attributes = not (
+            is_lightnings(callback) or has_state or is_instance_of(callback, "ProgressBar")
+        )
         path = f"callbacks.{name}.{counts[name]}"
         yield path, Part(callback, has_attributes=has_attributes)
         for attribute, network in Part(callback).namespace().items():
