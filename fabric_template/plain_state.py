@@ -24,7 +24,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from itertools import count, islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import SimpleNamespace
@@ -46,6 +49,9 @@ _DICTS: dict[str, type] = {
 _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
+_VALUES: dict[str, Any] = {
+    kind.__name__: kind for kind in (timedelta, date, datetime, Fraction, Decimal, bytearray)
+}
 # Limits that keep checkpoints small and quick to save.
 _MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
 _MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
@@ -97,6 +103,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
         return _digest_array(np.asarray(value))
+    if (arguments := arguments_of(value)) is not None:
+        return kind, arguments
     if not (kind in _CONTAINERS or is_named_tuple(kind)) or most == 0:
         raise NotPlainError
     items = _items_of(value)
@@ -249,6 +257,29 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
+# Dates and other small values
+
+
+def arguments_of(value: Any) -> list[Any] | None:
+    """Return the arguments that create an equal date, bytearray, Fraction or Decimal.
+
+    Return None for a value of another type, and for a time with a time zone. Paths are not saved,
+    because the folder of a run may have moved.
+    """
+    kind = type(value)
+    if kind is timedelta:
+        return [value.days, value.seconds, value.microseconds]
+    if kind is date:
+        return [value.year, value.month, value.day]
+    if kind is datetime and value.tzinfo is None:
+        return [*value.timetuple()[:6], value.microsecond]
+    if kind is Fraction:
+        return [value.numerator, value.denominator]
+    if kind is Decimal:
+        return [str(value)]
+    return [bytes(value)] if kind is bytearray else None
+
+
 # Enums and named tuples
 
 
@@ -310,6 +341,8 @@ class Encoder:
             encoded = "shared", self._encode(read_shared(value), depth + 1)
         elif kind is range:
             encoded = "range", [value.start, value.stop, value.step]
+        elif (arguments := arguments_of(value)) is not None:
+            encoded = "value", arguments, kind.__name__
         elif isinstance(value, Enum) or is_named_tuple(kind):
             encoded = self._encode_by_class(value, kind, depth)
         elif kind in _CONTAINERS and depth <= _DEEPEST:
@@ -419,6 +452,8 @@ class Decoder:
         items = [self.decode(item) for item in content]
         if kind == "range":
             return range(*items)
+        if kind == "value":
+            return _VALUES[options[0]](*items)
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
@@ -654,6 +689,14 @@ def is_library_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not is_other
 
 
+def find_iterator(value: Any) -> Any:
+    """Return a value that is an iterator, or the first iterator in a container, or None."""
+    if type(value) not in _CONTAINERS:
+        return value if is_library_iterator(value) else None
+    items = value.values() if isinstance(value, dict) else value
+    return next(filter(is_library_iterator, islice(items, _MOST_OBJECTS)), None)
+
+
 def searched_values(part: Part) -> dict[str, Any]:
     """Return an object's attributes and, for a module or an optimizer, also its hooks."""
     values, module = part.attributes(), part.instance
@@ -872,8 +915,9 @@ class PlainState:
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
-                if self._network is not None and is_library_iterator(value):
-                    raise TypeError(f"the position of a {type(value).__name__} cannot be saved")
+                iterator = None if self._network is None else find_iterator(value)
+                if iterator is not None:
+                    raise TypeError(f"the position of a {type(iterator).__name__} cannot be saved")
                 if self._has_new_objects(place, value):
                     raise TypeError("it contains objects that were created during training")
                 is_state = self._is_saved_as_state(value)

@@ -1,5 +1,8 @@
 """Test that a resumed run continues the callbacks of the saved run, or warns about differences."""
 
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -173,3 +176,37 @@ class CountsInSlot:
 
 def test_a_callback_may_have_slots_instead_of_a_dict(tmp_path):
     assert_resumes_exactly(tmp_path, Classifier, lambda: [CountsInSlot()])
+
+
+class Grows(cb.Callback):
+    """Changes values of several types after each batch."""
+
+    def __init__(self):
+        self.duration, self.day, self.time = timedelta(), date(2020, 1, 1), datetime(2020, 1, 1)
+        self.share, self.sum, self.bytes = Fraction(0), Decimal(0), bytearray()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.duration += timedelta(1, 2, 3)
+        self.day, self.time = self.day + timedelta(1), self.time + self.duration
+        self.share, self.sum = self.share + Fraction(1, 3), self.sum + Decimal("0.1")
+        self.bytes.append(1)
+
+
+def test_a_resumed_run_restores_dates_and_exact_numbers(tmp_path):
+    callbacks = [Grows() for _ in range(3)]
+    given = iter(callbacks)
+    assert_resumes_exactly(tmp_path, Classifier, lambda: [next(given)])
+    assert vars(callbacks[2]) == vars(callbacks[0]) != vars(Grows())
+
+
+class Iterates(cb.Callback):
+    def __init__(self):
+        self.values = {"a": iter(range(100))}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        next(self.values["a"])
+
+
+def test_a_run_warns_of_iterators_in_containers(tmp_path):
+    with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
+        fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
