@@ -109,7 +109,9 @@ class LoggerConnector:
             hparams = merge_hyperparameters(run.model, run.datamodule, run.config.hparams)
         for logger in self.loggers:
             is_csv = isinstance(logger, CSVLogger)
-            if run.stage == "fit" or not is_csv:
+            # In TensorBoard, logging the hyperparameters again adds another value of hp_metric.
+            is_logged = run.plan.start.resumes and has_events(logger)
+            if (run.stage == "fit" or not is_csv) and not is_logged:
                 log_settings(logger, hparams, run.config)
             if not is_csv:
                 logger.log_graph(run.module)
@@ -118,6 +120,13 @@ class LoggerConnector:
     def finalize(self, status: str) -> None:
         for logger in self.loggers:
             logger.finalize(status)
+
+
+def has_events(logger: Any) -> bool:
+    """Return whether a TensorBoardLogger continues the event files of an earlier run."""
+    if not isinstance(logger, TensorBoardLogger):
+        return False
+    return any(Path(logger.log_dir).glob("events.out.tfevents.*"))
 
 
 class RunTensorBoardLogger(TensorBoardLogger):

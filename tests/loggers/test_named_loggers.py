@@ -20,6 +20,16 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path, given):
     assert len(loop.loggers) == 2
 
 
+def test_a_resumed_run_logs_no_second_value_of_hp_metric(tmp_path):
+    pytest.importorskip("tensorboard")
+    counts = []
+    for epochs, resume in ((1, None), (2, "last")):
+        fit(tmp_path, Plain, max_epochs=epochs, logger="tensorboard", resume=resume, hparams={"lr": 0.1})
+        events = b"".join(path.read_bytes() for path in tmp_path.rglob("events.out*"))
+        counts.append(events.count(b"hp_metric"))
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_wandb_and_mlflow_record_the_run_if_installed(tmp_path, name, monkeypatch):
     pytest.importorskip(name)
