@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
+# Matches the checkpoint keys for hyperparameters, which a resumed run does not read.
+_HYPERPARAMETERS = re.compile("hyper_parameters|hparams")
 # The checkpoint keys that a resumed run reads.
 _KEYS_READ_ON_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
 
@@ -418,15 +421,21 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Check only the keys that a resumed run reads, because a hook may save anything under other
-    # keys.
-    states = {key: checkpoint[key] for key in _KEYS_READ_ON_RESUME if key in checkpoint}
+    # Check the keys of on_save_checkpoint hooks only if an on_load_checkpoint hook may read them.
+    readers = (run.module, run.model, *run.hooks.callbacks)
+    is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
+    states = {
+        key: value
+        for key, value in checkpoint.items()
+        if key in _KEYS_READ_ON_RESUME or (is_read and not _HYPERPARAMETERS.search(str(key)))
+    }
+    states.pop(OWN_KEY, None)
     with suppress(Exception):
         for problem in find_unreadable(states):
             run.warn_once(
                 f"checkpoint: got {problem}, expected tensors, numbers, strings, or containers of"
                 " these. Resuming will raise an error unless you pass weights_only=False. Leave"
-                " this object out of state_dict()."
+                " this object out of state_dict() and on_save_checkpoint."
             )
 
 

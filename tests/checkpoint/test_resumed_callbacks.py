@@ -210,3 +210,24 @@ class Iterates(cb.Callback):
 def test_a_run_warns_of_iterators_in_containers(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
+
+
+class Settings:
+    """A class of the user, whose objects a resumed run cannot read."""
+
+
+class SavesSettings(cb.Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["settings"] = Settings()
+
+
+class ReadsSettings(SavesSettings):
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.settings = checkpoint["settings"]
+
+
+@pytest.mark.parametrize("kind", [SavesSettings, ReadsSettings])
+def test_the_first_save_warns_of_an_object_that_on_load_checkpoint_cannot_read(tmp_path, kind, recwarn):
+    fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
+    found = [warning for warning in recwarn if "Settings" in str(warning.message)]
+    assert len(found) == (kind is ReadsSettings)
