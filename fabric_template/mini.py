@@ -602,7 +602,8 @@ class MiniLoop:
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch.
 
-        If an edit skips, repeats or reorders batches, a run cannot resume exactly within an epoch.
+        If an edit skips, repeats, reorders or combines batches, no run can resume exactly within an
+        epoch.
         """
         self._is_last, length = False, self.num_training_batches
         is_started = self._batches is not None
@@ -1057,7 +1058,8 @@ class MiniLoop:
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
         is_between_steps = self._batches_in_window == 0 and not (is_in_epoch and self._is_last)
         text = "_save: got a call within an accumulation window or after an epoch's last batch, but"
-        check(is_between_steps, f"{text} no run can resume there. Call _save after another batch.")
+        text += " no run can resume there. Before the call, write `if self._batches_in_window == 0"
+        check(is_between_steps, f"{text} and not self._is_last`.")
         if is_in_epoch and self._batches_read != self.batches_done:
             text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
             warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
@@ -3197,7 +3199,10 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to FabricLoop's format, or raise a TypeError if this is not supported."""
+    """Convert a value to FabricLoop's format, or raise a TypeError if this is not supported.
+
+    For a tensor or an array with more than ``most`` elements, raise a LargeValueError.
+    """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
