@@ -166,7 +166,15 @@ def open_folders(run: Run, stack: ExitStack) -> None:
 
 
 def warn_of_reused_callbacks(run: Run) -> None:
-    """Warn about a ModelCheckpoint that still saves to the log folder of another run."""
+    """Warn about a ModelCheckpoint or an EarlyStopping that still has the state of another run."""
+    for stopper in run.hooks.callbacks_of("EarlyStopping"):
+        best = float(getattr(stopper, "best_score", math.inf))
+        if math.isfinite(best) and not run.plan.start.resumes:
+            run.warn_once(
+                "callbacks: got an EarlyStopping that an earlier call used. It compares this run"
+                f" with the best score of that run, {best:.4g}, and may stop too early. Create a"
+                " new EarlyStopping for each run."
+            )
     savers = run.hooks.callbacks_of("ModelCheckpoint")
     loggers = run.loop.loggers if savers else []
     paths = [getattr(logger, "log_dir", None) for logger in loggers]

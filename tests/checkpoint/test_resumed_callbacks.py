@@ -231,3 +231,12 @@ def test_the_first_save_warns_of_an_object_that_on_load_checkpoint_cannot_read(t
     fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
     found = [warning for warning in recwarn if "Settings" in str(warning.message)]
     assert len(found) == (kind is ReadsSettings)
+
+
+def test_a_new_run_warns_of_an_early_stopping_that_another_run_used(tmp_path, recwarn):
+    stopping = cb.EarlyStopping("train_loss")
+    for resume in (None, "auto", None):
+        texts = [str(warning.message) for warning in recwarn]
+        assert not any("got an EarlyStopping that an earlier call used" in text for text in texts)
+        fit(tmp_path, callbacks=[stopping], resume=resume, **OPTIONS)
+    assert any("got an EarlyStopping that an earlier call used" in str(warning.message) for warning in recwarn)
