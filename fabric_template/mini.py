@@ -3613,14 +3613,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         text += " classes. Use FabricLoop."
         raise ValueError(text) from error
 
-    def refuse(value: Any) -> None:
-        kind = value if isinstance(value, type) else type(value)
-        text = f"{path}: got an object of the class {kind.__name__}, expected tensors, numbers,"
-        text += " strings, or containers of these. Use FabricLoop."
-        raise ValueError(text)
+    def refuse_objects(values: Any) -> None:
+        for value in values.values() if isinstance(values, dict) else values:
+            if isinstance(value, dict | list | tuple | set | frozenset):
+                refuse_objects(value)
+            elif isinstance(value, Placeholder | type):
+                kind = value if isinstance(value, type) else type(value)
+                text = f"{path}: got an object of the class {kind.__name__}, expected tensors,"
+                text += " numbers, strings, or containers of these. Use FabricLoop."
+                raise ValueError(text)
 
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template"):
-        apply_to_collection(checkpoint.get(part), (Placeholder, type), refuse)
+    names = ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template")
+    refuse_objects([checkpoint[name] for name in names if name in checkpoint])
     return checkpoint
 
 
