@@ -598,7 +598,7 @@ def test_user_objects_in_the_optimizer_state_cause_a_warning_or_an_error(tmp_pat
     """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
-    with pytest.raises(ValueError, match="got .*Note, expected tensors"):
+    with pytest.raises(ValueError, match="optimizer: got a state that a checkpoint cannot contain .*Note"):
         train(MiniLoop, tmp_path / "mini", shuffled(ModelWithNotingSGD))
 
 
