@@ -1703,6 +1703,8 @@ class MiniLoop:
             self._redo.close()
             with suppress(Exception):
                 self._record_end()
+            # Keep no reference from the loop to itself, so that Python frees its workers soon.
+            self._parts.pop("training loop", None)
 
     def _record_end(self) -> None:
         for place, owner, kind in self._record_keys() if self._starts else ():
@@ -3531,7 +3533,10 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 
 
 def find_direction(metric: str) -> str | None:
-    """Return "min" or "max" for the best value of a metric, or None if the name is unclear."""
+    """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
+
+    If the name does not show whether higher or lower is better, return None.
+    """
     # In a name such as "fpr@recall" or "fpr_at_recall", read only "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)

@@ -559,6 +559,7 @@ ON_PURPOSE = [
     ("option (barebones|unknown_option).*|log an unknown argument", "names FabricLoop"),
     ("data sequential", "several loaders one after the other are supported"),
     ("optimizer a scheduler of another class", "an error before training"),
+    ("optimizer one cycle by epoch", "no warning about an interval that the user wrote"),
     ("data empty", "names the loader instead of CombinedLoader"),
     ("data too few for a row", "metrics.csv has a row for each epoch"),
 ]

@@ -394,3 +394,18 @@ def test_an_object_that_the_user_assigns_between_two_calls_of_fit_is_kept(tmp_pa
     script.change = scale
     script.fit(resume="last")
     assert script.net.memory is memory
+
+
+def test_a_mini_loop_and_its_loader_are_freed_without_garbage_collection(tmp_path):
+    """A loader that only garbage collection frees may wait 5 seconds for each of its workers."""
+    net, loop = torch.nn.Linear(8, 3), MiniLoop(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path)
+    loader, optimizer = DataLoader(make_data(16), 8), torch.optim.Adam(net.parameters())
+    loop.fit(net, loader, optimizer=optimizer, training_step=lambda net, batch: cross_entropy(net(batch[0]), batch[1]))
+    references = [weakref.ref(item) for item in (loop, loader, net)]
+    gc.collect()
+    gc.disable()
+    try:
+        del loop, loader, net, optimizer
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
