@@ -1926,7 +1926,7 @@ class MiniLoop:
         loaders |= {"train ": train, "val ": val}
         parts = {prefix + n: p for prefix in loaders for n, p in parts_of(loaders[prefix]).items()}
         read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
-        # If a dataset contains a module of the model, save the module only with the model.
+        # If a dataset contains one of the model's modules, save this module only once.
         parts.update(self._unwrapped.named_modules())
         parts[""] = unwrap_compiled(self.model)
         parts["training loop"] = self
@@ -3187,7 +3187,7 @@ def encode_large(value: Any, device: torch.device) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict`` method. Modules and loaders do not count."""
+    """Return whether a value has a ``state_dict`` method. Ignore modules and loaders."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")

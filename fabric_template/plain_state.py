@@ -1126,7 +1126,7 @@ class PlainState:
         current, changed = self.digests(), {}
         expected = dict(self._at_start)
         expected.update((place, pair[0]) for place, pair in self._start_values.items())
-        # Do not reset attributes with values that cannot be saved, such as functions.
+        # Do not reset attributes whose values cannot be saved, such as functions.
         known = {place for place, _ in self.attributes() if place not in current} | {*saved}
         for place, found in expected.items():
             if place in known or current.get(place) == found:

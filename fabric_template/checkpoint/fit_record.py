@@ -187,7 +187,7 @@ class FitRecord:
             start.update((name, pair) for name, pair in values.items() if name not in start)
             return
         if restore is not None and (found := self._find_start_values(owner, kind, values)):
-            # Keep the flags of modules that an earlier call has created.
+            # Keep the flags of modules that an earlier call to fit created.
             found = {name: pair for name, pair in found.items() if pair is not _MISSING}
             self._reverts.append(partial(restore, current))
             restore({name: value for name, (_, value) in found.items()})

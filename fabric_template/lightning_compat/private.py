@@ -54,7 +54,7 @@ def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
 
 
 def resets_pruned_weights(callback: Any) -> bool:
-    """Return whether a ModelPruning has use_lottery_ticket_hypothesis, as a value or a function."""
+    """Return whether a ModelPruning callback has use_lottery_ticket_hypothesis turned on."""
     return bool(getattr(callback, "_use_lottery_ticket_hypothesis", False))
 
 

@@ -116,8 +116,8 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # A column such as "name" or "seed" does not always identify runs. Split the file only if epochs
-    # repeat and every row has a run name.
+    # A column such as "name" or "seed" does not always identify runs. Split the file into runs only
+    # if epoch numbers repeat and every row has a value in that column.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}

@@ -92,7 +92,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a scalar to the epoch's sum. For a mean, multiply the scalar by ``batch_size``."""
+        """Add a scalar to the epoch's sum. To compute a mean, weight it by ``batch_size``."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.

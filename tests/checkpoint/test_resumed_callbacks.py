@@ -64,7 +64,7 @@ def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path
     assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
-def test_a_resumed_run_warns_that_pruning_resets_weights_to_other_values(tmp_path):
+def test_a_resumed_run_warns_that_pruning_resets_weights_differently(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
     with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
@@ -92,7 +92,7 @@ class LogsMost(Classifier):
 
 
 @pytest.mark.parametrize("saves", [1, None])
-def test_a_resumed_run_uses_another_reduction_of_the_script(tmp_path, saves, recwarn):
+def test_a_resumed_run_uses_the_new_reduction_if_the_script_has_changed_it(tmp_path, saves, recwarn):
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]

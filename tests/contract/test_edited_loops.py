@@ -420,7 +420,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_edit_that_marks_a_wrong_batch_as_the_last_is_refused(case):
+def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case):
     with pytest.raises(ValueError, match="^_train_batches: expected _is_last to be True for the last batch"):
         train(with_batches(REFUSED[case]))
 

@@ -56,7 +56,7 @@ def test_resume_continues_the_run_that_saved_last(first, second, keyword):
 
 @pytest.mark.parametrize("without_lock", [[0], [1], [0, 1, 2]])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_resume_continues_the_newest_run_after_a_copy_without_hidden_files(first, second, without_lock):
+def test_resume_continues_the_newest_run_if_folders_were_copied_without_hidden_files(first, second, without_lock):
     """If a .lock file is missing, both loops read the time that the checkpoint contains."""
     for _ in range(3):
         train(first, 1)
