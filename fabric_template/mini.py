@@ -374,7 +374,7 @@ class MiniLoop:
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
         with ExitStack() as stack:
-            stack.enter_context(self._recorded())
+            stack.enter_context(self._recorded_values())
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
             stack.enter_context(self._prepared_model("fit", path, checkpoint))
             self._set_up_optimizer(optimizer, scheduler)
@@ -777,7 +777,7 @@ class MiniLoop:
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
-        with self._recorded():
+        with self._recorded_values():
             self._set_up_loaders(None, dataloaders, path, {})
             with self._prepared_model("validate", path, checkpoint):
                 self._validate()
@@ -1687,7 +1687,7 @@ class MiniLoop:
     # The record of earlier fits
 
     @contextmanager
-    def _recorded(self) -> Iterator[None]:
+    def _recorded_values(self) -> Iterator[None]:
         """At the end of the block, record the state, in case a later fit resumes the run.
 
         If training has not started, for example because the resume was refused, also restore the
@@ -1715,7 +1715,10 @@ class MiniLoop:
                 weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
                 EARLIER_FITS[id(owner)] = {}
             if values is not None:
-                EARLIER_FITS[id(owner)][kind] = starts, share(values, [*starts.values()][-1])
+                EARLIER_FITS[id(owner)][kind] = (
+                    starts,
+                    share_equal_values(values, [*starts.values()][-1]),
+                )
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
@@ -1725,7 +1728,7 @@ class MiniLoop:
         run, ``run`` is None, and nothing is reset.
         """
         self._not_reset: set[tuple[str, Any]] = set()
-        self._add_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
+        self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
         saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
         states: dict[str, dict[str, Any]] = {}
@@ -1809,7 +1812,9 @@ class MiniLoop:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
                 # A resumed run keeps the values from before its first fit.
-                starts[run] = starts.pop(run) if run in starts else share(start, newest)
+                starts[run] = (
+                    starts.pop(run) if run in starts else share_equal_values(start, newest)
+                )
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
         """Return (place, object, kind) for all kinds of values that are recorded.
@@ -2006,7 +2011,7 @@ class MiniLoop:
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
-        self._add_optimizer(self.optimizer)
+        self._watch_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
@@ -2029,7 +2034,7 @@ class MiniLoop:
             start, _ = EARLIER_ARGUMENTS.get(owner, (current, current))
             EARLIER_ARGUMENTS[owner] = start, current
 
-    def _add_optimizer(self, optimizer: Any) -> None:
+    def _watch_optimizer(self, optimizer: Any) -> None:
         self._parts.pop("fit optimizer", None)
         if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
             self._parts["fit optimizer"] = optimizer
@@ -2093,7 +2098,7 @@ class MiniLoop:
         states = checkpoint["optimizer_states"]
         text = "resume: got an optimizer state that MiniLoop cannot restore. Resume with"
         text += " FabricLoop, or use load= to start a new run from the weights."
-        check(bool(states) and has_usual_format(states[0]), text)
+        check(bool(states) and has_format_of_torch(states[0]), text)
         groups = self.optimizer.param_groups, states[0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
@@ -2653,7 +2658,7 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     if type(optimizers[0]).state_dict is not torch.optim.Optimizer.state_dict:
         text = "optimizer: got an optimizer whose state_dict() has no dict 'state' or no list"
         text += " 'param_groups'. MiniLoop cannot restore such a state. Use FabricLoop."
-        check(has_usual_format(optimizers[0].state_dict()), text)
+        check(has_format_of_torch(optimizers[0].state_dict()), text)
     given = [p for group in optimizers[0].param_groups for p in group["params"]]
     text = "optimizer: got parameters that are not in the model, expected only the model's"
     text += " parameters. The loop would not save these parameters or move them to the device."
@@ -2661,7 +2666,7 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     check(all(parameter in own for parameter in given), text)
 
 
-def has_usual_format(state: Any) -> bool:
+def has_format_of_torch(state: Any) -> bool:
     """Return whether an optimizer's state has the format of torch.optim.Optimizer.state_dict."""
     is_dict = isinstance(state, dict)
     kinds = (("state", dict), ("param_groups", list))
@@ -2947,7 +2952,7 @@ def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return [n for n in names if not is_same(first.get(n, REMOVED), second.get(n, REMOVED))]
 
 
-def share(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """Save memory by using the values of another dict where they are equal."""
     return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
 

@@ -125,7 +125,7 @@ class FitRecord:
             )
             changed.update(((name, attribute), pair[1]) for attribute, pair in found.items())
         if changed := self._choose_restorable(state, changed, values):
-            self._reverts.append(keep_attributes(state, changed))
+            self._reverts.append(make_restore_function(state, changed))
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
@@ -335,7 +335,7 @@ def store_values(recorded: RecordedObject, kind: str, run: frozenset[Path] | Non
     of_owner[kind] = EarlierFits(starts, current)
 
 
-def keep_attributes(state: PlainState, places: Iterable[Place]) -> Callable[[], None]:
+def make_restore_function(state: PlainState, places: Iterable[Place]) -> Callable[[], None]:
     """Return a function that restores the current values of the given attributes."""
     kept: dict[Place, tuple[Any, Any]] = {}
     for name, attribute in places:

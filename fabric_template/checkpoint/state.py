@@ -153,7 +153,7 @@ def callback_states_of_process(run: Run, states: dict[str, Any]) -> dict[str, An
     """Return the states of the user's callbacks that differ between the processes."""
     if run.fabric.world_size == 1:
         return {}
-    users = [part for part in run.hooks.callbacks if not is_lightnings(part)]
+    users = [part for part in run.hooks.callbacks if not is_callback_of_lightning(part)]
     own = {key: states[key] for key in map(key_of, users) if key in states}
     digests = {}
     for key, state in own.items():
@@ -512,7 +512,7 @@ def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Pa
     return Part(module, persistent, has_buffers=True)
 
 
-def is_lightnings(callback: Any) -> bool:
+def is_callback_of_lightning(callback: Any) -> bool:
     return type(callback).__module__.startswith(CALLBACK_MODULES)
 
 
@@ -524,7 +524,9 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         counts[name] = counts.get(name, 0) + 1
         has_state = overridden(callback, "state_dict") is not None
         has_attributes = not (
-            is_lightnings(callback) or has_state or is_instance_of(callback, "ProgressBar")
+            is_callback_of_lightning(callback)
+            or has_state
+            or is_instance_of(callback, "ProgressBar")
         )
         path = f"callbacks.{name}.{counts[name]}"
         yield path, Part(callback, has_attributes=has_attributes)

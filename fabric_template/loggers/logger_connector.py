@@ -110,7 +110,7 @@ class LoggerConnector:
         for logger in self.loggers:
             is_csv = isinstance(logger, CSVLogger)
             # In TensorBoard, logging the hyperparameters again adds another value of hp_metric.
-            is_logged = run.plan.start.resumes and has_events(logger)
+            is_logged = run.plan.start.resumes and has_event_files(logger)
             if (run.stage == "fit" or not is_csv) and not is_logged:
                 log_settings(logger, hparams, run.config)
             if not is_csv:
@@ -122,7 +122,7 @@ class LoggerConnector:
             logger.finalize(status)
 
 
-def has_events(logger: Any) -> bool:
+def has_event_files(logger: Any) -> bool:
     """Return whether a TensorBoardLogger continues the event files of an earlier run."""
     if not isinstance(logger, TensorBoardLogger):
         return False
