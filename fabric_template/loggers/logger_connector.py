@@ -107,11 +107,11 @@ class LoggerConnector:
         hparams: dict[str, Any] = {}
         if self.loggers:
             hparams = merge_hyperparameters(run.model, run.datamodule, run.config.hparams)
+        # In TensorBoard, logging the hyperparameters again adds another value of hp_metric.
+        done = list(filter(has_hyperparameters, self.loggers)) if run.plan.start.resumes else []
         for logger in self.loggers:
             is_csv = isinstance(logger, CSVLogger)
-            # In TensorBoard, logging the hyperparameters again adds another value of hp_metric.
-            is_logged = run.plan.start.resumes and has_event_files(logger)
-            if (run.stage == "fit" or not is_csv) and not is_logged:
+            if (run.stage == "fit" or not is_csv) and logger not in done:
                 log_settings(logger, hparams, run.config)
             if not is_csv:
                 logger.log_graph(run.module)
@@ -122,11 +122,14 @@ class LoggerConnector:
             logger.finalize(status)
 
 
-def has_event_files(logger: Any) -> bool:
-    """Return whether a TensorBoardLogger continues the event files of an earlier run."""
+def has_hyperparameters(logger: Any) -> bool:
+    """Return whether an earlier run has sent its hyperparameters to a TensorBoardLogger."""
     if not isinstance(logger, TensorBoardLogger):
         return False
-    return any(Path(logger.log_dir).glob("events.out.tfevents.*"))
+    folder = Path(logger.log_dir)
+    # The setup hook of a new run may already have created an event file, but not hparams.yaml.
+    has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
+    return has_file and any(folder.glob("events.out.tfevents.*"))
 
 
 class RunTensorBoardLogger(TensorBoardLogger):

@@ -30,6 +30,22 @@ def test_a_resumed_run_logs_no_second_value_of_hp_metric(tmp_path):
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
+def test_a_run_resumed_as_a_new_version_logs_hp_metric_if_a_hook_has_created_the_event_file(tmp_path, hook):
+    pytest.importorskip("tensorboard")
+
+    def write_text(trainer, *args, **kwargs):
+        trainer.loggers[0].experiment.add_text("note", "started")
+
+    callback = type("Writer", (), {hook: staticmethod(write_text)})()
+    options = {"logger": "tensorboard", "hparams": {"width": 3}, "callbacks": callback}
+    fit(tmp_path, Plain, max_epochs=1, **options)
+    fit(tmp_path, Plain, max_epochs=2, version=1, resume=tmp_path / "checkpoints/run/version_0/last.ckpt", **options)
+    for version in (0, 1):
+        (events,) = Path(tmp_path, f"logs/run/version_{version}").glob("events.out*")
+        assert events.read_bytes().count(b"hp_metric") > 0
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_wandb_and_mlflow_record_the_run_if_installed(tmp_path, name, monkeypatch):
     pytest.importorskip(name)
