@@ -265,15 +265,15 @@ class LoopConfig:
             values["default_root_dir"] = os.path.expanduser(self.default_root_dir)
         if self.mode == "auto":
             values["mode"] = find_direction(self.monitor) if self.monitor else "min"
-        if self.overfit_batches:
-            values["limit_train_batches"] = self.overfit_batches
-            values["limit_val_batches"] = self.overfit_batches
         if self.fast_dev_run:
             batches = int(self.fast_dev_run)
             values |= dict.fromkeys(_LIMITS, batches)
             values |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0}
             values |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
             values |= {"validate_every_n_steps": None, "enable_checkpointing": False}
+        if self.overfit_batches:
+            values["limit_train_batches"] = self.overfit_batches
+            values["limit_val_batches"] = self.overfit_batches
         return self.changed(**values).with_defaults()
 
     def with_defaults(self) -> LoopConfig:

@@ -135,6 +135,7 @@ def test_each_kind_of_module_ends_with_the_same_weights_as_with_trainer(module, 
         {"max_epochs": -1, "max_steps": 5, "accumulate_grad_batches": 4},
         {"val_check_interval": 7, "check_val_every_n_epoch": None, "num_sanity_val_steps": -1},
         {"fast_dev_run": 2},
+        {"fast_dev_run": True, "overfit_batches": 3},
         {"precision": "bf16-true"},
     ],
 )
