@@ -58,6 +58,8 @@ class ResumableLoader:
         find_model_state: Returns the attributes of the model. If the loader refers to the model,
             the model may choose the order. The model's attributes are then saved and restored like
             the loader's attributes.
+        is_saved: Whether checkpoints contain the position. If False, do not record the loader's
+            attributes, which may take seconds for a large dataset.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -70,7 +72,10 @@ class ResumableLoader:
     """
 
     def __init__(
-        self, loader: Any, find_model_state: Callable[[], PlainState] | None = None
+        self,
+        loader: Any,
+        find_model_state: Callable[[], PlainState] | None = None,
+        is_saved: bool = True,
     ) -> None:
         self.loader = loader
         self._find_model_state = find_model_state if refers_to_model(loader) else None
@@ -100,8 +105,8 @@ class ResumableLoader:
         # later epochs.
         self.is_sticky = False
         self._plain_states = {
-            "order": PlainState(parts_of_order(loader)),
-            "samples": PlainState(parts_of_samples(loader)),
+            "order": PlainState(parts_of_order(loader) if is_saved else {}),
+            "samples": PlainState(parts_of_samples(loader) if is_saved else {}),
         }
         # If a loader has its own __iter__, the RNG states of its workers are not recorded.
         self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0

@@ -352,7 +352,8 @@ class StageLoaders:
         known: dict[int, Any] = {id(part.loader): part for part in used}
         find_state = self._find_model_state if stage == "train" else None
         self.resumable: list[ResumableLoader] = [
-            known.pop(id(x), None) or ResumableLoader(x, find_state) for x in self.loaders
+            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit")
+            for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)

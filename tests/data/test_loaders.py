@@ -15,6 +15,7 @@ from pandas import DataFrame
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
+from fabric_template.data import loader_state
 from fabric_template.data.samplers import TrackingBatchSampler
 
 STAGE_NAMES = ("fit", "validate", "test", "predict")
@@ -333,6 +334,22 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
     assert isinstance(loop.val_dataloaders.sampler, SequentialSampler)
     loop.validate(module)
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
+
+
+@pytest.mark.parametrize("stage", STAGE_NAMES)
+def test_only_fit_records_the_attributes_of_a_dataset(stage, monkeypatch):
+    """Comparing a list of a million paths takes seconds, and only fit saves checkpoints."""
+    recorded = []
+
+    class RecordingState(loader_state.PlainState):
+        def __init__(self, parts):
+            super().__init__(parts)
+            recorded.extend(parts.values())
+
+    monkeypatch.setattr(loader_state, "PlainState", RecordingState)
+    loop = FabricLoop(**quiet(max_epochs=1))
+    getattr(loop, stage)(RecordingModule(), ones(8))
+    assert bool(recorded) == (stage == "fit")
 
 
 # Objects that fit and predict do not change
