@@ -75,7 +75,6 @@ def run_plan(plan: Plan) -> Any:
     finally:
         # A second Ctrl-C may have interrupted handle_exception, so end the run in any case.
         run.progress.end_run()
-        run.optimization.record_arguments()
         store_fit_record(run)
 
 

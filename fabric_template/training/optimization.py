@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.strategies import gather_tensors
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
     from .run import Run
-
-# For each optimizer and scheduler: the arguments at the start and at the end of the latest fit.
-_EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
 
 
 def is_logging_due(run: Run) -> bool:
@@ -87,26 +83,23 @@ class Optimization:
         self.use(optimizers, schedulers)
         check_parameters(optimizers, self.outside_parameters(), run.model, is_distributed)
         move_optimizer_states(optimizers)
-        arguments = [find_start_arguments(*pair) for pair in self._describe_arguments()]
-        count = len(optimizers)
-        self.arguments = {"optimizers": arguments[:count], "schedulers": arguments[count:]}
+        self.arguments = {
+            "optimizers": [self._find_arguments(o, describe_optimizer, o) for o in optimizers],
+            "schedulers": [
+                self._find_arguments(config.scheduler, describe_scheduler, config)
+                for config in schedulers
+            ],
+        }
 
-    def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the optimizers and schedulers, each with its current arguments."""
-        found: list[tuple[Any, Any]] = []
-        for optimizer in self.optimizers:
-            found.append((optimizer, call_or_none(describe_optimizer, optimizer)))
-        for config in self.lr_schedulers:
-            found.append((config.scheduler, call_or_none(describe_scheduler, config)))
-        return [(owner, current or {}) for owner, current in found]
+    def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
+        """Return the arguments of an optimizer or scheduler from before earlier fits of the run."""
 
-    def record_arguments(self) -> None:
-        """Store the current arguments, in case a later ``fit`` uses the same optimizers."""
-        for owner, current in self._describe_arguments():
-            # Objects of some classes with __slots__ do not support weak references.
-            with suppress(TypeError):
-                start, _ = _EARLIER_ARGUMENTS.get(owner, (current, current))
-                _EARLIER_ARGUMENTS[owner] = start, current
+        def read() -> dict[str, Any]:
+            return call_or_none(describe, part) or {}
+
+        arguments = read()
+        self.run.fit_record.reset_and_record_values(owner, "arguments", read, arguments.update)
+        return arguments
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
         """Set the optimizers and schedulers of the run."""
@@ -519,19 +512,6 @@ def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) ->
         torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, value)
-
-
-def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an optimizer or scheduler from before earlier fits changed them.
-
-    Keep arguments that the user has changed since the latest ``fit`` call.
-    """
-    # Objects of some classes with __slots__ do not support weak references.
-    with suppress(TypeError):
-        start, end = _EARLIER_ARGUMENTS.get(owner, (current, current))
-        current = {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
-        _EARLIER_ARGUMENTS[owner] = current, current
-    return current
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
