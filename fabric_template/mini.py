@@ -2920,7 +2920,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
             items = {name: items[name] for name in items if name not in ignored}
             items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
         for name in items:
-            value, place = items[name], f"{path}.{name}".removeprefix(".")
+            value, place = items[name], f"{path}.{name_of_key(name)}".removeprefix(".")
             if id(value) in seen or type(value) in ATOMS:
                 continue
             is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
@@ -2959,11 +2959,32 @@ def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[s
 
 def create_item(parts: dict[str, Any], place: str) -> None:
     """If a path leads to a missing item of a defaultdict, create the item."""
-    path, _, key = place.rpartition(".")
+    path, _, key_name = place.rpartition(".")
     owner, _, name = path.rpartition(".")
-    container = namespace_of(parts.get(owner)).get(name)
-    if isinstance(container, defaultdict) and container.default_factory is not None:
+    container: Any = namespace_of(parts.get(owner)).get(name)
+    key = key_of_name(key_name)
+    has_factory = isinstance(container, defaultdict) and container.default_factory is not None
+    if has_factory and key is not None:
         container[key]
+
+
+def name_of_key(key: Any) -> str:
+    """Return a dict key, an index or an attribute name as part of a path such as "pools.0"."""
+    if isinstance(key, str):
+        # Quote a string of digits, because digits without quotes are an int.
+        return repr(key) if is_integer(key) else key
+    return str(key) if type(key) is int or isinstance(key, np.integer) else f"<{key}>"
+
+
+def key_of_name(name: str) -> int | str | None:
+    """Return the int or the string that a part of a path stands for, or None for other keys."""
+    if name.startswith("<"):
+        return None
+    return int(name) if is_integer(name) else name.strip("'")
+
+
+def is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
 
 
 def is_own_object(value: Any) -> bool:

@@ -746,7 +746,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
             if type(value) in _ATOMS or id(value) in known:
                 continue
             known.add(id(value))
-            place = f"{path}.{key}"
+            place = f"{path}.{name_of_key(key)}"
             metrics = find_metrics(place, value, known)
             found |= metrics
             known |= {id(part.instance) for part in metrics.values()}
@@ -759,6 +759,28 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
             elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
                 found[place] = Part(ListItem(item=value))
     return found
+
+
+def name_of_key(key: Any) -> str:
+    """Return a dict key, an index or an attribute name as part of a path such as "model.pools.0".
+
+    ``key_of_name`` converts the name back.
+    """
+    if isinstance(key, str):
+        # Quote a string of digits, because digits without quotes are an int.
+        return repr(key) if is_integer(key) else key
+    return str(key) if type(key) is int or isinstance(key, np.integer) else f"<{key}>"
+
+
+def key_of_name(name: str) -> int | str | None:
+    """Return the int or the string that a part of a path stands for, or None for other keys."""
+    if name.startswith("<"):
+        return None
+    return int(name) if is_integer(name) else name.strip("'")
+
+
+def is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
 
 
 def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
@@ -866,11 +888,13 @@ class PlainState:
 
     def _create_item(self, name: str) -> None:
         """If a path refers to an item that a defaultdict has not created yet, create the item."""
-        path, _, key = name.rpartition(".")
+        path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
-        container = namespace.get(attribute)
-        if isinstance(container, defaultdict) and container.default_factory is not None:
+        container: Any = namespace.get(attribute)
+        key = key_of_name(key_name)
+        has_factory = isinstance(container, defaultdict) and container.default_factory is not None
+        if has_factory and key is not None:
             container[key]
 
     def generators(self) -> dict[str, Any]:

@@ -753,6 +753,38 @@ def test_a_run_with_user_defined_objects_can_resume_in_the_other_loop_class(tmp_
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
 
 
+class HasKeyedMeters(Model):
+    """The loss depends on one object for each kind of batch, which training creates when it needs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.meters = defaultdict(Meter)
+
+    def training_step(self, batch, batch_idx):
+        key = self.keys[batch_idx % len(self.keys)]
+        return super().training_step(batch, batch_idx) * self.meters[key].add(0.1 + batch_idx)
+
+
+@pytest.mark.parametrize("keys", [[0, 1, -2], ["0", 0, "a-1", "-2"], [np.int64(3), 4]])
+@pytest.mark.parametrize("kind", SAVES)
+def test_objects_of_a_defaultdict_keep_their_keys(tmp_path, kind, keys):
+    make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
+    expected = train(kind, tmp_path / "whole", make)
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "parts", make, kill_at=5)
+    assert train(kind, tmp_path / "parts", make, resume="last") == expected
+
+
+@pytest.mark.parametrize("keys", [[(0, 1)], [0.5], [None], [SlowWeights]])
+@pytest.mark.parametrize("kind", SAVES)
+def test_resume_warns_about_an_object_whose_key_is_no_string_or_integer(tmp_path, kind, keys):
+    make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, make, kill_at=5)
+    with pytest.warns(UserWarning, match=r"(created .*meters|meters.* created it).* during training"):
+        train(kind, tmp_path, make, resume="last")
+
+
 class CreatesMeter(Model):
     """Creates an object in its first batch, so a new model does not have it."""
 
