@@ -45,7 +45,6 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 import weakref
 import zipfile
@@ -80,7 +79,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
-from torch.utils.weak import WeakIdKeyDictionary
 from tqdm import tqdm
 
 REFUSED_HOOKS = """
@@ -131,7 +129,7 @@ UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
 # The keys of a checkpoint, without the keys that an edit of `_build_checkpoint` adds.
 CHECKPOINT_KEYS = """
     epoch global_step pytorch-lightning_version loops state_dict optimizer_states lr_schedulers
-    hyper_parameters hparams_name
+    hyper_parameters hparams_name fabric_template
 """
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
@@ -159,11 +157,9 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# For the id of each object that earlier fits used: its values at the start of the newest runs, and
-# at the end of the latest fit. If Python frees the object, the entry is removed.
+# For the id of each object that earlier fits used, and for each kind of values: the values at the
+# start of the newest runs, and at the end of the latest fit.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
-# For each optimizer and scheduler: the arguments at the start and at the end of the latest fit.
-EARLIER_ARGUMENTS: Any = WeakIdKeyDictionary()
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
@@ -179,7 +175,7 @@ LOOP_ATTRIBUTES = f"""
     _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _not_reset
     _num_groups _object_places _precision _read_places _resumed_options _resumed_state
-    _row_started _sampler_seed _start_flags _start_names _started_at _step_values _sums _tables
+    _row_started _sampler_seed _start_flags _started_at _step_values _sums _tables
     _torchmetrics _unsaved _validated _validation_names _waited _window_size active_stage
     batches_done best_score callback_metrics checkpoint_dir current_epoch global_step history
     log_dir num_training_batches should_stop _saved_step _settings
@@ -381,19 +377,17 @@ class MiniLoop:
             self._prepare_training(resumed)
             try:
                 with self._opened_folders(version, is_new=not resumed):
-                    stack.callback(self._record_arguments)
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
                     self._record_start()
                     self._train()
-            except (AttributeError, RuntimeError, TypeError) as error:
-                self._raise_instead(error)
             except KeyboardInterrupt:
                 self._print_interruption()
                 if not is_interactive():
                     raise
             finally:
+                self._record_arguments()
                 self._stop_batches()
         return to_table(self.history)
 
@@ -676,13 +670,20 @@ class MiniLoop:
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Call a step in the loop's precision. With strategy="ddp", call the step through DDP."""
         self._hook = name
-        if self._is_one_cpu_in_32_bits:
-            return self._steps[name](batch, batch_idx)
-        with self._precision.forward_context():
-            if isinstance(self._precision, MixedPrecision):
-                # Like Trainer, do not let autocast cache converted weights.
-                torch.set_autocast_cache_enabled(False)
-            return self._step_module(self._steps[name], batch, batch_idx)
+        try:
+            if self._is_one_cpu_in_32_bits:
+                return self._steps[name](batch, batch_idx)
+            with self._precision.forward_context():
+                if isinstance(self._precision, MixedPrecision):
+                    # Like Trainer, do not let autocast cache converted weights.
+                    torch.set_autocast_cache_enabled(False)
+                return self._step_module(self._steps[name], batch, batch_idx)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
+            if text is None:
+                raise
+            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+            raise kind(text.format(step=name)) from error
 
     def _call(self, hook: str, *args: Any) -> Any:
         self._hook = hook
@@ -711,15 +712,6 @@ class MiniLoop:
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
         return output
-
-    def _raise_instead(self, error: Exception) -> None:
-        """Replace some of torch's errors with clearer ones. Raise all other errors unchanged."""
-        text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
-        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if text is None or "_run_step" not in names:
-            raise error
-        text = text.format(step=self._hook)
-        raise (RuntimeError if isinstance(error, RuntimeError) else TypeError)(text) from error
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
@@ -1117,15 +1109,18 @@ class MiniLoop:
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
         """Refuse values of an edit that no run could read. Convert NumPy numbers."""
         known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
-        # Check the loop's own entry only once per run, to save time.
-        known |= {"fabric_template"} if self._saved_step is not None else set()
-        for name in checkpoint.keys() - known:
-            if name != "fabric_template":
-                checkpoint[name] = replace_numpy(checkpoint[name], {})
+        added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
+        checkpoint.update(added)
+        if self._saved_step is None:
+            # Leave out the RNG states and the encoded attributes, which are readable and may be
+            # large. Check the other values of the loop's own entry only once per run.
+            own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
+            added["fabric_template"] = own
+        for name, value in added.items():
             text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({{}})."
             text += " Save numbers, strings, tensors, or lists and dicts of these. For a module or"
             text += " an optimizer, save its state_dict()."
-            check_readable(apply_to_collection({name: checkpoint[name]}, Tensor, Tensor.dim), text)
+            check_readable(apply_to_collection({name: value}, Tensor, Tensor.dim), text)
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the entry that MiniLoop adds to a checkpoint in Lightning's format."""
@@ -1451,11 +1446,11 @@ class MiniLoop:
                 next(self._batches)
             # Put the original lists and tensors back into the loaders, because the model may also
             # refer to them.
-            for attributes, values in kept:
+            for part, values in kept:
+                current = namespace_of(part)
                 # Skip an attribute if its type has changed, for example from None to a list.
-                same = {n for n in values if type(attributes.get(n)) is type(values[n])}
-                for name in same:
-                    attributes[name] = values[name]
+                for name in [n for n in values if type(current.get(n)) is type(values[n])]:
+                    set_value(part, name, values[name])
             self._reset_loaders(state["parts"])
             self._load_state(state)
         self._large_values.clear()
@@ -1463,16 +1458,18 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Restore the state that the loaders had at the start of the epoch.
 
-        With this state, the loaders shuffle as in the saved run. For each object in the loaders,
-        return the object's attribute dict and a dict of the old values.
+        With this state, the loaders shuffle as in the saved run. Return each object in the loaders
+        with a dict of its old attributes, without large attributes.
         """
-        self._reset_loaders(saved)
-        starts = {p: self._find_start_of(p, saved.get(p, {})) for p in self._loader_places()}
-        kept = []
-        for place, start in starts.items():
-            attributes = namespace_of(self._parts[place])
-            kept.append((attributes, {n: attributes[n] for n in start if n in attributes}))
-        self._load_parts(starts)
+        kept, added = [], {}
+        for place in self._loader_places():
+            part, start = self._parts[place], self._start_states[place]
+            small = [n for n in self._plain_state(place) if type(start.get(n)) is not ChangeMark]
+            values = namespace_of(part)
+            kept.append((part, {name: values[name] for name in small if name in values}))
+            added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
+        self._reset_loaders({})
+        self._load_parts(added)
         self._load_parts(self._epoch_start["parts"])
         set_rng_state(self._epoch_start)
         return kept
@@ -1490,7 +1487,7 @@ class MiniLoop:
         """Copy the loaders' large attributes, so that ``_reset_loaders`` can restore them."""
         for place in self._loader_places():
             for name, value in namespace_of(self._parts[place]).items():
-                is_marked = isinstance(self._start_states[place].get(name), ChangeMark)
+                is_marked = type(self._start_states[place].get(name)) is ChangeMark
                 if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
                     copied = value
                     # Do not copy a tensor or an array that is larger than 256 MB.
@@ -1526,7 +1523,7 @@ class MiniLoop:
         if (place, name) not in self._large_values:
             return
         value, copied = self._large_values[place, name]
-        namespace_of(self._parts[place])[name] = value
+        set_value(self._parts[place], name, value)
         start = self._start_states[place]
         is_reset = is_same(self._plain_state(place).get(name), start[name])
         if not is_reset and value is not copied and replace_content(value, copied):
@@ -1541,17 +1538,6 @@ class MiniLoop:
             text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
             text += " differ. Assign a new value to the attribute instead of changing it in place."
             warnings.warn(text, stacklevel=2)
-
-    def _find_start_of(self, place: str, changed: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of attributes before the run, or REMOVED if they were added later."""
-        attributes, current = namespace_of(self._parts[place]), self._plain_state(place)
-        start = self._start_states[place].items()
-        small = {name: value for name, value in start if not isinstance(value, ChangeMark)}
-        # Do not reset an attribute if its current value cannot be saved. For example, set_epoch()
-        # may have set the attribute to a new function.
-        found = {n: small[n] for n in small if n in current or n not in attributes}
-        added = (name for name in changed if name not in self._start_names[place])
-        return {**found, **dict.fromkeys(added, REMOVED)}
 
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
         """Return the iterators that the training loader and its dataset hold in attributes."""
@@ -1590,7 +1576,9 @@ class MiniLoop:
                         except TypeError as error:
                             del state[name]
                             self._warn_unsaved(place, name, f"it contains {error} objects")
-            state.update((name, REMOVED) for name in start if not has_value(part, name))
+            buffers = part._buffers if isinstance(part, nn.Module) else {}
+            present = namespace_of(part).keys() | buffers.keys()
+            state.update((name, REMOVED) for name in start if name not in present)
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
@@ -1629,15 +1617,25 @@ class MiniLoop:
             return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
         return plain_state(part, self.fabric.device, saved, self._weights)
 
+    def _marked_state(self, place: str) -> dict[str, Any]:
+        """Return an object's attributes, with an ObjectMark if ``encode`` does not support one."""
+        attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
+        marks = {name: mark_object(value) for name, value in attributes.items()}
+        return {**marks, **self._plain_state(place)}
+
     def _is_installed(self, place: str) -> bool:
-        return place in self._object_places and is_installed(type(self._parts[place]))
+        """Return whether an object's class is in an installed package, not in the user's code."""
+        module = sys.modules.get(type(self._parts[place]).__module__)
+        return place in self._object_places and "-packages" in (
+            getattr(module, "__file__", None) or ""
+        )
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
         """Store the loaders' large attributes before the checkpoint replaces their values."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
-                if place.startswith(("train ", "val ")) and isinstance(start[name], ChangeMark):
+                if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
                     value = namespace_of(self._parts[place])[name]
                     with suppress(TypeError):
                         start[name] = encode_large(value, self.fabric.device)
@@ -1708,17 +1706,11 @@ class MiniLoop:
 
     def _record_end(self) -> None:
         for place, owner, kind in self._record_keys() if self._starts else ():
-            # Keep the start values of only four runs.
-            starts = dict([*self._starts.get((id(owner), kind), {}).items()][-4:])
+            starts = self._starts.get((id(owner), kind), {})
             values = self._read_values(place, kind) if starts else None
-            if values is not None and id(owner) not in EARLIER_FITS:
-                weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
-                EARLIER_FITS[id(owner)] = {}
             if values is not None:
-                EARLIER_FITS[id(owner)][kind] = (
-                    starts,
-                    share_equal_values(values, [*starts.values()][-1]),
-                )
+                newest = [*starts.values()][-1]
+                record_of(owner)[kind] = starts, share_equal_values(values, newest)
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
@@ -1732,6 +1724,10 @@ class MiniLoop:
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
         saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
         states: dict[str, dict[str, Any]] = {}
+        contents: dict[str, dict[str, Any]] = {}
+        if run is not None:
+            # The callbacks run in reverse order: first the attributes, then their content.
+            self._redo.callback(self._load_parts, contents)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
             values: Any = self._read_values(place, kind) if is_recorded else None
@@ -1746,12 +1742,10 @@ class MiniLoop:
             elif start:
                 state = states[place] = self._choose_restorable(place, start, values, saved)
                 names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
-                content = {name: values.get(name, REMOVED) for name in names}
-                # The callbacks run in reverse order: first the attributes, then their content.
-                self._redo.callback(self._load_parts, {place: content})
-                attributes = namespace_of(self._parts[place])
-                for name in attributes.keys() & state:
-                    self._redo.callback(attributes.__setitem__, name, attributes[name])
+                contents[place] = {name: values.get(name, REMOVED) for name in names}
+                part = self._parts[place]
+                for name in namespace_of(part).keys() & state:
+                    self._redo.callback(set_value, part, name, namespace_of(part)[name])
         if states:
             self._load_parts(states)
 
@@ -1779,42 +1773,39 @@ class MiniLoop:
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
+            is_needed = is_object_state(of_place.get(name))
+            is_needed = is_needed or any(is_inside(other, path) for other in saved)
             is_mark = isinstance(value, ChangeMark)
-            is_kept = is_object_state(of_place.get(name))
-            if is_kept or any(is_inside(other, path) for other in saved):
-                self._not_reset.add((place, name))
-            elif not (is_mark or (is_object_state(value) and type(value) is not type(current))):
+            is_unknown = is_mark or (is_object_state(value) and type(value) is not type(current))
+            are_objects = isinstance(value, ObjectMark) and isinstance(current, ObjectMark)
+            if not (is_needed or is_unknown):
                 chosen[name] = value
-            elif not (isinstance(value, ObjectMark) and isinstance(current, ObjectMark)):
+            elif is_needed or not are_objects:
                 self._not_reset.add((place, name))
-                # If a warning filter turns the warning into an error, continue.
-                with suppress(Warning):
-                    if name in values and name not in of_place:
-                        warnings.warn(
-                            f"resume: an earlier fit in this process changed the attribute {name!r}"
-                            f" of the {place or 'model'}, and the loop cannot restore its value. A"
-                            " resumed run may differ. Create the model and the loaders again.",
-                            stacklevel=2,
-                        )
+            is_lost = is_unknown and not (is_needed or are_objects)
+            if is_lost and name in values and name not in of_place:
+                text = f"resume: an earlier fit in this process changed the attribute {name!r} of"
+                text += f" the {place or 'model'}, and the loop cannot restore its value. A resumed"
+                text += " run may differ. Create the model and the loaders again."
+                warnings.warn(text, stacklevel=2)
         return chosen
 
     def _record_start(self) -> None:
         """Record the values at the start of training."""
         self._redo.pop_all()
-        run, values = self.checkpoint_dir.resolve(), {"options": self._given_options}
-        values |= self._start_flags
+        run = self.checkpoint_dir.resolve()
+        values = {"options": self._given_options, **self._start_flags}
         for place, owner, kind in self._record_keys():
-            start = values.get(kind)
-            if start is None and place in self._start_states:
-                others = dict.fromkeys(self._start_names[place], ObjectMark())
-                start = {**others, **self._start_states[place]}
+            start = values.get(kind, self._start_states.get(place))
             if start is not None:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
                 # A resumed run keeps the values from before its first fit.
-                starts[run] = (
-                    starts.pop(run) if run in starts else share_equal_values(start, newest)
-                )
+                start = starts.pop(run) if run in starts else share_equal_values(start, newest)
+                starts[run] = start
+                # Keep the start values of only four runs.
+                for oldest in [*starts][:-4]:
+                    del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
         """Return (place, object, kind) for all kinds of values that are recorded.
@@ -1834,19 +1825,14 @@ class MiniLoop:
         return {name: getattr(self, name) for name in SMALLEST}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return current values, or None if reading an attribute raises an error.
-
-        Replace each value that ``encode`` does not support by an ObjectMark.
-        """
+        """Return current values, or None if reading an attribute raises an error."""
         if kind == "options":
             return self._options()
         if kind in ("requires_grad", "training"):
             return flags_of(self._unwrapped)[kind]
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
-            others = {name: mark_object(value) for name, value in attributes.items()}
-            return {**others, **self._plain_state(place)}
+            return self._marked_state(place)
         return None
 
     # Set-up
@@ -2030,9 +2016,9 @@ class MiniLoop:
 
     def _record_arguments(self) -> None:
         """Store the current arguments, in case a later fit uses the same optimizer."""
-        for owner, current in self._describe_arguments():
-            start, _ = EARLIER_ARGUMENTS.get(owner, (current, current))
-            EARLIER_ARGUMENTS[owner] = start, current
+        starts = chain(*self._arguments.values())
+        for (owner, current), start in zip(self._describe_arguments(), starts, strict=False):
+            record_of(owner)["arguments"] = start, current
 
     def _watch_optimizer(self, optimizer: Any) -> None:
         self._parts.pop("fit optimizer", None)
@@ -2052,8 +2038,7 @@ class MiniLoop:
         check(not other, text)
         self._settings = {**saved, **own}
         self._find_objects()
-        self._start_states = {place: self._plain_state(place) for place in self._parts}
-        self._start_names = {place: set(namespace_of(part)) for place, part in self._parts.items()}
+        self._start_states = {place: self._marked_state(place) for place in self._parts}
         for place, name in self._not_reset:
             # Checkpoints always contain a value if its value at the start of the run is unknown.
             self._start_states.get(place, {}).pop(name, None)
@@ -2138,15 +2123,22 @@ class MiniLoop:
 
     def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
-        converted = [convert_attributes(of_process, self._parts) for of_process in ranks]
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
-        is_complete = None not in converted and not self._state()["parts"]
+        is_complete = not self._state()["parts"]
+        for of_process in ranks:
+            is_complete = is_complete and not has_attributes(of_process["data"])
+            converted: dict[str, dict[str, Any]] = defaultdict(dict)
+            for (path, name), value in of_process["plain_state"]["attributes"].items():
+                root, _, place = path.partition(".")
+                is_complete = is_complete and root == "model"
+                # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
+                of_module = place.removesuffix("buffers").removesuffix(".")
+                converted[place if place in self._parts else of_module][name] = value
+            of_process["rng"]["parts"] = converted
         text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
         text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
         text += " start a new run from the weights."
         check(is_complete, text)
-        for of_process, parts in zip(ranks, converted, strict=True):
-            of_process["rng"]["parts"] = parts
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
         """Warn about another class of the optimizer, or refuse it if its options are not saved."""
@@ -2749,10 +2741,8 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments before earlier fits, but keep those that the user has changed."""
-    start, end = EARLIER_ARGUMENTS.get(owner, (current, current))
-    found = {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
-    EARLIER_ARGUMENTS[owner] = found, current
-    return found
+    start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
+    return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
@@ -2946,6 +2936,13 @@ def is_inside(path: str, outer: str) -> bool:
     return f"{path}.".startswith(f"{outer}.")
 
 
+def record_of(owner: Any) -> dict[str, Any]:
+    """Return an object's entry in EARLIER_FITS. If Python frees the object, remove the entry."""
+    if id(owner) not in EARLIER_FITS:
+        weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
+    return EARLIER_FITS.setdefault(id(owner), {})
+
+
 def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Return the keys whose values differ between two dicts of encoded values."""
     names = {**first, **second}
@@ -2998,46 +2995,30 @@ def is_own_object(value: Any) -> bool:
     return has_namespace and is_searched and not is_known
 
 
-def is_installed(kind: type) -> bool:
-    """Return whether a class is part of an installed package rather than the user's code."""
-    return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
-
-
 def namespace_of(part: Any) -> dict[Any, Any]:
     """Return the attributes of an object, or the items of a dict."""
     if isinstance(part, dict):
         return part
+    attributes = getattr(part, "__dict__", {})
     if isinstance(part, MiniLoop):
-        return SlotAttributes(part, [], LOOP_ATTRIBUTES)
-    slots = [] if isinstance(part, nn.Module) else slots_of(type(part))
-    return SlotAttributes(part, slots) if slots else getattr(part, "__dict__", {})
+        return {name: attributes[name] for name in attributes if name not in LOOP_ATTRIBUTES}
+    slots = {name: getattr(part, name) for name in slots_of(type(part)) if hasattr(part, name)}
+    return {**slots, **attributes} if slots else attributes
 
 
-class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes and slots. Changes of the dict also change the object."""
-
-    def __init__(self, instance: Any, slots: list[str], ignored: Iterable[str] = ()) -> None:
-        self._instance, self._slots = instance, slots
-        super().__init__(
-            {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
-        )
-        self.update(getattr(instance, "__dict__", {}))
-        for name in ignored:
-            super().pop(name, None)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        # Do not call setattr, because a damaged checkpoint could make it run a property's setter.
-        if name in self._slots:
-            object.__setattr__(self._instance, name, value)
-        elif hasattr(self._instance, "__dict__"):
-            vars(self._instance)[name] = value
-
-    def pop(self, name: str, default: Any = None) -> Any:
-        if name in self._slots and name in self:
-            object.__delattr__(self._instance, name)
-        getattr(self._instance, "__dict__", {}).pop(name, None)
-        return super().pop(name, default)
+def set_value(part: Any, name: Any, value: Any) -> None:
+    """Set or delete an attribute of an object or an item of a dict. REMOVED means to delete it."""
+    attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+    is_slot = attributes is not part and name in slots_of(type(part))
+    # Do not call setattr, because a damaged checkpoint could make it run a property's setter.
+    if is_slot and value is not REMOVED:
+        object.__setattr__(part, name, value)
+    elif is_slot and hasattr(part, name):
+        object.__delattr__(part, name)
+    elif value is REMOVED:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
 
 
 def slots_of(kind: type) -> list[str]:
@@ -3137,11 +3118,6 @@ def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
         text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to an"
         text += " attribute of its own, or use FabricLoop."
         check(not has_generators, text)
-
-
-def has_value(part: Any, name: Any) -> bool:
-    buffers = part._buffers if isinstance(part, nn.Module) else ()
-    return name in namespace_of(part) or name in buffers
 
 
 class ChangeMark(tuple[Any, ...]):
@@ -3348,13 +3324,13 @@ def load_plain_state(
     weights: dict[str, Any],
 ) -> None:
     for name, value in state.items() if part is not None else ():
-        places = [namespace_of(part), part._buffers if isinstance(part, nn.Module) else {}]
+        buffers = part._buffers if isinstance(part, nn.Module) else {}
         of_class = getattr(type(part), str(name), None)
-        current: Any = {**places[1], **places[0]}.get(name, of_class)
+        current: Any = {**buffers, **namespace_of(part)}.get(name, of_class)
         if isinstance(value, tuple) and value[0] == "removed":
-            if name in places[1]:
+            if name in buffers:
                 delattr(part, name)
-            places[0].pop(name, None)
+            set_value(part, name, REMOVED)
         elif isinstance(current, np.random.Generator):
             current.bit_generator.state = value
         elif isinstance(current, random.Random):
@@ -3374,7 +3350,7 @@ def load_plain_state(
             if isinstance(value, defaultdict):
                 value.default_factory = getattr(current, "default_factory", None)
             if not (may_change_in_place(current, value) and replace_content(current, value)):
-                places[name in places[1]][name] = value
+                set_value(buffers if name in buffers else part, name, value)
 
 
 def load_object(name: str, current: Any, state: Any) -> None:
@@ -3424,21 +3400,6 @@ def address_of(value: Any) -> int | None:
     is_dense = isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
     is_dense = is_dense and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else None
-
-
-def convert_attributes(of_process: dict[str, Any], parts: Iterable[str]) -> dict[str, Any] | None:
-    """Convert the modules' attributes in FabricLoop's format, or return None for others."""
-    if has_attributes(of_process["data"]):
-        return None
-    converted: dict[str, Any] = {}
-    for (path, name), value in of_process["plain_state"]["attributes"].items():
-        if path.partition(".")[0] != "model":
-            return None
-        place = path.removeprefix("model").removeprefix(".")
-        # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
-        place = place if place in parts else place.removesuffix("buffers").removesuffix(".")
-        converted.setdefault(place, {})[name] = value
-    return converted
 
 
 def has_attributes(state: Any) -> bool:

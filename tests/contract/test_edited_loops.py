@@ -5,6 +5,7 @@ import csv
 import enum
 import inspect
 import itertools
+import pickle
 import sys
 import types
 from collections import defaultdict, deque, namedtuple
@@ -543,3 +544,39 @@ def test_an_edit_can_append_a_scheduler(as_dict):
 
     whole, _ = assert_resumes(WarmsUp)
     assert whole.history[0]["lr"] == (0.1 * 0.5**7 if as_dict else 0.1)
+
+
+class AddsPath(MiniLoop):
+    def _build_own_state(self):
+        return {**super()._build_own_state(), "folder": Path("a")}
+
+
+class AddsPathToMetrics(MiniLoop):
+    def _end_row(self, epoch):
+        self.callback_metrics["folder"] = Path("a")
+        super()._end_row(epoch)
+
+
+@pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
+def test_the_first_save_refuses_an_unreadable_value_in_the_entry_of_the_loop(kind):
+    with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
+        train(kind, max_epochs=1)
+
+
+def test_the_check_of_the_first_save_skips_large_attributes(monkeypatch):
+    """Checking each item of a list with a million items would take 5 seconds."""
+    sizes = []
+
+    def measure(states, *arguments, **options):
+        sizes.append(len(pickle.dumps(states)))
+
+    class Counts(MiniLoop):
+        def _end_row(self, epoch):
+            self.seen = [0.5] * 20_000
+            super()._end_row(epoch)
+
+    monkeypatch.setattr(fabric_template.mini, "check_readable", measure)
+    loop, _ = train(Counts, max_epochs=1)
+    saved = torch.load(loop.checkpoint_dir / "last.ckpt", weights_only=False)["fabric_template"]
+    assert saved["ranks"][0]["rng"]["parts"]["training loop"]["seen"] == ("list", [0.5] * 20_000)
+    assert max(sizes) < 20_000
