@@ -104,6 +104,11 @@ EXPECTED = {
     "log_every_n_steps": "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
     "gradient_clip_val": "a number >= 0",
 }
+# Options that cannot be changed after the loop is created.
+OPTIONS_OF_CREATION = (
+    *("name", "version", "monitor", "mode", "default_root_dir"),
+    *("accelerator", "strategy", "devices", "precision"),
+)
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
 # Arguments of LightningModule.log that MiniLoop accepts only with these values or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
@@ -178,7 +183,7 @@ LOOP_ATTRIBUTES = f"""
     _row_started _sampler_seed _start_flags _started_at _step_values _sums _tables
     _torchmetrics _unsaved _validated _validation_names _waited _window_size active_stage
     batches_done best_score callback_metrics checkpoint_dir current_epoch global_step history
-    log_dir num_training_batches should_stop _saved_step _settings
+    log_dir num_training_batches should_stop _created_with _saved_step _settings
 """.split()
 
 
@@ -244,8 +249,6 @@ class MiniLoop:
         check(isinstance(folder, str | os.PathLike) and "://" not in str(folder), text)
         root = Path(folder).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
-        if self.max_epochs is None:
-            self.max_epochs = 1000 if self.max_steps == -1 else -1
         started, machines = started_processes()
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
@@ -267,13 +270,15 @@ class MiniLoop:
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self.active_stage: str | None = None  # "fit", "validate", or None if the loop is idle.
+        self._created_with = {name: getattr(self, name) for name in OPTIONS_OF_CREATION}
         self._reset()
 
     def _check_options(self) -> None:
         # Convert numbers from NumPy or torch, which a hyperparameter search may pass.
-        for name, value in list(vars(self).items()):
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-                vars(self)[name] = value.item()
+                setattr(self, field.name, value.item())
         self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
         is_mode = self.mode in ("auto", "min", "max")
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
@@ -302,6 +307,8 @@ class MiniLoop:
             text = f"{option}: got {value!r}, expected {EXPECTED[option]}."
             is_valid = value is None if not is_number else least <= value <= most
             check(is_valid and (is_number or is_optional), text)
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 else -1
 
     def _reset(self) -> None:
         """Seed the random generators, and reset the loop's counters and results."""
@@ -1868,6 +1875,12 @@ class MiniLoop:
         text = f"{call}: got a call while {stage} is running, expected a call after {stage}. In a"
         text += f" hook, use another loop: MiniLoop().{call}(model, loader)."
         check(stage is None, text)
+        for option, given in self._created_with.items():
+            value = getattr(self, option)
+            text = f"{option}: got {value!r} for an existing loop, but this option can only be set"
+            text += f" when the loop is created. Write MiniLoop({option}={value!r})."
+            check(value == given, text)
+        self._check_options()
 
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
         text = ""

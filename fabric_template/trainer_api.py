@@ -140,7 +140,10 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 
 
 # Options that cannot be changed after the loop is created.
-_OPTIONS_OF_CREATION = ("name", "version", "max_time")
+_OPTIONS_OF_CREATION = (
+    *("name", "version", "monitor", "mode", "seed", "default_root_dir", "max_time"),
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"),
+)
 
 
 class TrainerAPI:
@@ -230,16 +233,17 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
+        # The attribute `recipe` is the last one that the constructor sets.
+        if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
+            raise ConfigurationError(
+                f"{name}: got {describe(value)} for an existing loop, but this option can only be"
+                f" set when the loop is created. Write FabricLoop({name}={value!r})."
+            )
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
         if not is_option or is_attribute:
             super().__setattr__(name, value)
             return
-        if name in _OPTIONS_OF_CREATION:
-            raise ConfigurationError(
-                f"{name}: got {describe(value)} for an existing loop, but this option can only be"
-                f" set when the loop is created. Write FabricLoop({name}={value!r})."
-            )
         self.config = self.config.with_options(**{name: value})
         if self.run is not None:
             self.run.set_options(self.config)

@@ -99,6 +99,30 @@ def test_a_name_or_version_with_unprintable_characters_is_refused(kind, value, o
         LOOPS[kind](accelerator="cpu", **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("monitor", "val_f1"), ("mode", "max"), ("precision", "16-mixed"), ("devices", 2), ("default_root_dir", "other")],
+)
+@pytest.mark.parametrize("kind", LOOPS)
+def test_an_option_that_only_a_new_loop_reads_cannot_be_changed_later(kind, option, value):
+    loop = LOOPS[kind](accelerator="cpu", monitor="val_loss")
+
+    def change():
+        setattr(loop, option, value)
+        loop.validate(Classifier(), val_loader())
+
+    with pytest.raises(ValueError, match=rf"{option}: got .* for an existing loop.*Write {kind}\({option}="):
+        change()
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_epochs", "2"), ("accumulate_grad_batches", 0), ("max_steps", -3)])
+def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(option, value):
+    loop = train("MiniLoop", 1)
+    setattr(loop, option, value)
+    with pytest.raises(ValueError, match=f"{option}: got {value!r}, expected a number of"):
+        loop.fit(Classifier(), make_loader(24), val_loader())
+
+
 @pytest.mark.parametrize("version", [None, 0])
 @pytest.mark.parametrize("is_link", [False, True])
 @pytest.mark.parametrize("path", ["logs", "checkpoints", "logs/run", "checkpoints/run"])

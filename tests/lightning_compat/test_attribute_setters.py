@@ -107,7 +107,7 @@ def test_an_attribute_setter_accepts_values_compatible_with_the_other_options(gi
     ("given", "name", "value", "message"),
     [
         ({}, "save_top_k", 3, "save_top_k: got 3 without monitor"),
-        ({"monitor": "val_loss", "save_top_k": 2}, "monitor", None, "save_top_k: got 2 without monitor"),
+        ({"monitor": "val_loss", "save_top_k": 2}, "monitor", None, "monitor: got None for an existing loop"),
         ({"val_check_interval": 0.5}, "check_val_every_n_epoch", None, "should be an integer or a time-based"),
         ({"val_check_interval": 3}, "validate_every_n_steps", 2, "expected only one of the two"),
         ({"barebones": True}, "log_every_n_steps", 5, "barebones=True, log_every_n_steps=5"),
