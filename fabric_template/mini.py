@@ -3412,7 +3412,8 @@ def address_of(value: Any) -> int | None:
     """Return the address of a tensor's memory, or None for a value that is not a dense tensor."""
     is_dense = isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
     is_dense = is_dense and value.layout is torch.strided
-    return value.untyped_storage().data_ptr() if is_dense else None
+    # All empty tensors have the address 0.
+    return (value.untyped_storage().data_ptr() or None) if is_dense else None
 
 
 def has_attributes(state: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import marshal
+import math
 import sys
 import warnings
 import weakref
@@ -95,6 +96,9 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         most: The maximum number of items in the digest of a container.
     """
     kind = type(value)
+    if kind in (float, complex):
+        # NaN does not equal NaN, but their texts are equal.
+        return kind, repr(value)
     if kind in _ATOMS or kind is range or isinstance(value, Enum):
         return kind, value
     if isinstance(value, SynchronizedBase):
@@ -109,12 +113,13 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         raise NotPlainError
     items = _items_of(value)
     is_atomic = set(map(type, items)) <= _ATOMS
-    if len(items) > most and (is_atomic or len(items) <= _MOST_ITEMS):
+    if is_atomic or most < len(items) <= _MOST_ITEMS:
+        # marshal raises a ValueError for tensors and objects. In format 2, its output depends only
+        # on the values. In later formats, the output also depends on reference counts.
         with suppress(ValueError):
-            return kind, len(items), _checksum_items(items)
-    if is_atomic:
-        return kind, len(items), items
-    found = _sample(items, -(-most // 8))
+            return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
+    step = math.ceil(len(items) / math.ceil(most / 8))
+    found = items if step == 1 else [*items[::step], items[-1]]
     # Lower the limit for items at each nesting level, so that a container that contains itself is
     # refused.
     most_inside = min(most - 1, max(most // len(found), 8))
@@ -126,17 +131,6 @@ def _items_of(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
     return list(container)
-
-
-def _sample(items: list[Any], most: int) -> list[Any]:
-    return items if len(items) <= most else [*items[:: -(-len(items) // most)], items[-1]]
-
-
-def _checksum_items(items: list[Any]) -> int:
-    """Return a checksum of a list. Raise a ValueError for a list with tensors or objects."""
-    # The output of marshal.dumps in format 2 depends only on the values. In later formats, the
-    # output also depends on reference counts.
-    return zlib.crc32(marshal.dumps(items, 2))
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
@@ -219,15 +213,6 @@ class Identity:
         # Python may use the id of a deleted object again.
         references = (self._reference, other._reference)
         return all(reference is None or reference() is not None for reference in references)
-
-
-def is_same_digest(first: Any, second: Any) -> bool:
-    """Compare two digests. NaN equals NaN."""
-    if type(first) is type(second) and isinstance(first, tuple | list):
-        is_same_length = len(first) == len(second)
-        return is_same_length and (first == second or all(map(is_same_digest, first, second)))
-    is_nan = isinstance(first, float) and isinstance(second, float) and first != first
-    return (is_nan and second != second) or bool(first == second)
 
 
 def _checksum(values: Tensor) -> int:
@@ -844,7 +829,7 @@ class PlainState:
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
         # The digests and encoded values that ``keep_start_values`` has stored.
-        self._start_values: dict[Place, tuple[Any, Any]] | None = None
+        self._start_values: dict[Place, tuple[Any, Any]] = {}
         # Objects that are saved elsewhere, such as optimizers. The value is None until add() runs.
         self._saved: dict[int, Any] | None = None
         self._callbacks = digests_of_callbacks(parts)
@@ -1018,18 +1003,18 @@ class PlainState:
             has_state = any(saved.startswith(f"{name}.") for saved in names)
             if has_state and (is_moved or len(old) > len(new)):
                 warn_of_callbacks(name.removeprefix("callbacks."), len(old), len(new))
-        kept = dict(state)
-        kept["generators"] = {
-            name: value
-            for name, value in state["generators"].items()
-            if not name.startswith(tuple(missing))
+        return {
+            "generators": {
+                name: value
+                for name, value in state["generators"].items()
+                if not name.startswith(tuple(missing))
+            },
+            "attributes": {
+                place: value
+                for place, value in state["attributes"].items()
+                if not f"{place[0]}.".startswith(tuple(missing))
+            },
         }
-        kept["attributes"] = {
-            place: value
-            for place, value in state["attributes"].items()
-            if not f"{place[0]}.".startswith(tuple(missing))
-        }
-        return kept
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Set the objects' attributes to the values in a checkpoint.
@@ -1106,6 +1091,8 @@ class PlainState:
         for name, value in saved.items():
             if type(value) in _TENSORS and is_plain_tensor(value):
                 found.setdefault(address_of(value), name)
+        # All empty tensors have the address 0.
+        found.pop(0, None)
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
@@ -1132,82 +1119,69 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy each attribute of at most 256 MB, so that ``reset_attributes`` can restore it."""
-        self._start_values = self.encoded_attributes(_MOST_BYTES)
+        """Copy each attribute of at most 256 MB, for ``changed_start_values``."""
+        self._start_values = self._encoded_values(self._parts, _MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
-        self._start_values = None
+        self._start_values = {}
 
-    def reset_attributes(self, saved: Collection[Place]) -> None:
-        """Reset the attributes that have changed in this run but are not in ``saved``.
+    def changed_start_values(self, saved: Collection[Place]) -> dict[Place, Any]:
+        """Return the start values of attributes that have changed in this run.
 
         A checkpoint contains only the attributes that have changed since the start of the run. In a
         resumed run, on_train_start and set_epoch() may have changed an attribute that the
         checkpoint lacks.
+
+        Args:
+            saved: The attributes in the checkpoint, which are left out.
         """
-        if self._start_values is None:
-            return
-        current, changed = self.digests(), {}
-        expected = dict(self._at_start)
-        expected.update((place, pair[0]) for place, pair in self._start_values.items())
-        # Do not reset attributes whose values cannot be saved, such as functions.
-        known = {place for place, _ in self.attributes() if place not in current} | {*saved}
-        for place, found in expected.items():
-            if place in known or current.get(place) == found:
+        current = self.digests() if self._start_values else {}
+        # Leave out attributes whose values cannot be saved, such as functions.
+        known = {*saved, *(place for place, _ in self.attributes() if place not in current)}
+        changed: dict[Place, Any] = {}
+        for place, (mark, value) in self._start_values.items():
+            if place in known or isinstance(mark, Identity) or current.get(place) == mark:
                 continue
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
-                if place not in self._start_values:
+                if value == UNKNOWN:
                     raise TypeError("on_train_start or set_epoch() changed it, and it is too large")
-                changed[place] = self._start_values[place][1]
-        self.load_attributes(changed)
-
-    def changed_start_values(self) -> dict[Place, Any]:
-        """Return the start value of each attribute that has changed."""
-        current, kept = self.digests(), self._start_values or {}
-        return {
-            place: value
-            for place, (found, value) in kept.items()
-            if place in current and current[place] != found
-        }
+                changed[place] = value
+        return changed
 
     def encoded_attributes(
         self, most_bytes: int = 10 * _COMPARED_BYTES
     ) -> dict[Place, tuple[Any, Any]]:
         """Return the digest and encoded value of each attribute up to ``most_bytes`` in size."""
-        values = self.encoded_values(self._parts, most_bytes).items()
-        return {place: pair for place, pair in values if pair[1] != UNKNOWN}
+        found = self._encoded_values(self._parts, most_bytes, {})
+        return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
-    def encoded_values(
-        self,
-        names: Collection[str],
-        most_bytes: int = _COMPARED_BYTES,
-        digests: Mapping[Place, Any] | None = None,
-    ) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of each attribute.
+    def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
+        """Return the digest and the encoded value of each attribute of the given objects.
 
-        An attribute that is larger than ``most_bytes`` or not plain is encoded as UNKNOWN.
-
-        Args:
-            names: The names of the objects to read.
-            digests: The digests that are already known.
+        An attribute that is larger than 1 MB or not plain is encoded as UNKNOWN. Call this method
+        directly after creating the PlainState.
         """
+        found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
+        values = self._encoded_values(names, _COMPARED_BYTES, self._at_start)
+        for (name, attribute), pair in values.items():
+            found[name][attribute] = pair
+        return found
+
+    def _encoded_values(
+        self, names: Collection[str], most_bytes: int, digests: Mapping[Place, Any]
+    ) -> dict[Place, tuple[Any, Any]]:
         encoder = Encoder(self._device, self.addresses_of_network(), most_bytes)
-        known = {} if digests is None else digests
         found: dict[Place, tuple[Any, Any]] = {}
         for place, value in self.attributes():
             if place[0] not in names:
                 continue
-            mark = known[place] if place in known else self._digest_or_identity(value)
+            mark = digests[place] if place in digests else self._digest_or_identity(value)
             found[place] = mark, UNKNOWN
             # The code of a user's class may raise any error.
             with suppress(Exception):
                 if not isinstance(mark, Identity):
                     found[place] = mark, encoder.encode_attribute(value)
         return found
-
-    def start_values(self, names: Collection[str]) -> dict[Place, tuple[Any, Any]]:
-        """Return ``encoded_values``, with the digests from the creation of this PlainState."""
-        return self.encoded_values(names, digests=self._at_start)
 
     def digests_of(self, part: Part) -> dict[str, Any]:
         """Return a digest or an Identity of each attribute of an object."""

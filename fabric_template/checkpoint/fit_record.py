@@ -16,11 +16,10 @@ from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of
@@ -32,11 +31,9 @@ from ..plain_state import (
     Part,
     Place,
     PlainState,
-    is_same_digest,
     replace_content,
     shares_memory,
 )
-from .restore import restore_network
 from .start_point import StartPoint
 from .state import OPTION_TYPES, make_plain_state
 
@@ -46,14 +43,14 @@ if TYPE_CHECKING:
 
 # Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[Any, tuple[Any, Any]]
-# The EarlierFits of each object, keyed by a kind such as "attributes". This dict holds only weak
+# The ObjectRecord of each object, keyed by a kind such as "attributes". This dict holds only weak
 # references to the objects.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
 _MOST_RUNS = 4  # The maximum number of runs whose start values are kept for each object.
 
 
-class EarlierFits(NamedTuple):
+class ObjectRecord:
     """The values of an object in earlier calls to ``fit``.
 
     Attributes:
@@ -61,21 +58,58 @@ class EarlierFits(NamedTuple):
         end: The digests at the end of the latest call.
     """
 
-    starts: dict[frozenset[Path], Values]
-    end: dict[Any, Any]
+    def __init__(self) -> None:
+        self.starts: dict[frozenset[Path], Values] = {}
+        self.end: dict[Any, Any] = {}
 
+    def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
+        """Return the original values of all attributes that earlier ``fit`` calls have changed.
 
-class RecordedObject(NamedTuple):
-    """An object of the current run.
+        Leave out attributes that the user has changed since the latest ``fit`` call.
 
-    Attributes:
-        read: Returns the current digests.
-        start: The values at the start of ``fit``.
-    """
+        Args:
+            checkpoint: The path of the checkpoint from which the run resumes, or None.
+            values: The current values.
+        """
+        self._keep_user_changes(values)
+        folder = None if checkpoint is None else Path(checkpoint).resolve().parent
+        starts = [start for folders, start in self.starts.items() if folder in folders]
+        found: Values = {}
+        for name in {**starts[-1], **values} if starts else ():
+            first, current = starts[-1].get(name, _MISSING), values.get(name, _MISSING)
+            are_objects = isinstance(current[0], Identity) and isinstance(first[0], Identity)
+            if not are_objects and current[0] != first[0]:
+                found[name] = first
+        return found
 
-    instance: Any
-    read: Callable[[], dict[Any, Any]]
-    start: Values
+    def _keep_user_changes(self, values: Values) -> None:
+        """In all earlier runs, replace the start values that the user has changed since then."""
+        for name in {**values, **self.end}:
+            if values.get(name, _MISSING)[0] == self.end.get(name, REMOVED):
+                continue
+            for start in self.starts.values():
+                start.pop(name, None)
+                if name in values:
+                    start[name] = values[name]
+
+    def add_fit(self, run: frozenset[Path], start: Values, end: dict[Any, Any]) -> None:
+        """Store the values at the start of a run, and the digests at the end of the call."""
+        known: Values = next(reversed(self.starts.values()), {})
+        self.starts.pop(run, None)
+        # Store equal values only once.
+        self.starts[run] = {
+            name: known[name] if known.get(name, _MISSING)[0] == pair[0] else pair
+            for name, pair in start.items()
+        }
+        if len(self.starts) > _MOST_RUNS:
+            del self.starts[next(iter(self.starts))]
+        self.end = end
+
+    def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
+        """Record that the changes in an evaluation are not the user's changes."""
+        for name, (mark, _) in start.items():
+            if mark == self.end.get(name, REMOVED):
+                self.end[name] = end.get(name, REMOVED)
 
 
 class FitRecord:
@@ -98,8 +132,9 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # The key contains an object's id and a kind such as "attributes".
-        self._objects: dict[tuple[int, str], RecordedObject] = {}
+        # Each object, a function that returns its current digests, and its values at the start of
+        # the call. The key contains the object's id and a kind such as "attributes".
+        self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
         # Functions that revert the resets if the run cannot resume.
         self._reverts: list[Callable[[], Any]] = []
 
@@ -111,20 +146,16 @@ class FitRecord:
         Args:
             state: A PlainState that has just been created.
         """
-        values: dict[str, Values] = {name: {} for name in self._find_new_parts(state.parts)}
-        for (name, attribute), pair in state.start_values(values).items():
-            values[name][attribute] = pair
         changed: dict[Place, Any] = {}
-        for name, start in values.items():
+        for name, values in state.start_values(self._find_new_parts(state.parts)).items():
             part = state.parts[name]
             owner, kind = find_object_and_kind(name, part, self._model)
-            found = self._find_start_values(owner, kind, start)
-            read = partial(state.digests_of, part)
-            self._objects[id(owner), kind] = RecordedObject(
-                owner, read, replace_values(start, found)
-            )
-            changed.update(((name, attribute), pair[1]) for attribute, pair in found.items())
-        if changed := self._choose_restorable(state, changed, values):
+            found = self._record(owner, kind, partial(state.digests_of, part), values)
+            for attribute, (_, value) in found.items():
+                current = values.get(attribute, _MISSING)[0]
+                if self._is_restorable(state, (name, attribute), value, current):
+                    changed[name, attribute] = value
+        if changed:
             self._reverts.append(make_restore_function(state, changed))
             state.load_attributes(changed)
 
@@ -132,6 +163,28 @@ class FitRecord:
         """Like ``reset_and_record_attributes``, for objects outside the run's PlainState."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
+
+    def reset_and_record_values(
+        self,
+        owner: Any,
+        kind: str,
+        read: Callable[[], dict[Any, Any]],
+        restore: Callable[[dict[Any, Any]], Any] | None = None,
+    ) -> None:
+        """Reset values such as flags that earlier ``fit`` calls have changed, and record them.
+
+        Skip an object whose values of this kind are already recorded.
+
+        Args:
+            restore: Sets the values. If it is None, the values are only recorded.
+        """
+        if (id(owner), kind) in self._objects:
+            return
+        current = read()
+        found = self._record(owner, kind, read, make_pairs(current))
+        if found and restore is not None:
+            self._reverts.append(partial(restore, current))
+            restore({name: value for name, (_, value) in found.items() if value != REMOVED})
 
     def _find_new_parts(self, parts: dict[str, Part]) -> dict[str, Part]:
         found: dict[tuple[int, str], str] = {}
@@ -143,56 +196,39 @@ class FitRecord:
                 found.setdefault((id(owner), kind), name)
         return {name: parts[name] for name in found.values()}
 
-    def _find_start_values(self, owner: Any, kind: str, values: Values) -> Values:
-        return find_start_values(self._checkpoint, owner, kind, values) if self._is_training else {}
-
-    def _choose_restorable(
-        self, state: PlainState, changed: dict[Place, Any], values: dict[str, Values]
-    ) -> dict[Place, Any]:
-        """Leave out values that cannot be restored, and warn about them."""
-        chosen = {}
-        for (name, attribute), value in changed.items():
-            place, current = f"{name}.{attribute}", values[name].get(attribute, _MISSING)[0]
-            # If the checkpoint restores an object that training has created, keep the object.
-            if place in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
-                continue
-            if value != UNKNOWN:
-                chosen[name, attribute] = value
-                continue
-            attributes = state.parts[name].namespace()
-            # The checkpoint restores a tensor that shares its memory with a weight.
-            is_weight = shares_memory(attributes.get(attribute), state.addresses_of_network())
-            if current != REMOVED and not is_weight:
-                warn_of_changed_attribute(place)
-        return chosen
-
-    def reset_and_record_values(
-        self,
-        owner: Any,
-        kind: str,
-        read: Callable[[], dict[Any, Any]],
-        restore: Callable[[dict[Any, Any]], Any] | None = None,
-    ) -> None:
-        """Reset flags that earlier ``fit`` calls have changed, and record all of them.
-
-        A second call for the same object and kind only adds values for new names.
+    def _record(self, owner: Any, kind: str, read: Callable[[], Any], values: Values) -> Values:
+        """Record the values at the start of the run, and return those that must be reset.
 
         Args:
-            restore: Sets the flags. If it is None, the values are only recorded.
+            read: Returns the object's current digests.
+            values: The current values.
         """
-        current = read()
-        values = make_pairs(current)
-        if (id(owner), kind) in self._objects:
-            start = self._objects[id(owner), kind].start
-            start.update((name, pair) for name, pair in values.items() if name not in start)
-            return
-        if restore is not None and (found := self._find_start_values(owner, kind, values)):
-            # Keep the flags of modules that an earlier call to fit created.
-            found = {name: pair for name, pair in found.items() if pair is not _MISSING}
-            self._reverts.append(partial(restore, current))
-            restore({name: value for name, (_, value) in found.items()})
-            values.update(found)
-        self._objects[id(owner), kind] = RecordedObject(owner, read, values)
+        found: Values = {}
+        if self._is_training and (record := find_record(owner, kind)):
+            found = record.find_start_values(self._checkpoint, values)
+        start = {name: pair for name, pair in {**values, **found}.items() if pair is not _MISSING}
+        self._objects[id(owner), kind] = owner, read, start
+        return found
+
+    def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
+        """Return whether an attribute can be reset to ``value``, or warn that it cannot be reset.
+
+        Args:
+            current: The digest of the attribute's current value.
+        """
+        name, attribute = place
+        path = f"{name}.{attribute}"
+        # If the checkpoint restores an object that training has created, keep the object.
+        if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
+            return False
+        if value != UNKNOWN:
+            return True
+        attributes = state.parts[name].namespace()
+        # The checkpoint restores a tensor that shares its memory with a weight.
+        is_weight = shares_memory(attributes.get(attribute), state.addresses_of_network())
+        if current != REMOVED and not is_weight:
+            warn_of_changed_attribute(path)
+        return False
 
     def keep_resets(self) -> None:
         """Keep the reset values from now on, because the checkpoint has been restored."""
@@ -210,12 +246,21 @@ class FitRecord:
             with suppress(Exception):
                 revert()
         run = frozenset(Path(folder).resolve() for folder in folders if folder)
-        for (_, kind), recorded in self._objects.items():
+        for (_, kind), (owner, read, start) in self._objects.items():
             # The code of a user's class may raise any error.
             with suppress(Exception):
-                store_values(recorded, kind, run if self._is_training else None)
+                end = read()
+                record = _EARLIER_FITS.setdefault(owner, {}).setdefault(kind, ObjectRecord())
+                if self._is_training:
+                    record.add_fit(run, start, end)
+                else:
+                    record.add_evaluation(start, end)
         # Drop all references, so that Python can free the objects.
         self._objects, self._reverts, self._model = {}, [], None
+
+
+def find_record(owner: Any, kind: str) -> ObjectRecord | None:
+    return _EARLIER_FITS[owner].get(kind) if owner in _EARLIER_FITS else None
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
@@ -253,112 +298,33 @@ def parents_of(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-# Values
-
-
 def make_pairs(values: dict[Any, Any]) -> Values:
     return {name: (value, value) for name, value in values.items()}
 
 
-def replace_values(values: Values, found: Values) -> Values:
-    """Return a copy of ``values`` with the values in ``found``."""
-    pairs = {**values, **found}
-    return {name: pair for name, pair in pairs.items() if pair is not _MISSING}
-
-
-def keep_user_changes(earlier: EarlierFits, values: Values) -> None:
-    """In all earlier runs, replace the start values that the user has changed since the last call.
-
-    Args:
-        values: The current values.
-    """
-    for name in {**values, **earlier.end}:
-        current = values.get(name, _MISSING)
-        if is_same_digest(current[0], earlier.end.get(name, REMOVED)):
-            continue
-        for start in earlier.starts.values():
-            if name in values:
-                start[name] = current
-            else:
-                start.pop(name, None)
-
-
-def find_start_values(checkpoint: Any, owner: Any, kind: str, values: Values) -> Values:
-    """Return the original values of all attributes that earlier ``fit`` calls have changed.
-
-    Leave out attributes that the user has changed since the latest ``fit`` call.
-
-    Args:
-        checkpoint: The path of the checkpoint from which the run resumes, or None.
-        values: The current values.
-    """
-    if owner not in _EARLIER_FITS or kind not in _EARLIER_FITS[owner]:
-        return {}
-    earlier: EarlierFits = _EARLIER_FITS[owner][kind]
-    keep_user_changes(earlier, values)
-    folder = None if checkpoint is None else Path(checkpoint).resolve().parent
-    starts = [start for folders, start in earlier.starts.items() if folder in folders]
-    found: Values = {}
-    for name in {**starts[-1], **values} if starts else ():
-        first = starts[-1].get(name, _MISSING)
-        current = values.get(name, _MISSING)[0]
-        are_objects = isinstance(current, Identity) and isinstance(first[0], Identity)
-        if not are_objects and not is_same_digest(current, first[0]):
-            found[name] = first
-    return found
-
-
-def store_values(recorded: RecordedObject, kind: str, run: frozenset[Path] | None) -> None:
-    """Store the values that an object had at the start and at the end of a call.
-
-    Args:
-        run: The folders of the run's checkpoints, or None if the call was no call to ``fit``.
-    """
-    of_owner = _EARLIER_FITS.setdefault(recorded.instance, {})
-    starts, end = of_owner.get(kind, ({}, {}))
-    current = recorded.read()
-    if run is None:
-        # Changes by an evaluation are not the user's changes.
-        for name, (digest, _) in recorded.start.items():
-            if is_same_digest(digest, end.get(name, REMOVED)):
-                end[name] = current.get(name, REMOVED)
-        return
-    known: Values = next(reversed(starts.values()), {})
-    starts.pop(run, None)
-    # Store equal values only once.
-    starts[run] = {
-        name: known[name] if is_same_digest(known.get(name, _MISSING)[0], pair[0]) else pair
-        for name, pair in recorded.start.items()
-    }
-    if len(starts) > _MOST_RUNS:
-        del starts[next(iter(starts))]
-    of_owner[kind] = EarlierFits(starts, current)
-
-
 def make_restore_function(state: PlainState, places: Iterable[Place]) -> Callable[[], None]:
     """Return a function that restores the current values of the given attributes."""
-    kept: dict[Place, tuple[Any, Any]] = {}
+    kept = []
     for name, attribute in places:
-        attributes = state.parts[name].namespace()
-        if attribute in attributes:
-            value = attributes[attribute]
-            kept[name, attribute] = value, copy_content(value)
+        part = state.parts[name]
+        value = part.namespace().get(attribute, REMOVED)
+        kept.append((part, attribute, value, copy_content(value)))
 
     def restore() -> None:
-        for name, attribute in places:
-            attributes = state.parts[name].namespace()
-            if (name, attribute) not in kept:
+        for part, attribute, value, content in kept:
+            attributes = part.namespace()
+            if value is REMOVED:
                 attributes.pop(attribute, None)
-                continue
-            attributes[attribute], content = kept[name, attribute]
-            replace_content(attributes[attribute], content)
+            else:
+                attributes[attribute] = value
+                replace_content(value, content)
 
     return restore
 
 
 def copy_content(value: Any) -> Any:
     """Copy a tensor, an array or a container whose content ``load_attributes`` may replace."""
-    if type(value) in (Tensor, Parameter):
+    if type(value) in (Tensor, nn.Parameter):
         return value.detach().clone().requires_grad_(value.requires_grad)
     return copy(value) if isinstance(value, np.ndarray | list | dict | set | deque) else value
 
@@ -407,22 +373,22 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    # A model that is not an nn.Module gets a new network in each run.
-    record.reset_and_record_values(
-        run.model, "flags", partial(read_flags, run), partial(restore_flags, run)
-    )
+    """Reset and record the train mode of each module, and requires_grad of its parameters."""
+    for module in run.network.modules():
+        record.reset_and_record_values(
+            module, "flags", partial(read_flags, module), partial(restore_flags, module)
+        )
 
 
-def read_flags(run: Run) -> dict[tuple[str, str], bool]:
-    flags = run.steps.flags(run.optimization.named_parameters())
-    return {(kind, name): value for kind in flags for name, value in flags[kind].items()}
+def read_flags(module: nn.Module) -> dict[str, bool]:
+    parameters = module.named_parameters(recurse=False)
+    return {"training": module.training, **{name: p.requires_grad for name, p in parameters}}
 
 
-def restore_flags(run: Run, values: dict[tuple[str, str], bool]) -> None:
-    flags: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
-    for (kind, name), value in values.items():
-        flags[kind][name] = value
-    restore_network(run, flags, {})
+def restore_flags(module: nn.Module, flags: dict[str, bool]) -> None:
+    module.training = flags.get("training", module.training)
+    for name, parameter in module.named_parameters(recurse=False):
+        parameter.requires_grad = flags.get(name, parameter.requires_grad)
 
 
 def read_options(loop: FabricLoop) -> dict[str, Any]:
@@ -432,10 +398,11 @@ def read_options(loop: FabricLoop) -> dict[str, Any]:
 
 def reset_options(loop: FabricLoop, start: StartPoint) -> None:
     """Reset the loop options that hooks have changed during earlier ``fit`` calls."""
-    values = make_pairs(read_options(loop))
-    for name, pair in find_start_values(path_of(start), loop, "options", values).items():
-        if pair is not _MISSING:
-            setattr(loop, name, pair[1])
+    if record := find_record(loop, "options"):
+        found = record.find_start_values(path_of(start), make_pairs(read_options(loop)))
+        for name, (_, value) in found.items():
+            if value != REMOVED:
+                setattr(loop, name, value)
 
 
 def warn_of_changed_attribute(place: str) -> None:

@@ -448,12 +448,14 @@ class ResumableLoader:
         Closing ``stack`` restores the model's previous attributes.
         """
         if self._model_state is not None and "model" in captured:
-            attributes = self._model_state.changed_start_values() | captured["model"]["attributes"]
+            saved = captured["model"]["attributes"]
+            attributes = self._model_state.changed_start_values(saved) | saved
             state = {**captured["model"], "attributes": attributes}
             stack.enter_context(self._model_state.replaced(state))
         for name, part in self._plain_states.items():
             if name in captured:
-                part.reset_attributes(captured[name]["attributes"])
+                saved = captured[name]["attributes"]
+                part.load_attributes(part.changed_start_values(saved))
         self._restore(captured)
 
     def _restore(self, captured: Any) -> None:

@@ -753,6 +753,29 @@ def test_a_run_with_user_defined_objects_can_resume_in_the_other_loop_class(tmp_
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
 
 
+class HasQueue(Model):
+    """Empties a queue of losses every few batches, and has an empty buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.empty(0))
+        self.queue, self.indices = torch.ones(3), [torch.zeros(1, dtype=torch.long)]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * (1 + self.queue.sum() + len(self.indices[0]))
+        self.queue = torch.cat([self.queue, loss.detach()[None]]) if batch_idx % 2 == 0 else torch.empty(0)
+        self.indices = [torch.arange(len(self.queue))]
+        return loss
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_an_empty_tensor_is_not_mistaken_for_an_empty_buffer_of_the_model(tmp_path, kind):
+    expected = train(kind, tmp_path / "whole", shuffled(HasQueue))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "parts", shuffled(HasQueue), kill_at=5)
+    assert train(kind, tmp_path / "parts", shuffled(HasQueue), resume="last") == expected
+
+
 class HasKeyedMeters(Model):
     """The loss depends on one object for each kind of batch, which training creates when it needs it."""
 

@@ -184,7 +184,7 @@ def test_each_object_is_read_only_once_before_training_and_large_lists_are_not_c
     for _ in range(3):
         record.reset_and_record_parts({"a": Part(counted), "b": Part(counted)})
     assert Counted.reads == reads
-    assert PlainState({"a": Part(counted)}).encoded_values(["a"])["a", "value"][1] == UNKNOWN
+    assert PlainState({"a": Part(counted)}).start_values(["a"])["a"]["value"][1] == UNKNOWN
 
 
 def test_a_warning_about_an_attribute_never_ends_the_run(tmp_path):
