@@ -33,9 +33,15 @@ import os, runpy, sys
 sys.path.append({root!r})
 from {module} import record_training
 recording, steps, *sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+is_module = sys.argv[0] == "-m"
+if is_module:
+    del sys.argv[0]
+sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))
 with record_training(recording, int(steps), stop=True):
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 # These options do not influence the results of an optimizer.
@@ -127,8 +133,9 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
 
     After the last compared step, also compare the final weights and buffers.
 
-    Each run is a script with its arguments (``"train.py --lr 0.1"``), a function without
-    arguments, or a file written by `record_training`. A script runs in its own process.
+    Each run is a script with its arguments (``"train.py --lr 0.1"``), a module of a package
+    (``"-m package.train --lr 0.1"``), a function without arguments, or a file written by
+    `record_training`. A script runs in its own process.
 
     Args:
         first: The correct run.
@@ -214,6 +221,11 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
         names = ", ".join(sorted({*max(modes, key=len)}))
         fix = "model.train() before training and after each validation"
         return f"the {which} has more modules in eval mode: {names}", fix
+    samples, other_samples = (
+        record["quantities"]["digest of a sample"] for record in (first, second)
+    )
+    if samples != other_samples and sorted(samples) == sorted(other_samples):
+        return "the batch contains the same samples in a different order", "the same order in both"
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
@@ -297,8 +309,9 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
                 _, errors = process.communicate(timeout=1)
                 break
     print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)
-    if process.returncode != 0:
-        error = errors.strip().rpartition("\n")[2]
+    # A script that calls os._exit() ends without a recording.
+    if process.returncode != 0 or not recording.exists():
+        error = errors.strip().rpartition("\n")[2] or f"exit code {process.returncode}"
         text = f"compare: got {script!r}, which fails ({error}). Run the script alone, and fix"
         raise ValueError(f"{text} this error first.")
 

@@ -306,6 +306,8 @@ Untracked = change(Normed, net=normed_net(track_running_stats=False), validate=l
 Averaging, AveragingInDouble = (change(Script, net=averaging_net(dtype)) for dtype in (torch.float, torch.double))
 UnscaledInTrainMode = change(Unscaled, validate=ValidatedInTrainMode.validate)
 
+Reversed = change(Dropping, loss=lambda self, net, batch: Dropping.loss(self, net, [part.flip(0) for part in batch]))
+
 MISTAKES = [
     # (first script, second script, options of fit or None if the second script is hand-written,
     # too, expected step, quantity, part of the reason, part of the fix)
@@ -330,6 +332,7 @@ MISTAKES = [
     (Normed, Untracked, None, 0, "number of buffers", "only the first changes 1.running_mean, 1.run", "track_running_stats="),
     (Averaging, AveragingInDouble, None, 0, "dtype of a buffer", "different precisions for 1.mean", "net.double()"),
     (Script, InDouble, None, 0, "dtype of a parameter", "precisions for 2.bias, 2.weight, 0.bias", "net.double()"),
+    (Dropping, Reversed, None, 0, "loss", "the same samples in a different order", "the same order in both"),
     (ClearedAtTheEnd, Script, {}, 14, "norm of a weight after the last step", "optimizer state", "the same code"),
     (Script, ChangedAtTheEnd, None, 14, "norm of a weight after the last step", "changes 0.bias after", "the same code"),
     (change(Script, epochs=4), Script, {}, 15, "number of steps", "ends earlier", "the same number of epochs"),
@@ -543,17 +546,31 @@ def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts
     assert "lr: 0.1 in the first, 0.2 in the second" in capsys.readouterr().out
 
 
+def test_a_module_of_a_package_runs_as_with_python_m(tmp_path, capsys, quick_scripts):
+    folder = tmp_path / "project" / "tasks"
+    folder.mkdir(parents=True)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "project" / "rates.py").write_text("SLOW = '0.05'\n")
+    (folder / "slow.py").write_text("import sys\nfrom ..rates import SLOW\nsys.argv[1:] = [SLOW]\n" + SCRIPT)
+    assert main(["compare", "-m project.tasks.slow", "train.py 0.05", "--steps", "3"]) == 0
+    assert main(["compare", "train.py", "-m project.tasks.slow", "--steps", "3"]) == 1
+    assert "lr: 0.1 in the first, 0.05 in the second" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fails.py", "fails.py"], "'fails.py', which fails (ValueError: mine). Run the script alone"),
         (["empty.py", "empty.py"], "'empty.py', which takes no optimizer step, expected training"),
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
+        (["empty.py 4", "empty.py"], "'empty.py 4', which fails (exit code 4). Run the script alone"),
+        (["exits.py", "exits.py"], "'exits.py', which fails (exit code 0). Run the script alone"),
     ],
 )
 def test_the_compare_command_prints_errors_on_one_line(tmp_path, capsys, quick_scripts, arguments, message):
     (tmp_path / "fails.py").write_text("raise ValueError('mine')\n")
-    (tmp_path / "empty.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "empty.py").write_text("import sys\nraise SystemExit(int(sys.argv[1]) if sys.argv[1:] else 0)\n")
+    (tmp_path / "exits.py").write_text("import os\nos._exit(0)\n")
     assert main(["compare", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
