@@ -180,7 +180,7 @@ LOOP_ATTRIBUTES = f"""
     _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _not_reset
     _num_groups _object_places _precision _read_places _resumed_options _resumed_state
-    _row_started _sampler_seed _start_flags _started_at _step_values _sums _tables
+    _row_started _sampler_seed _saved_ids _start_flags _started_at _step_values _sums _tables
     _torchmetrics _unsaved _validated _validation_names _waited _window_size active_stage
     batches_done best_score callback_metrics checkpoint_dir current_epoch global_step history
     log_dir num_training_batches should_stop _created_with _saved_step _settings
@@ -1029,7 +1029,8 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            rows = [*read_rows(path), row]
+            # Skip rows that a killed run has written to an edit's file after its last checkpoint.
+            rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
         self._tables[name] = length + 1, columns
@@ -1483,9 +1484,7 @@ class MiniLoop:
 
     def _loader_state(self) -> dict[str, Any]:
         """Return the RNG states, and the changed attributes that may affect the sample order."""
-        state, places = self._state(), self._loader_places()
-        parts = {place: state["parts"][place] for place in places if place in state["parts"]}
-        return {**state, "parts": parts}
+        return self._state({*self._loader_places()})
 
     def _loader_places(self) -> list[str]:
         return [place for place in self._start_states if place in self._read_places]
@@ -1532,19 +1531,20 @@ class MiniLoop:
         value, copied = self._large_values[place, name]
         set_value(self._parts[place], name, value)
         start = self._start_states[place]
-        is_reset = is_same(self._plain_state(place).get(name), start[name])
-        if not is_reset and value is not copied and replace_content(value, copied):
+        if is_same(self._plain_state(place).get(name), start[name]):
+            return
+        if value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
                 # Store a new ChangeMark, because replace_content() has increased the tensor's
                 # version counter.
                 start[name] = mark
-            is_reset = is_same(mark, start[name])
-        if not is_reset:
-            text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
-            text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
-            text += " differ. Assign a new value to the attribute instead of changing it in place."
-            warnings.warn(text, stacklevel=2)
+            if is_same(mark, start[name]):
+                return
+        text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
+        text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
+        text += " differ. Assign a new value to the attribute instead of changing it in place."
+        warnings.warn(text, stacklevel=2)
 
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
         """Return the iterators that the training loader and its dataset hold in attributes."""
@@ -1561,15 +1561,21 @@ class MiniLoop:
                 reason = f"the position of a {type(value).__name__} cannot be saved"
                 self._warn_unsaved(place, name, reason)
 
-    def _state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes of the model and the loaders."""
+    def _state(self, places: set[str] | None = None) -> dict[str, Any]:
+        """Return the RNG states, and the changed attributes of the model and the loaders.
+
+        If ``places`` is given, return only the attributes of these objects.
+        """
         self._find_objects()
         network, changed = self._unwrapped, {}
         ids = {*map(id, [*network.modules(), *network.parameters()])}
         for place, part in self._parts.items():
+            if places is not None and place not in places:
+                continue
             start, state = self._start_states.get(place, {}), {}
+            attributes = namespace_of(part)
             for name, value in self._plain_state(place).items():
-                current = namespace_of(part).get(name)
+                current = attributes.get(name)
                 is_random = isinstance(current, GENERATORS)
                 if is_random or name not in start or not is_same(value, start[name]):
                     state[name] = value
@@ -1584,8 +1590,8 @@ class MiniLoop:
                             del state[name]
                             self._warn_unsaved(place, name, f"it contains {error} objects")
             buffers = part._buffers if isinstance(part, nn.Module) else {}
-            present = namespace_of(part).keys() | buffers.keys()
-            state.update((name, REMOVED) for name in start if name not in present)
+            removed = [name for name in start if name not in attributes and name not in buffers]
+            state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
             if state:
                 changed[place] = state
         return {**get_rng_state(), "parts": changed}
@@ -1597,7 +1603,11 @@ class MiniLoop:
         self._weights.pop(None, None)
         for place in self._object_places:
             del self._parts[place]
-        known = {id(part) for part in (*self._parts.values(), *self._saved_elsewhere())}
+        # validate() may run before the first fit, which sets the optimizer.
+        schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
+        saved = [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
+        self._saved_ids = {*map(id, saved)}
+        known = {*map(id, self._parts.values()), *self._saved_ids}
         found: dict[str, Any] = {}
         for place, part in self._parts.items():
             if place.startswith(("train ", "val ")):
@@ -1610,15 +1620,10 @@ class MiniLoop:
         self._object_places[:] = found
         self._parts |= found
 
-    def _saved_elsewhere(self) -> list[Any]:
-        # validate() may run before the first fit, which sets the optimizer.
-        schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
-        return [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
-
     def _plain_state(self, place: str) -> dict[str, Any]:
         # For loaders, save no state_dicts, because their objects may also be part of the model.
         is_loader = place.startswith(("train ", "val "))
-        saved, part = None if is_loader else self._saved_elsewhere(), self._parts[place]
+        saved, part = None if is_loader else self._saved_ids, self._parts[place]
         if self._is_installed(place):
             values = namespace_of(part).items()
             return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
@@ -3046,15 +3051,15 @@ def slots_of(kind: type) -> list[str]:
 
 
 def plain_state(
-    part: Any, device: torch.device, saved: list[Any] | None, weights: dict[Any, str]
+    part: Any, device: torch.device, saved: set[int] | None, weights: dict[Any, str]
 ) -> dict[str, Any]:
     """Return the encoded attributes of an object, keyed by name.
 
     Leave out attributes that ``encode`` does not support.
 
     Args:
-        saved: Objects that are saved elsewhere. For loaders, this is None, and no state_dict is
-            saved.
+        saved: The ids of objects that are saved elsewhere. For loaders, this is None, and no
+            state_dict is saved.
         weights: The addresses and names of the tensors in the model's state_dict.
     """
     values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
@@ -3073,11 +3078,11 @@ def plain_state(
             continue
         with suppress(TypeError):
             if saved is not None and isinstance(value, nn.Module):
-                if set(map(id, saved)).isdisjoint(map(id, value.modules())):
+                if saved.isdisjoint(map(id, value.modules())):
                     found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
                 continue
             if saved is not None and is_stateful(value):
-                if not any(value is part_of_run for part_of_run in saved):
+                if id(value) not in saved:
                     found[name] = "state", encode(value.state_dict(), device)
                 continue
             most = 10_000 if saved is None else None

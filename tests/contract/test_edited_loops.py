@@ -344,6 +344,17 @@ def test_an_edit_can_write_a_csv_file_of_its_own():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
+def test_a_resumed_run_removes_rows_of_an_own_file_that_was_created_after_the_checkpoint():
+    class WritesLate(MiniLoop):
+        def _train_batch(self, batch):
+            super()._train_batch(batch)
+            if self.global_step > 8:
+                self._append_row("own.csv", {"step": self.global_step})
+
+    for loop in assert_resumes(WritesLate):
+        assert (loop.log_dir / "own.csv").read_text().split() == ["step", *map(str, range(9, 25))]
+
+
 # The rules for edits of each method
 
 

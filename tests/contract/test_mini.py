@@ -1347,3 +1347,22 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
 
     loop, _, rows = fit("MiniLoop", "stopped", 2, make_module=lambda: StoppingModule(sgd), accumulate_grad_batches=4)
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
+
+
+def test_saving_searches_the_modules_equally_often_for_each_size_of_the_network():
+    class CountsSearches(torch.nn.Sequential):
+        def modules(self):
+            searches.append(len(self))
+            return super().modules()
+
+    class Wide(Classifier):
+        def __init__(self, size):
+            super().__init__()
+            self.net = CountsSearches(self.net, *[torch.nn.Identity() for _ in range(size)])
+
+    numbers = []
+    for size in (2, 40):
+        searches = []
+        fit("MiniLoop", f"size {size}", 2, make_module=lambda size=size: Wide(size))
+        numbers.append(len(searches))
+    assert numbers[0] == numbers[1]
