@@ -642,10 +642,12 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
 
 def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay unchanged."""
+    # Like Trainer, ignore the datamodule of an earlier call if its loaders are not used.
+    datamodule = run.datamodule if run.data.source is run.datamodule else None
 
     def find_hook(name: str) -> Callable | None:
-        of_datamodule, of_module = overridden(run.datamodule, name), overridden(run.module, name)
-        if run.datamodule is not None and of_module is not None:
+        of_datamodule, of_module = overridden(datamodule, name), overridden(run.module, name)
+        if datamodule is not None and of_module is not None:
             both = "both `LightningModule` and `LightningDataModule`."
             text = "`LightningModule` but have passed in a `LightningDataModule`."
             used = "LightningModule" if of_datamodule is None else "LightningDataModule"

@@ -336,6 +336,25 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
     assert isinstance(loop.val_dataloaders.sampler, RandomSampler)
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_hooks_of_an_earlier_datamodule_do_not_change_the_batches_of_other_loaders(stage):
+    """As in Trainer, for example if the datamodule normalizes the images on the GPU."""
+
+    class Scaled(pl.LightningDataModule):
+        def train_dataloader(self):
+            return ones(4, 1)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch * 10
+
+    def act(loop, module):
+        loop.fit(module, datamodule=Scaled())
+        return getattr(loop, stage)(module, ones(4, 1))
+
+    _, seen = assert_both_see(act)
+    assert [batch.tolist() for _, batch, *_ in seen] == [[10, 20], [30, 40], [1, 2], [3, 4]]
+
+
 @pytest.mark.parametrize("stage", STAGE_NAMES)
 def test_only_fit_records_the_attributes_of_a_dataset(stage, monkeypatch):
     """Comparing a list of a million paths takes seconds, and only fit saves checkpoints."""
