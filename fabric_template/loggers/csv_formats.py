@@ -164,17 +164,13 @@ def name_columns(cells: list[str], has_rows: bool) -> list[str]:
 
     If the file has no header, the names are "column 1", "column 2" and so on.
     """
-    if has_rows and all(map(is_number, cells)):
+    if has_rows and all(has_number([cell]) for cell in cells):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []
     for cell in cells:
         count = sum(cell == other or other.startswith(f"{cell}.") for other in names)
         names.append(f"{cell}.{count}" if cell and cell in names else cell)
     return names
-
-
-def is_number(cell: str) -> bool:
-    return has_number([cell])
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:

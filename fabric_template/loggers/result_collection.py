@@ -244,20 +244,6 @@ class CurrentValues(NamedTuple):
     row: dict[str, Any]
 
 
-class EvaluationValues(NamedTuple):
-    """Holds the values from an evaluation.
-
-    Attributes:
-        results: A dict of values for each DataLoader.
-        logged: The values for the loggers.
-        row: The values for the CSV files.
-    """
-
-    results: list[dict[str, Any]]
-    logged: dict[str, Any]
-    row: dict[str, Any]
-
-
 class ResultCollection:
     """Implements ``self.log`` and Trainer's dicts of logged values, such as callback_metrics.
 
@@ -511,8 +497,8 @@ class ResultCollection:
         # Values that a hook logs after the last batch do not belong to a loader.
         self.evaluation.dataloader_idx = None
 
-    def end_evaluation(self) -> EvaluationValues:
-        """Return the values from the evaluation.
+    def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """Return the values for each loader, for the loggers and for the CSV files.
 
         Call this method after the evaluation's last hook.
         """
@@ -527,7 +513,7 @@ class ResultCollection:
         # If several loaders log the same name, send the first loader's value to loggers, as Trainer
         # does.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
-        return EvaluationValues(results, dict(logged), row)
+        return results, dict(logged), row
 
     def reset(self) -> None:
         """Reset the sums of all metrics. Call this method after the last hook of an epoch."""
@@ -683,11 +669,9 @@ def to_scalar(name: str, value: Any) -> Tensor:
         if value.numel() != 1:
             raise value_error(name, value)
         value = value.squeeze()
-    if value.dtype is torch.float32 or value.dtype is torch.float64:
-        return value
     if not value.is_floating_point():
         warn_of_integer(name)
-    return value.to(float_type())
+    return to_float(value)
 
 
 def to_float(value: Tensor) -> Tensor:

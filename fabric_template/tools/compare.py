@@ -28,6 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .step_benchmark import EnoughSteps
+
 CHILD_PROCESS = """
 import os, runpy, sys
 sys.path.append({root!r})
@@ -258,10 +260,6 @@ def explain_number_of_buffers(quantity: str, first: Record, second: Record) -> t
     names = ", ".join([name for name in more if name not in fewer][:3])
     fix = "the same layers, options (track_running_stats=) and train() or eval() in both"
     return f"only the {which} changes {names}", fix
-
-
-class EnoughSteps(BaseException):
-    """Raised to end training after the last recorded step."""
 
 
 def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Record]:

@@ -33,7 +33,7 @@ Choice = dict[str, Any]  # Maps the names of settings, such as "num_workers", to
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last timed step, to end `fit` in the middle of an epoch."""
+    """Raised after the last step that a tool needs, to end training in the middle of an epoch."""
 
 
 class StepTimer:

@@ -49,16 +49,16 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
                 run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
             run.results.end_loader()
             run.hooks.call(f"on_{name}_epoch_end")
-            values = run.results.end_evaluation()
-            run.loggers.log_evaluation(values.logged, values.row)
-            if stage != "sanity_check" and not any(values.results):
+            results, logged, row = run.results.end_evaluation()
+            run.loggers.log_evaluation(logged, row)
+            if stage != "sanity_check" and not any(results):
                 warn_of_silent_step(run, name)
             if run.stage == "fit" and stage == "validate":
-                run.row.collect_validation(values.row)
+                run.row.collect_validation(row)
                 run.progress.enter("report_validation")
             run.hooks.call(f"on_{name}_end")
             run.results.reset()
-    return values.results
+    return results
 
 
 def warn_of_silent_step(run: Run, name: str) -> None:
