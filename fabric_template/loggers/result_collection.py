@@ -669,9 +669,11 @@ def to_scalar(name: str, value: Any) -> Tensor:
         if value.numel() != 1:
             raise value_error(name, value)
         value = value.squeeze()
+    if value.dtype is torch.float32 or value.dtype is torch.float64:
+        return value
     if not value.is_floating_point():
         warn_of_integer(name)
-    return to_float(value)
+    return value.to(float_type())
 
 
 def to_float(value: Tensor) -> Tensor:
