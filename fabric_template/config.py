@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, get_args, get_origin, get_type_hints
@@ -302,10 +303,12 @@ class LoopConfig:
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert NumPy numbers in an option to Python numbers.
+    """Convert NumPy numbers in an option to Python numbers, and Enums of strings to strings.
 
     In options such as limit_train_batches, also convert floats such as 3.0 to an int.
     """
+    if isinstance(value, str) and isinstance(value, Enum):
+        value = value.value
     if name == "hparams" and isinstance(value, Mapping):
         return {str(setting): _to_setting(given) for setting, given in value.items()}
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):

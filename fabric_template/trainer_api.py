@@ -241,6 +241,10 @@ class TrainerAPI:
             )
         is_option = "config" in vars(self) and name in vars(self.config)
         is_attribute = name in ("default_root_dir", "profiler") or hasattr(type(self), name)
+        if not is_option and (name in _ATTRIBUTES or name.upper() in RunningStage.__members__):
+            raise AttributeError(
+                f"FabricLoop.{name}: got {describe(value)}, but this attribute is read-only."
+            )
         if not is_option or is_attribute:
             super().__setattr__(name, value)
             return
@@ -517,6 +521,8 @@ class LoopAPI:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("max_epochs", "max_steps"):
             setattr(self.trainer, name, -1 if value is None else value)
+        elif name in ("min_epochs", "min_steps"):
+            setattr(self.trainer, name, value)
         elif name == "max_batches":
             self.progress.count_train_batches(value)
         elif name == "completed":

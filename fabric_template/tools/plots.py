@@ -342,7 +342,6 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
             # In a Keras log, let "loss" select both "loss" and "val_loss".
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
-            found = [metric for metric in columns if metric.column == name and not found] or found
             if not found:
                 raise ValueError(f"metrics: got {name!r}, {known}.")
             chosen += found

@@ -1,12 +1,16 @@
 """Test that options set on a loop between runs and in hooks take effect, as with Trainer."""
 
+from contextlib import nullcontext
+from operator import attrgetter
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from both import LOOPS
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from modules import quiet
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from modules import Classifier, assert_same_weights, make_loader, quiet
 
 from fabric_template import FabricLoop
 from fabric_template.errors import ConfigurationError
@@ -122,6 +126,55 @@ def test_an_attribute_setter_refuses_values_that_contradict_other_options(given,
     with pytest.raises(ConfigurationError, match=message):
         setattr(loop, name, value)
     assert loop.config == before
+
+
+READ_ONLY = ["current_epoch", "global_step", "is_last_batch", "num_val_batches", "callback_metrics", "world_size"]
+
+
+@pytest.mark.parametrize("name", [*READ_ONLY, "val_check_batch", "datamodule", "validating"])
+def test_an_attribute_that_the_loop_computes_cannot_be_set(name):
+    """As in Trainer. The last three can be set in Trainer, but had no effect here."""
+    loop = FabricLoop(**quiet())
+    before = getattr(loop, name)
+    with pytest.raises(AttributeError, match=f"FabricLoop.{name}: got 5, but this attribute is read-only"):
+        setattr(loop, name, 5)
+    assert getattr(loop, name) == before
+    with pytest.raises(AttributeError) if name in READ_ONLY else nullcontext():
+        setattr(pl.Trainer(**quiet()), name, 5)
+
+
+@pytest.mark.parametrize("value", [GradClipAlgorithmType.VALUE, GradClipAlgorithmType.NORM])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_clipping_algorithm_can_be_an_enum_as_in_trainer(value, is_set):
+    """Trainer's own attribute is such an Enum."""
+    modules = []
+    for kind in LOOPS.values():
+        pl.seed_everything(1, verbose=False)
+        options = {} if is_set else {"gradient_clip_algorithm": value}
+        trainer = kind(**quiet(max_steps=4, gradient_clip_val=0.01, **options))
+        if is_set:
+            trainer.gradient_clip_algorithm = value
+        trainer.fit(module := Classifier(), make_loader())
+        assert trainer.gradient_clip_algorithm == value
+        modules.append(module)
+    assert_same_weights(*modules)
+
+
+@pytest.mark.parametrize(("place", "name"), [("fit_loop", "min_epochs"), ("fit_loop.epoch_loop", "min_steps")])
+def test_a_hook_can_set_min_epochs_and_min_steps_of_the_loops_as_in_trainer(place, name):
+    ends = []
+    for kind in LOOPS.values():
+
+        class Sets(Callback):
+            def on_train_start(self, trainer, module):
+                setattr(attrgetter(place)(trainer), name, 3)
+                trainer.should_stop = True
+
+        trainer = kind(**quiet(max_epochs=5, limit_train_batches=2, callbacks=[Sets()]))
+        trainer.fit(Classifier(), make_loader())
+        ends.append((trainer.current_epoch, trainer.global_step))
+    assert ends[0] == ends[1]
+    assert ends[0][1] >= 3
 
 
 def test_validate_every_n_steps_can_be_changed_between_two_calls_of_fit(tmp_path):
