@@ -133,9 +133,9 @@ class FabricLoop(TrainerAPI):
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
             self.recipe |= {name: value for name, value in recorded.items() if value is not None}
-        self.seed()
+        self.seed_generators()
 
-    def seed(self) -> None:
+    def seed_generators(self) -> None:
         """Seed the random generators with the ``seed`` option. ``fit`` also calls this method."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)

@@ -98,7 +98,7 @@ def run_in_process(run: Run) -> Any:
 def set_up_process(run: Run, stack: ExitStack) -> None:
     """Seed the random generators, set PyTorch's flags, and enter the run's context managers."""
     if run.stage == "fit":
-        run.loop.seed()
+        run.loop.seed_generators()
         choose_version(run)
     if isinstance(run.fabric.strategy, DDPStrategy):
         # Like Trainer, start all processes with the same random state.

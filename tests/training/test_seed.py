@@ -49,6 +49,15 @@ def test_both_loops_give_the_same_losses_with_the_same_seed():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
+def test_a_seed_set_between_two_fits_gives_the_losses_of_a_loop_with_this_seed(kind):
+    loop = make_loop(kind, max_epochs=2, name="changed", seed=5)
+    first = train(loop)
+    loop.seed = 8
+    assert loop.seed == 8
+    assert train(loop) == train(make_loop(kind, max_epochs=2, name="new", seed=8)) != first
+
+
+@pytest.mark.parametrize("kind", LOOPS)
 def test_a_module_created_after_a_loop_with_a_seed_has_reproducible_weights(kind):
     weights = []
     for _ in range(2):
