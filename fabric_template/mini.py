@@ -3319,6 +3319,8 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
         return tuple.__new__(find_class(tuple, *options), items)
     if kind == "deque":
         return deque(items, *options)
+    text = f"resume: got an attribute with a {kind}, which FabricLoop saved, but MiniLoop cannot"
+    check(kind in CONTAINERS, f"{text} restore. Resume with FabricLoop.")
     if not issubclass(CONTAINERS[kind], dict):
         return CONTAINERS[kind](items)
     made = CONTAINERS[kind]()

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
@@ -51,7 +52,7 @@ _TENSORS = (Tensor, nn.Parameter)
 _CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 _VALUES: dict[str, Any] = {
-    kind.__name__: kind for kind in (timedelta, date, datetime, Fraction, Decimal, bytearray)
+    kind.__name__: kind for kind in (range, timedelta, date, datetime, Fraction, Decimal, bytearray)
 }
 # Limits that keep checkpoints small and quick to save.
 _MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
@@ -99,7 +100,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     if kind in (float, complex):
         # NaN does not equal NaN, but their texts are equal.
         return kind, repr(value)
-    if kind in _ATOMS or kind is range or isinstance(value, Enum):
+    if kind in _ATOMS or isinstance(value, Enum):
         return kind, value
     if isinstance(value, SynchronizedBase):
         return kind, read_shared(value)
@@ -242,16 +243,18 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Dates and other small values
+# Ranges, dates and other small values
 
 
 def arguments_of(value: Any) -> list[Any] | None:
-    """Return the arguments that create an equal date, bytearray, Fraction or Decimal.
+    """Return the arguments that create an equal range, date, bytearray, Fraction or Decimal.
 
     Return None for a value of another type, and for a time with a time zone. Paths are not saved,
     because the folder of a run may have moved.
     """
     kind = type(value)
+    if kind is range:
+        return [value.start, value.stop, value.step]
     if kind is timedelta:
         return [value.days, value.seconds, value.microseconds]
     if kind is date:
@@ -324,10 +327,8 @@ class Encoder:
             encoded = self._encode_array(value)
         elif isinstance(value, SynchronizedBase) and depth == 0:
             encoded = "shared", self._encode(read_shared(value), depth + 1)
-        elif kind is range:
-            encoded = "range", [value.start, value.stop, value.step]
         elif (arguments := arguments_of(value)) is not None:
-            encoded = "value", arguments, kind.__name__
+            encoded = kind.__name__, arguments
         elif isinstance(value, Enum) or is_named_tuple(kind):
             encoded = self._encode_by_class(value, kind, depth)
         elif kind in _CONTAINERS and depth <= _DEEPEST:
@@ -435,10 +436,8 @@ class Decoder:
         if kind == "enum":
             return find_class(Enum, *options).__members__[content]
         items = [self.decode(item) for item in content]
-        if kind == "range":
-            return range(*items)
-        if kind == "value":
-            return _VALUES[options[0]](*items)
+        if kind in _VALUES:
+            return _VALUES[kind](*items)
         if kind == "named tuple":
             return tuple.__new__(find_class(tuple, *options), items)
         if kind in _SEQUENCES:
@@ -664,6 +663,8 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
     # Exclude this package's objects, even if a user has renamed a copy of the package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
+    # Search torch's datasets, because a Subset, for example, may contain a user's dataset.
+    is_library = is_library and not isinstance(value, Dataset)
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
 

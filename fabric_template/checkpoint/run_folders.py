@@ -145,7 +145,9 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    warn_of_reused_callbacks(run)
+    # A user's subclass of a callback may raise any error, which must not stop the run.
+    with suppress(Exception):
+        warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # A new run replaces an older run of the same version, even without saving checkpoints.

@@ -337,7 +337,7 @@ class StageLoaders:
         self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None = None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
-        for loader in combined.flattened if stage in run.data.given else ():
+        for loader in combined.flattened if previous is None else ():
             run.fit_record.reset_and_record_parts(parts_of_order(loader))
             run.fit_record.reset_and_record_parts(parts_of_samples(loader))
         self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]

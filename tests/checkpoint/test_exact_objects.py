@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
+from datetime import date
 from enum import Enum
 from functools import partial
 from multiprocessing import Array, Value
@@ -751,6 +752,18 @@ def test_a_run_with_user_defined_objects_can_resume_in_the_other_loop_class(tmp_
     fit(writer, "parts", 2)
     resumed = fit(MiniLoop if writer is FabricLoop else FabricLoop, "parts", 3, resume="last")
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+class HasDates(Model):
+    def training_step(self, batch, batch_idx):
+        self.days = [date(2026, 1, 1 + batch_idx)]
+        return super().training_step(batch, batch_idx)
+
+
+def test_mini_loop_refuses_a_date_in_an_attribute_that_fabric_loop_saved(tmp_path):
+    train(FabricLoop, tmp_path, shuffled(HasDates))
+    with pytest.raises(ValueError, match="resume: got an attribute with a date, .* Resume with FabricLoop"):
+        train(MiniLoop, tmp_path, shuffled(HasDates), resume="last")
 
 
 class HasQueue(Model):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from modules import Classifier, assert_same_weights, make_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from fabric_template import FabricLoop
 from fabric_template.checkpoint.fit_record import FitRecord
@@ -260,3 +260,42 @@ def test_weight_averaging_with_the_same_callback_equals_an_uninterrupted_run(tmp
     first = min((tmp_path / "checkpoints/run/version_0").glob("*epoch=0*.ckpt"))
     make_loop(tmp_path, 3, callbacks=[callback]).fit(model, loader, resume=first)
     assert_same_weights(expected, model)
+
+
+class Noisy(TensorDataset):
+    noise = 0.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.noise, y
+
+
+class AddsNoise(Classifier):
+    def __init__(self, dataset, data):
+        super().__init__()
+        self.data, self.add_noise = data, lambda: setattr(dataset, "noise", dataset.noise + 0.3)
+
+    def train_dataloader(self):
+        return self.data if isinstance(self.data, DataLoader) else DataLoader(self.data, 8, shuffle=True)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.current_epoch > 0:
+            self.add_noise()
+
+
+WRAPPERS = {
+    "subset": lambda dataset: Subset(dataset, range(30)),
+    "concatenated": lambda dataset: ConcatDataset([dataset, dataset]),
+    "loader": lambda dataset: DataLoader(dataset, 8, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_dataset_inside_an_attribute_of_the_model_is_reset(tmp_path, name):
+    dataset = Noisy(*make_loader().dataset.tensors)
+    model = AddsNoise(dataset, WRAPPERS[name](dataset))
+    make_loop(tmp_path, 3, monitor="train_loss", mode="min", save_top_k=-1, seed=1).fit(model)
+    expected = deepcopy(model.state_dict())
+    first = min((tmp_path / "checkpoints/run/version_0").glob("*epoch=0*.ckpt"))
+    make_loop(tmp_path, 3, seed=1).fit(model, resume=first)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -240,3 +240,20 @@ def test_a_new_run_warns_of_an_early_stopping_that_another_run_used(tmp_path, re
         assert not any("got an EarlyStopping that an earlier call used" in text for text in texts)
         fit(tmp_path, callbacks=[stopping], resume=resume, **OPTIONS)
     assert any("got an EarlyStopping that an earlier call used" in str(warning.message) for warning in recwarn)
+
+
+class Patient(cb.EarlyStopping):
+    """Has no best score before the first validation."""
+
+    def __init__(self, monitor):
+        super().__init__(monitor)
+        self.best_score = None
+
+    def _run_early_stopping_check(self, trainer):
+        self.best_score = trainer.callback_metrics[self.monitor]
+
+
+def test_an_early_stopping_without_a_best_score_is_accepted(tmp_path):
+    callback = Patient("train_loss")
+    fit(tmp_path, callbacks=[callback], max_epochs=1, train=OPTIONS["train"])
+    assert callback.best_score is not None
