@@ -301,12 +301,9 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        covered: dict[int, str] | None = None,
-        most_bytes: int = _MOST_BYTES,
+        self, device: torch.device, covered: dict[int, str], most_bytes: int = _MOST_BYTES
     ) -> None:
-        self._device, self._covered, self._most_bytes = device, covered or {}, most_bytes
+        self._device, self._covered, self._most_bytes = device, covered, most_bytes
         # Hold a reference to each encoded value, so that no other value gets the same id.
         self._known: dict[int, tuple[Any, Any]] = {}
         self._bytes = self._items = 0
@@ -1149,11 +1146,9 @@ class PlainState:
                 changed[place] = value
         return changed
 
-    def encoded_attributes(
-        self, most_bytes: int = 10 * _COMPARED_BYTES
-    ) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and encoded value of each attribute up to ``most_bytes`` in size."""
-        found = self._encoded_values(self._parts, most_bytes, {})
+    def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
+        """Return the digest and encoded value of each attribute of at most 10 MB."""
+        found = self._encoded_values(self._parts, 10 * _COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
