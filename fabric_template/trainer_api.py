@@ -141,7 +141,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 
 # Options that cannot be changed after the loop is created.
 _OPTIONS_OF_CREATION = (
-    *("name", "version", "monitor", "mode", "seed", "default_root_dir", "max_time"),
+    *("name", "version", "monitor", "mode", "default_root_dir", "max_time"),
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins"),
 )
 
