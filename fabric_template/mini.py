@@ -869,7 +869,8 @@ class MiniLoop:
             self._add_torchmetric(name, value, on_epoch)
             # Use a private attribute, because torchmetrics has no public one for a batch's value.
             value, on_epoch = getattr(value, "_forward_cache", None), False
-        if value is None or not (on_epoch or on_step):
+            on_step = on_step and value is not None
+        if not (on_epoch or on_step):
             return
         value = to_metric(name, value)
         if on_epoch:

@@ -291,9 +291,30 @@ def resolve_config(path: str) -> str:
     except (OSError, ValueError):
         # ``path`` may be YAML text, which jsonargparse's --config option also accepts.
         return path
+    check_config(path, text)
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
     return path if resolved == text else resolved
+
+
+def check_config(path: str, text: str) -> None:
+    """Raise an error if a config file contains no options, or an option twice."""
+    import yaml
+
+    try:
+        nodes = [yaml.compose(text)]
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config: got {path}, expected YAML ({error}).") from error
+    if not isinstance(nodes[0], yaml.MappingNode):
+        raise ValueError(f"--config: got {path}, expected options such as max_epochs: 5.")
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise ValueError(f"--config: got {path} with {twice[0]} twice. Remove one of them.")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 def resolve_token(token: str) -> str:

@@ -420,6 +420,18 @@ def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
         fit("MiniLoop", "run", 2, make_module=Hooked, **options)
 
 
+@pytest.mark.parametrize("value", [None, [1.0, 2.0], "high"], ids=str)
+@pytest.mark.parametrize("options", [{}, {"on_epoch": True}, {"on_step": False, "on_epoch": True}], ids=str)
+def test_mini_loop_refuses_to_log_a_value_that_is_not_a_number(value, options):
+    class Module(Plain):
+        def training_step(self, batch):
+            self.log("recall", value, **options)
+            return super().training_step(batch)
+
+    with pytest.raises(ValueError, match=f"log 'recall': got a {type(value).__name__}, expected one number"):
+        fit("MiniLoop", "run", 1, make_module=Module)
+
+
 def test_mini_loop_refuses_to_resume_mid_epoch_with_torchmetrics_objects():
     class StoppingModule(Hooked):
         def on_train_batch_end(self, outputs, batch, batch_idx):

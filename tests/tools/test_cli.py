@@ -379,6 +379,24 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
     assert not {"logs", "checkpoints"} & {path.name for path in Path().iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: a\nseed: 1\nname: a\n", "with name twice."),
+        ('{"model": {"class_path": "lit.Lit", "init_args": {"hidden": 4, "hidden": 8}}}', "with hidden twice."),
+        ("callbacks:\n- class_path: x.Y\n  class_path: x.Z\n", "with class_path twice."),
+        ("seed: {1\n", "expected YAML (while parsing a flow mapping"),
+        ("# nothing\n", "expected options such as max_epochs: 5."),
+        ("max_epochs=3\n", "expected options such as max_epochs: 5."),
+    ],
+)
+def test_a_config_file_with_a_mistake_is_refused_by_name(capsys, text, expected):
+    Path("mine.yaml").write_text(text)
+    error = refused(capsys, *FIT, "--config", "mine.yaml")
+    assert "--config: got mine.yaml" in error
+    assert expected in error
+
+
 def test_a_default_argument_that_has_no_import_path_is_refused(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
