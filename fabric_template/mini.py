@@ -1622,13 +1622,46 @@ class MiniLoop:
         self._parts |= found
 
     def _plain_state(self, place: str) -> dict[str, Any]:
+        """Return an object's encoded attributes, except those that ``encode`` does not support."""
+        device, found = self.fabric.device, {}
         # For loaders, save no state_dicts, because their objects may also be part of the model.
         is_loader = place.startswith(("train ", "val "))
-        saved, part = None if is_loader else self._saved_ids, self._parts[place]
+        for name, value in self._find_attributes(place).items():
+            with suppress(TypeError):
+                if isinstance(value, GENERATORS):
+                    found[name] = random_state(value)
+                elif is_loader:
+                    found[name] = encode_or_mark(value, device, self._weights)
+                elif isinstance(value, nn.Module):
+                    if self._saved_ids.isdisjoint(map(id, value.modules())):
+                        found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
+                elif is_stateful(value):
+                    if id(value) not in self._saved_ids:
+                        found[name] = "state", encode(value.state_dict(), device)
+                else:
+                    found[name] = encode(value, device, None, self._weights)
+            if name not in found:
+                check_unsaved(name, value, is_loader)
+                if is_loader and holds_objects(value):
+                    # The items are saved separately, so use only the length to detect changes.
+                    found[name] = ChangeMark((len(value),))
+        return found
+
+    def _find_attributes(self, place: str) -> dict[str, Any]:
+        """Return the attributes of an object that a checkpoint may contain."""
+        part = self._parts[place]
+        values = {**namespace_of(part)}
         if self._is_installed(place):
-            values = namespace_of(part).items()
-            return {n: random_state(value) for n, value in values if isinstance(value, GENERATORS)}
-        return plain_state(part, self.fabric.device, saved, self._weights)
+            return {n: value for n, value in values.items() if isinstance(value, GENERATORS)}
+        if isinstance(part, nn.Module):
+            values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
+            values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
+        elif isinstance(part, torch.optim.Optimizer):
+            values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
+        elif isinstance(part, torch_data.DataLoader):
+            # fabric.launch() stores the loader's arguments in attributes such as __pl_saved_kwargs.
+            values = {name: values[name] for name in values if not name.startswith("__pl_")}
+        return values
 
     def _marked_state(self, place: str) -> dict[str, Any]:
         """Return an object's attributes, with an ObjectMark if ``encode`` does not support one."""
@@ -1638,10 +1671,8 @@ class MiniLoop:
 
     def _is_installed(self, place: str) -> bool:
         """Return whether an object's class is in an installed package, not in the user's code."""
-        module = sys.modules.get(type(self._parts[place]).__module__)
-        return place in self._object_places and "-packages" in (
-            getattr(module, "__file__", None) or ""
-        )
+        file = getattr(sys.modules.get(type(self._parts[place]).__module__), "__file__", None)
+        return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
         """Store the loaders' large attributes before the checkpoint replaces their values."""
@@ -3051,51 +3082,6 @@ def slots_of(kind: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def plain_state(
-    part: Any, device: torch.device, saved: set[int] | None, weights: dict[Any, str]
-) -> dict[str, Any]:
-    """Return the encoded attributes of an object, keyed by name.
-
-    Leave out attributes that ``encode`` does not support.
-
-    Args:
-        saved: The ids of objects that are saved elsewhere. For loaders, this is None, and no
-            state_dict is saved.
-        weights: The addresses and names of the tensors in the model's state_dict.
-    """
-    values, is_module = {**namespace_of(part)}, isinstance(part, nn.Module)
-    if is_module:
-        values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
-        values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
-    elif isinstance(part, torch.optim.Optimizer):
-        values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
-    elif isinstance(part, torch_data.DataLoader):
-        # fabric.launch() stores the loader's arguments in attributes such as __pl_saved_kwargs.
-        values = {name: values[name] for name in values if not name.startswith("__pl_")}
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, GENERATORS):
-            found[name] = random_state(value)
-            continue
-        with suppress(TypeError):
-            if saved is not None and isinstance(value, nn.Module):
-                if saved.isdisjoint(map(id, value.modules())):
-                    found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
-                continue
-            if saved is not None and is_stateful(value):
-                if id(value) not in saved:
-                    found[name] = "state", encode(value.state_dict(), device)
-                continue
-            most = 10_000 if saved is None else None
-            found[name] = encode_or_mark(value, device, most, weights)
-        if name not in found:
-            check_unsaved(name, value, saved is None)
-            if saved is None and holds_objects(value):
-                # The items are saved separately, so use only the length to detect changes.
-                found[name] = ChangeMark((len(value),))
-    return found
-
-
 def holds_objects(value: Any) -> bool:
     """Return whether a list, dict or other container contains objects of the user's classes."""
     if CONTAINERS.get(type(value).__name__) is not type(value):
@@ -3109,18 +3095,16 @@ def is_library_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not is_other
 
 
-def encode_or_mark(
-    value: Any, device: torch.device, most: int | None, weights: dict[Any, str]
-) -> Any:
+def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) -> Any:
     """Encode a value, or return a checksum if the value is large."""
-    if most is not None and type(value) in (list, tuple, set, dict):
+    if type(value) in (list, tuple, set, dict):
         # marshal is faster than encode. It raises a ValueError for items such as tensors.
         with suppress(ValueError):
             content = marshal.dumps(value, 2)
-            if len(content) > most:
+            if len(content) > 10_000:
                 return ChangeMark((zlib.crc32(content),))
     try:
-        return encode(value, device, most, weights)
+        return encode(value, device, 10_000, weights)
     except LargeValueError:
         return ChangeMark((mark_value(value),))
 
