@@ -91,18 +91,18 @@ REFUSED_HOOKS = """
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
 VERSION = "0.2.0"
-# The smallest allowed value of each numeric option.
-SMALLEST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
-SMALLEST |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-# Descriptions of the valid values of each option, for error messages.
-EXPECTED = {
-    "max_epochs": "a number of epochs (int >= 0), or -1 for no limit",
-    "max_steps": "a number of optimizer steps (int >= 0), or -1 for no limit",
-    "accumulate_grad_batches": "a number of batches (int >= 1)",
-    "seed": "an int from 0 to 4294967295",
-    "validate_every_n_steps": "a number of optimizer steps (int >= 1)",
-    "log_every_n_steps": "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
-    "gradient_clip_val": "a number >= 0",
+# The smallest allowed value of each numeric option, and its valid values for error messages.
+NUMBERS = {
+    "max_epochs": (-1, "a number of epochs (int >= 0), or -1 for no limit"),
+    "max_steps": (-1, "a number of optimizer steps (int >= 0), or -1 for no limit"),
+    "accumulate_grad_batches": (1, "a number of batches (int >= 1)"),
+    "seed": (0, "an int from 0 to 4294967295"),
+    "validate_every_n_steps": (1, "a number of optimizer steps (int >= 1)"),
+    "log_every_n_steps": (
+        0,
+        "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
+    ),
+    "gradient_clip_val": (0, "a number >= 0"),
 }
 # Options that cannot be changed after the loop is created.
 OPTIONS_OF_CREATION = (
@@ -299,12 +299,12 @@ class MiniLoop:
             expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
             is_valid = is_name or (option == "version" and is_number)
             check(is_valid, f"{option}: got {value!r}, expected {expected}.")
-        for option, least in SMALLEST.items():
+        for option, (least, expected) in NUMBERS.items():
             value = getattr(self, option)
             most = 2**32 - 1 if option == "seed" else math.inf
             is_optional = option not in ("max_steps", "accumulate_grad_batches")
             is_number = type(value) is int or (type(value) is float and "clip" in option)
-            text = f"{option}: got {value!r}, expected {EXPECTED[option]}."
+            text = f"{option}: got {value!r}, expected {expected}."
             is_valid = value is None if not is_number else least <= value <= most
             check(is_valid and (is_number or is_optional), text)
         if self.max_epochs is None:
@@ -1866,7 +1866,7 @@ class MiniLoop:
         return keys
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SMALLEST}
+        return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
         """Return current values, or None if reading an attribute raises an error."""
@@ -2710,9 +2710,8 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
 
 def has_format_of_torch(state: Any) -> bool:
     """Return whether an optimizer's state has the format of torch.optim.Optimizer.state_dict."""
-    is_dict = isinstance(state, dict)
-    kinds = (("state", dict), ("param_groups", list))
-    return is_dict and all(isinstance(state.get(name), kind) for name, kind in kinds)
+    has_state = isinstance(state, dict) and isinstance(state.get("state"), dict)
+    return has_state and isinstance(state.get("param_groups"), list)
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
