@@ -69,7 +69,8 @@ def copy_command(path: str, *, mini: bool = False) -> int:
     if problem:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
         raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
-    if copy.target.exists() and (mini or any(copy.target.iterdir())):
+    is_empty_folder = copy.target.is_dir() and not any(copy.target.iterdir())
+    if copy.target.exists() and (mini or not is_empty_folder):
         text = f"copy: got {path}, which already exists, expected a new path. To update a copy, run"
         raise ValueError(f"{text} `fabric-template update {shlex.quote(path)}`.")
     copy.write(dict(copy.upstream))
@@ -221,8 +222,11 @@ def read_files(folder: Path) -> Files:
     Skip hidden files and folders.
     """
     files = {}
-    pages = folder.glob("tools/*.html")
-    for path in sorted([*folder.rglob("*.py"), *folder.glob("LICENSE"), *pages]):
+    paths: list[Path] = []
+    if folder.is_dir():
+        patterns = ("**/*.py", "LICENSE", "tools/*.html")
+        paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    for path in paths:
         name = path.relative_to(folder)
         if not any(part.startswith(".") for part in name.parts):
             files[name.as_posix()] = read_file(path)

@@ -100,11 +100,12 @@ def test_the_copy_command_writes_mini_py_with_its_license(release, capsys):
         ("lib/loop", {"mini": True}, "a .py file. Write `copy --mini src/train_loop.py`."),
         ("lib/loop.py", {}, "a folder. Write `copy --mini src/train_loop.py`."),
         ("mine", {}, "a new path. To update a copy, run `fabric-template update mine`."),
+        ("notes", {}, "a new path. To update a copy, run `fabric-template update notes`."),
         ("../upstream/inside", {}, "a path outside of the package."),
     ],
 )
 def test_the_copy_command_refuses_names_that_cannot_be_imported(release, path, options, expected):
-    write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n", "other.py": "", "package/__init__.py": ""})
+    write(".", {"mine/notes.py": "mine\n", "mine.py": "mine\n", "other.py": "", "package/__init__.py": "", "notes": ""})
     before = tree(".")
     with pytest.raises(ValueError, match=rf"got {re.escape(path)},.* expected {re.escape(expected)}$"):
         copy_command(path, **options)
@@ -182,10 +183,12 @@ def test_the_update_and_diff_commands_refuse_unusable_copies_with_a_one_line_err
         assert tree("mine") == before
 
     write("other", {"loop.py": "loop\n"})
+    write(".", {"file": "text\n"})
     missing = r"got other, expected a copy of this package \(other/.fabric_template is missing\)\. Run `fabric-template copy`.*"
     for name, command in (("update", update_command), ("diff", diff_command)):
-        with pytest.raises(ValueError, match=f"^{name}: {missing}$"):
-            command("other")
+        for path in ("other", "file"):
+            with pytest.raises(ValueError, match=f"^{name}: {missing.replace('other', path)}$"):
+                command(path)
     copy_command("mine")
     write("mine", {"loop.py": f"<<<<<<< yours\n{EDITED}"})
     release({"loop.py": RELEASED})
