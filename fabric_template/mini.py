@@ -2944,7 +2944,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
     """Return the objects nested in an object, keyed by path. Skip the ids in ``known``."""
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
-    while waiting and len(found) < 64:
+    while waiting and len(found) < 500:
         path, part = waiting.popleft()
         is_list = isinstance(part, list | tuple | deque)
         items = dict(enumerate(part)) if is_list else {**namespace_of(part)}

@@ -60,7 +60,8 @@ _MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
 _COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as a whole.
 _COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
-_MOST_OBJECTS = 64  # The maximum number of objects whose attributes are saved.
+_MOST_OBJECTS = 500  # The maximum number of objects whose attributes are saved.
+_MOST_CHECKED = 64  # The maximum number of items whose types are checked in a container.
 _MOST_SEARCHED = 500  # The maximum number of items in a container that is searched for objects.
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
@@ -677,7 +678,7 @@ def find_iterator(value: Any) -> Any:
     if type(value) not in _CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
-    return next(filter(is_library_iterator, islice(items, _MOST_OBJECTS)), None)
+    return next(filter(is_library_iterator, islice(items, _MOST_CHECKED)), None)
 
 
 def searched_values(part: Part) -> dict[str, Any]:
@@ -723,7 +724,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
     found: dict[str, Part] = {}
     known = known | {id(part.instance) for part in parts.values() if not part.has_buffers}
     waiting = deque((path, searched_values(part), False) for path, part in parts.items())
-    while waiting and len(found) < _MOST_OBJECTS:
+    while waiting and len(found) <= _MOST_OBJECTS:
         path, values, is_container = waiting.popleft()
         for key, value in values.items():
             if type(value) in _ATOMS or id(value) in known:
@@ -855,7 +856,11 @@ class PlainState:
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
-                self._parts = {**self._given, **find_objects(self._given, known)}
+                found = find_objects(self._given, known)
+                self._parts = {**self._given, **found}
+                if len(found) > _MOST_OBJECTS:
+                    reason = f"there are more than {_MOST_OBJECTS}"
+                    self._warn("the last of the objects in attributes", reason)
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return all objects that were found in attributes of the given objects, keyed by path.
@@ -961,7 +966,7 @@ class PlainState:
         if len(value) == self._lengths.get(place, 0):
             return False
         items = value.values() if isinstance(value, dict) else value
-        return any(map(is_own_object, islice(items, _MOST_OBJECTS)))
+        return any(map(is_own_object, islice(items, _MOST_CHECKED)))
 
     def _is_saved_as_state(self, value: Any) -> bool:
         if self._saved is None or id(value) in self._saved:

@@ -43,7 +43,6 @@ _TYPES_NOT_SEARCHED = (
 # A checkpoint contains the attributes of a run's modules, datamodules and callbacks.
 _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
-_MOST_OBJECTS = 64
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
 # The search inside a loader also skips objects whose classes are in fabric_template or Lightning,
@@ -119,8 +118,8 @@ def objects_in(dataset: Any) -> dict[str, Any]:
     """Return the objects inside a dataset, such as a transform or a Subset's dataset."""
     values = find_values(dataset, enters_data=False)
     values.pop("stream", None)
-    objects = ((name, value) for name, value in values.items() if hasattr(value, "__dict__"))
-    return {f"dataset {name}": value for name, value in islice(objects, _MOST_OBJECTS)}
+    objects = {name: value for name, value in values.items() if hasattr(value, "__dict__")}
+    return {f"dataset {name}": value for name, value in objects.items()}
 
 
 def is_of_library(part: Any) -> bool:

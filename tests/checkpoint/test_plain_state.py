@@ -151,6 +151,19 @@ def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
         assert mark(tensors) != before
 
 
+@pytest.mark.parametrize("number", [100, 3 * 200])
+def test_many_objects_are_saved_or_cause_a_warning(number, recwarn):
+    groups = [[Holder(count=0) for _ in range(min(number, 200))] for _ in range(-(-number // 200))]
+    holder = Holder(groups=groups, other=Holder(inner=Holder(count=0)))
+    state = PlainState({"a": Part(holder)}, network=nn.Linear(2, 2))
+    groups[0][99].count = holder.other.inner.count = 1
+    changed = state.state_dict()["attributes"]
+    is_warned = any("objects in attributes is neither saved" in str(item.message) for item in recwarn)
+    assert changed.get(("a.groups.0.99", "count")) == 1
+    assert is_warned == (number > 500)
+    assert is_warned or changed["a.other.inner", "count"] == 1
+
+
 class Refuses(dict):
     """A dict whose items cannot be read."""
 
