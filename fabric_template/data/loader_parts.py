@@ -118,8 +118,7 @@ def objects_in(dataset: Any) -> dict[str, Any]:
     """Return the objects inside a dataset, such as a transform or a Subset's dataset."""
     values = find_values(dataset, enters_data=False)
     values.pop("stream", None)
-    objects = {name: value for name, value in values.items() if hasattr(value, "__dict__")}
-    return {f"dataset {name}": value for name, value in objects.items()}
+    return {f"dataset {name}": v for name, v in values.items() if hasattr(v, "__dict__")}
 
 
 def is_of_library(part: Any) -> bool:
