@@ -1378,3 +1378,9 @@ def test_saving_searches_the_modules_equally_often_for_each_size_of_the_network(
         fit("MiniLoop", f"size {size}", 2, make_module=lambda size=size: Wide(size))
         numbers.append(len(searches))
     assert numbers[0] == numbers[1]
+
+
+def test_validate_explains_batches_of_numpy_arrays_as_fit_does():
+    batches = [(np.ones((2, 8), np.float32), np.zeros(2, np.int64))]
+    with pytest.raises(TypeError, match="validation_step: got NumPy arrays in the batch, expected tensors"):
+        MiniLoop(accelerator="cpu").validate(Plain(), batches, validation_step=lambda model, batch: model.net(batch[0]))
