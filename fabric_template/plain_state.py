@@ -1,10 +1,7 @@
 """Save the random generators and object attributes that state_dict() does not contain.
 
-A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
-values. Only plain attributes that have changed since the start of the run are saved. An array, a
-tensor or a container is encoded as a tuple (kind, content, ...), which
-torch.load(weights_only=True) can read. An attribute that is too large is not saved, but causes a
-warning.
+Only plain attributes that have changed since the start of the run are saved. plain_values.py
+describes which values are plain. An attribute that is too large is not saved, but causes a warning.
 
 In a checkpoint, the key of a value is the pair (object name, attribute name). If a module's
 attribute is a scheduler, the scheduler's state_dict is saved. If a module's attribute is a replay
@@ -14,23 +11,15 @@ buffer, the buffer's attributes are saved.
 from __future__ import annotations
 
 import io
-import marshal
-import math
 import sys
 import warnings
-import weakref
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from itertools import count, islice
-from multiprocessing.sharedctypes import SynchronizedBase
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,30 +28,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from .plain_values import (
+    ATOMS,
+    COMPARED_BYTES,
+    CONTAINERS,
+    MOST_BYTES,
+    MOST_ITEMS,
+    MOST_SEARCHED,
+    TENSORS,
+    Decoder,
+    Encoder,
+    Identity,
+    NotPlainError,
+    TooLargeError,
+    address_of,
+    digest,
+    is_plain_tensor,
+    is_stateful,
+    load_object,
+    refers_to,
+    shares_memory,
+)
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
-_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-_SEQUENCES: dict[str, type] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, deque)
-}
-_DICTS: dict[str, type] = {
-    kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)
-}
-_TENSORS = (Tensor, nn.Parameter)
-_CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
-_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-_VALUES: dict[str, Any] = {
-    kind.__name__: kind for kind in (range, timedelta, date, datetime, Fraction, Decimal, bytearray)
-}
-# Limits that keep checkpoints small and quick to save.
-_MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
-_MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
-_COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as a whole.
-_COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
-_DEEPEST = 12  # The maximum nesting depth of a saved container.
 _MOST_OBJECTS = 500  # The maximum number of objects whose attributes are saved.
 _MOST_CHECKED = 64  # The maximum number of items whose types are checked in a container.
-_MOST_SEARCHED = 500  # The maximum number of items in a container that is searched for objects.
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -75,494 +65,6 @@ UNKNOWN: Any = ("unknown", None)
 _NOT_CREATED = "the saved run, but not this run, created it during training"
 
 Place = tuple[str, str]
-
-
-class NotPlainError(Exception):
-    """Raised if a value cannot be saved, because its type is not supported."""
-
-
-class TooLargeError(Exception):
-    """Raised if an attribute is too large to be saved."""
-
-
-# Comparing values
-
-
-def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
-    """Return a digest of a value, to detect later changes to it.
-
-    The digest of a large value, such as a GPU tensor of more than 1 MB, covers only a sample of its
-    elements.
-
-    Args:
-        most: The maximum number of items in the digest of a container.
-    """
-    kind = type(value)
-    if kind in (float, complex):
-        # NaN does not equal NaN, but their texts are equal.
-        return kind, repr(value)
-    if kind in _ATOMS or isinstance(value, Enum):
-        return kind, value
-    if isinstance(value, SynchronizedBase):
-        return kind, read_shared(value)
-    if kind in _TENSORS:
-        return _digest_tensor(value)
-    if kind is np.ndarray or isinstance(value, np.generic):
-        return _digest_array(np.asarray(value))
-    if (arguments := arguments_of(value)) is not None:
-        return kind, arguments
-    if not (kind in _CONTAINERS or is_named_tuple(kind)) or most == 0:
-        raise NotPlainError
-    items = _items_of(value)
-    is_atomic = set(map(type, items)) <= _ATOMS
-    if is_atomic or most < len(items) <= _MOST_ITEMS:
-        # marshal raises a ValueError for tensors and objects. In format 2, its output depends only
-        # on the values. In later formats, the output also depends on reference counts.
-        with suppress(ValueError):
-            return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    step = math.ceil(len(items) / math.ceil(most / 8))
-    found = items if step == 1 else [*items[::step], items[-1]]
-    # Lower the limit for items at each nesting level, so that a container that contains itself is
-    # refused.
-    most_inside = min(most - 1, max(most // len(found), 8))
-    marks = [] if len(found) == len(items) else [_mark(item) for item in items]
-    return kind, len(items), [digest(item, most_inside) for item in found], marks
-
-
-def _items_of(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [part for pair in container.items() for part in pair]
-    return list(container)
-
-
-def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a quick fingerprint of an item in a large container."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if kind in _CONTAINERS and depth < _DEEPEST:
-        return [_mark(item, depth + 1) for item in _items_of(value)]
-    is_counted = kind in _TENSORS and not value.is_inference()
-    return id(value), value._version if is_counted else None
-
-
-def _digest_tensor(tensor: Tensor) -> Any:
-    if tensor.layout is torch.sparse_coo:
-        parts = tensor.detach().coalesce()
-        return tensor.shape, _digest_tensor(parts.indices()), _digest_tensor(parts.values())
-    if not is_plain_tensor(tensor):
-        raise NotPlainError
-    place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-    values = tensor.detach().reshape(-1)
-    # On the CPU, compare all elements, because changes through NumPy do not affect _version.
-    most = _MOST_BYTES if tensor.device.type == "cpu" else _COMPARED_BYTES
-    if values.numel() * values.element_size() <= most:
-        return place, _checksum(values)
-    version = None if tensor.is_inference() else tensor._version
-    return place, id(tensor), version, _checksum(values[:: values.numel() // _COMPARED_ITEMS])
-
-
-def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and has data, so that its values can be copied."""
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return is_dense and tensor.device.type != "meta"
-
-
-def address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, which is the same for all its views."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def shares_memory(value: Any, addresses: Collection[int]) -> bool:
-    """Return whether a value is a tensor whose memory is at one of the given addresses."""
-    is_plain = type(value) in _TENSORS and is_plain_tensor(value)
-    return is_plain and address_of(value) in addresses
-
-
-def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
-    """Return whether a value, such as a dict keyed by id(parameter), refers to parameters.
-
-    Args:
-        ids: The ids of the parameters.
-        addresses: The memory addresses of the parameters.
-    """
-    keys = value if isinstance(value, dict | set) else ()
-    if any(type(key) is int and key in ids for key in keys):
-        return True
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple):
-        return any(refers_to(item, ids, addresses) for item in islice(items, _MOST_SEARCHED))
-    return shares_memory(value, addresses)
-
-
-class Identity:
-    """Replaces the digest of a value that is not plain. Equals only an Identity of the same object.
-
-    If a container is not plain, its items must also be the same objects.
-    """
-
-    def __init__(self, value: Any) -> None:
-        items = _items_of(value) if type(value) in _CONTAINERS else ()
-        self._ids = id(value), hash(tuple(map(id, items)))
-        self._reference: Any = None
-        # Lists, dicts and objects of some classes with __slots__ do not support weak references.
-        with suppress(TypeError):
-            self._reference = weakref.ref(value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity) or self._ids != other._ids:
-            return False
-        # Python may use the id of a deleted object again.
-        references = (self._reference, other._reference)
-        return all(reference is None or reference() is not None for reference in references)
-
-
-def _checksum(values: Tensor) -> int:
-    return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
-
-
-def _digest_array(array: np.ndarray) -> Any:
-    if not is_plain_dtype(array.dtype):
-        raise NotPlainError
-    place = (array.shape, array.dtype.str)
-    if array.nbytes <= _MOST_BYTES:
-        return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of long strings may have few elements, so the step of the slice must be at least 1.
-    step = max(array.size // _COMPARED_ITEMS, 1)
-    return place, array.reshape(-1)[::step].tobytes()
-
-
-def is_plain_dtype(dtype: np.dtype) -> bool:
-    return not dtype.hasobject and dtype.names is None
-
-
-def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict``, and is neither a module nor a loader."""
-    kind = type(value)
-    has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-    is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    return has_methods and not is_loader and not isinstance(value, nn.Module)
-
-
-# Ranges, dates and other small values
-
-
-def arguments_of(value: Any) -> list[Any] | None:
-    """Return the arguments that create an equal range, date, bytearray, Fraction or Decimal.
-
-    Return None for a value of another type, and for a time with a time zone. Paths are not saved,
-    because the folder of a run may have moved.
-    """
-    kind = type(value)
-    if kind is range:
-        return [value.start, value.stop, value.step]
-    if kind is timedelta:
-        return [value.days, value.seconds, value.microseconds]
-    if kind is date:
-        return [value.year, value.month, value.day]
-    if kind is datetime and value.tzinfo is None:
-        return [*value.timetuple()[:6], value.microsecond]
-    if kind is Fraction:
-        return [value.numerator, value.denominator]
-    if kind is Decimal:
-        return [str(value)]
-    return [bytes(value)] if kind is bytearray else None
-
-
-# Enums and named tuples
-
-
-def is_named_tuple(kind: type) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "_fields")
-
-
-def find_class(base: type, module: str, name: str) -> Any:
-    """Return the subclass of ``base`` with the given name, or None.
-
-    Search only modules that are already imported, because an import would run code.
-    """
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, base) else None
-
-
-# Encoding values
-
-
-class Encoder:
-    """Convert plain values to tuples that torch.load(weights_only=True) can read.
-
-    If several attributes share an object, encode the object only once.
-
-    Args:
-        device: The run's device. A resumed run moves the tensors of this device to its own device.
-        covered: The memory addresses and names of the tensors in the network's state_dict.
-        most_bytes: The maximum size of an attribute in bytes.
-    """
-
-    def __init__(
-        self, device: torch.device, covered: dict[int, str], most_bytes: int = _MOST_BYTES
-    ) -> None:
-        self._device, self._covered, self._most_bytes = device, covered, most_bytes
-        # Hold a reference to each encoded value, so that no other value gets the same id.
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._bytes = self._items = 0
-
-    def encode_attribute(self, value: Any) -> Any:
-        self._bytes = self._items = 0
-        return self._encode(value, 0)
-
-    def _encode(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind in _ATOMS:
-            return value
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if kind in _TENSORS:
-            encoded: Any = self._encode_tensor(value, depth)
-        elif kind is np.ndarray or isinstance(value, np.generic):
-            encoded = self._encode_array(value)
-        elif isinstance(value, SynchronizedBase) and depth == 0:
-            encoded = "shared", self._encode(read_shared(value), depth + 1)
-        elif (arguments := arguments_of(value)) is not None:
-            encoded = kind.__name__, arguments
-        elif isinstance(value, Enum) or is_named_tuple(kind):
-            encoded = self._encode_by_class(value, kind, depth)
-        elif kind in _CONTAINERS and depth <= _DEEPEST:
-            encoded = self._encode_container(value, kind, depth)
-        else:
-            raise NotPlainError
-        self._known[id(value)] = (value, encoded)
-        return encoded
-
-    def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode an Enum member or a named tuple, together with its class name."""
-        place = kind.__module__, kind.__qualname__
-        if find_class(kind, *place) is not kind or depth > _DEEPEST:
-            raise NotPlainError
-        if isinstance(value, Enum):
-            return "enum", value.name, *place
-        self._count(items=len(value))
-        return "named tuple", [self._encode(item, depth + 1) for item in value], *place
-
-    def _encode_container(self, value: Any, kind: type, depth: int) -> Any:
-        self._count(items=len(value))
-        items = _items_of(value)
-        if not set(map(type, items)) <= _ATOMS:
-            items = [self._encode(item, depth + 1) for item in items]
-        if kind is deque:
-            return "deque", items, value.maxlen
-        if kind is defaultdict:
-            return "defaultdict", items, getattr(value.default_factory, "__name__", None)
-        return kind.__name__, items
-
-    def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
-        if shares_memory(tensor, self._covered):
-            # If a list or dict contains a weight of the model, save only the weight's name.
-            if depth == 0:
-                raise NotPlainError
-            place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-            return "weight", self._covered[address_of(tensor)], type(tensor) is nn.Parameter, *place
-        if not (is_plain_tensor(tensor) or tensor.layout is torch.sparse_coo):
-            raise NotPlainError
-        self._count(size=tensor.numel() * tensor.element_size())
-        copied = tensor.detach().to("cpu", copy=True)
-        has_gradient = tensor.requires_grad and tensor.is_leaf
-        kind = type(tensor).__name__.lower()
-        return kind, copied, has_gradient, tensor.device == self._device
-
-    def _encode_array(self, value: Any) -> Any:
-        array = np.asarray(value)
-        if not is_plain_dtype(array.dtype):
-            raise NotPlainError
-        self._count(size=array.nbytes)
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        data = bytearray(array.tobytes())
-        # Encode an empty array as None, because torch.frombuffer refuses an empty buffer.
-        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else None
-        return kind, encoded, array.dtype.str, list(array.shape)
-
-    def _count(self, size: int = 0, items: int = 0) -> None:
-        # A reference in a list takes 8 bytes.
-        self._bytes += size + 8 * items
-        self._items += items
-        if self._bytes > self._most_bytes or self._items > _MOST_ITEMS:
-            raise TooLargeError
-
-
-class Decoder:
-    """Convert the tuples of an Encoder back to values.
-
-    If several attributes share an object, decode the object only once.
-
-    Args:
-        network: The network with the weights that were encoded by name.
-    """
-
-    def __init__(
-        self, device: torch.device | str = "cpu", network: nn.Module | None = None
-    ) -> None:
-        self._device = device
-        self._weights = {} if network is None else network.state_dict(keep_vars=True)
-        self.targets: dict[int, Any] = {}
-        self._known: dict[int, Any] = {}
-
-    def decode(self, encoded: Any) -> Any:
-        if not isinstance(encoded, tuple | list):
-            return encoded
-        if id(encoded) not in self._known:
-            value, target = self._decode(*encoded), self.targets.get(id(encoded))
-            self._known[id(encoded)] = target if replace_content(target, value) else value
-        return self._known[id(encoded)]
-
-    def _decode(self, kind: str, content: Any, *options: Any) -> Any:
-        if kind == "weight":
-            is_parameter, *place = options
-            weight = self._weights[content]
-            return weight if is_parameter else weight.detach().as_strided(*place)
-        if kind in ("tensor", "parameter"):
-            has_gradient, is_on_device = options
-            value = content.to(self._device if is_on_device else "cpu", copy=True)
-            value = nn.Parameter(value) if kind == "parameter" else value
-            return value.requires_grad_(has_gradient)
-        if kind in ("array", "scalar"):
-            dtype, shape = options
-            data = b"" if content is None else content.numpy().tobytes()
-            array = np.frombuffer(data, dtype).reshape(shape).copy()
-            return array if kind == "array" else array[()]
-        if kind == "enum":
-            return find_class(Enum, *options).__members__[content]
-        items = [self.decode(item) for item in content]
-        if kind in _VALUES:
-            return _VALUES[kind](*items)
-        if kind == "named tuple":
-            return tuple.__new__(find_class(tuple, *options), items)
-        if kind in _SEQUENCES:
-            # ``options`` contains the maxlen of a deque. For other types, it is empty.
-            return _SEQUENCES[kind](items, *options)
-        pairs = dict(zip(items[::2], items[1::2], strict=True))
-        if kind == "defaultdict":
-            # Restore a defaultdict's default_factory only if the factory is a built-in type, such
-            # as int or list.
-            return defaultdict(_FACTORIES.get(*options), pairs)
-        return _DICTS[kind](pairs)
-
-
-def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object, if both have the same type and shape.
-
-    Returns:
-        Whether the value was copied.
-    """
-    kind = type(current)
-    if kind is not type(value):
-        return False
-    if kind in (*_TENSORS, np.ndarray) and (current.shape, current.dtype) != (
-        value.shape,
-        value.dtype,
-    ):
-        return False
-    if kind in _TENSORS and value.is_sparse:
-        return False
-    if kind in _TENSORS and not current.is_inference() and current.is_leaf:
-        current.detach().copy_(value)
-        current.requires_grad_(value.requires_grad)
-    elif kind is np.ndarray and current.flags.writeable:
-        current[...] = value
-    elif kind is set or kind in _DICTS.values():
-        current.clear()
-        current.update(value)
-    elif kind is list or (kind is deque and current.maxlen == value.maxlen):
-        current.clear()
-        current.extend(value)
-    else:
-        return False
-    return True
-
-
-def load_object(current: Any, state: Any) -> None:
-    if isinstance(current, SynchronizedBase):
-        write_shared(current, state)
-        return
-    if not (is_stateful(current) or isinstance(current, nn.Module)):
-        raise ValueError("the saved run created an object that is missing in this run")
-    if isinstance(current, torch.optim.Optimizer):
-        load_optimizer(current, state)
-    else:
-        current.load_state_dict(state)
-
-
-def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, and in place because other objects may share the dicts.
-
-    For example, a wrapper around an optimizer often shares the optimizer's parameter groups.
-    load_state_dict() alone would create new groups, and change the dtype of some tensors.
-    """
-    groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
-    is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    optimizer.load_state_dict(saved)
-    if is_usual and isinstance(groups, list):
-        for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
-            _replace_items(group, loaded)
-        optimizer.param_groups = groups
-    if is_usual and isinstance(state, dict):
-        _replace_items(state, optimizer.state)
-        optimizer.state = state
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = saved.get("state") if isinstance(saved, dict) else None
-    # An optimizer with its own load_state_dict may save its state in a format of its own.
-    for index, values in states.items() if isinstance(states, dict) else ():
-        if index not in range(len(parameters)) or not isinstance(values, dict):
-            continue
-        current = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if is_usual or (isinstance(value, Tensor) and name in current):
-                current[name] = _exact_value(current[name], value)
-
-
-def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
-    items = dict(source)
-    target.clear()
-    target.update(items)
-
-
-def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Move the tensors in a saved value to the devices of the tensors in ``loaded``."""
-    if isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if type(saved) is tuple:
-        return tuple(map(_exact_value, loaded, saved))
-    if isinstance(saved, dict):
-        exact = copy(saved)
-        exact.update((key, _exact_value(loaded[key], saved[key])) for key in saved)
-        return exact
-    if type(saved) is deque:
-        return deque(map(_exact_value, loaded, saved), saved.maxlen)
-    return [*map(_exact_value, loaded, saved)] if type(saved) is list else saved
-
-
-# Values in shared memory, such as multiprocessing.Value
-
-
-def read_shared(value: Any) -> Any:
-    content = value.get_obj()
-    return content.value if hasattr(content, "value") else list(content)
-
-
-def write_shared(value: Any, saved: Any) -> None:
-    """Write a saved value into an object in shared memory.
-
-    Raise an error if the type or the length of the value does not match the object.
-    """
-    content = value.get_obj()
-    if hasattr(content, "value"):
-        content.value = saved
-    else:
-        content[:] = saved
-
-
-# Objects
 
 
 class SlotAttributes(dict[str, Any]):
@@ -675,7 +177,7 @@ def is_library_iterator(value: Any) -> bool:
 
 def find_iterator(value: Any) -> Any:
     """Return a value that is an iterator, or the first iterator in a container, or None."""
-    if type(value) not in _CONTAINERS:
+    if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
     return next(filter(is_library_iterator, islice(items, _MOST_CHECKED)), None)
@@ -727,14 +229,14 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
     while waiting and len(found) <= _MOST_OBJECTS:
         path, values, is_container = waiting.popleft()
         for key, value in values.items():
-            if type(value) in _ATOMS or id(value) in known:
+            if type(value) in ATOMS or id(value) in known:
                 continue
             known.add(id(value))
             place = f"{path}.{name_of_key(key)}"
             metrics = find_metrics(place, value, known)
             found |= metrics
             known |= {id(part.instance) for part in metrics.values()}
-            if type(value) in _CONTAINERS and 0 < len(value) <= _MOST_SEARCHED:
+            if type(value) in CONTAINERS and 0 < len(value) <= MOST_SEARCHED:
                 items: Any = value if isinstance(value, dict) else dict(enumerate(value))
                 waiting.append((place, items, True))
             elif is_own_object(value):
@@ -787,7 +289,7 @@ def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
     for name, part in parts.items():
         if name.startswith("callbacks.") and part.has_attributes and not part.has_buffers:
             values = part.attributes().items()
-            atoms = sorted((key, repr(value)) for key, value in values if type(value) in _ATOMS)
+            atoms = sorted((key, repr(value)) for key, value in values if type(value) in ATOMS)
             found[name.rpartition(".")[0]].append(zlib.crc32(repr(atoms).encode()))
     return dict(found)
 
@@ -835,7 +337,7 @@ class PlainState:
         self._find_objects()
         self._at_start = self.digests()
         self._iterators: dict[Place, Any] = {}
-        containers = ((p, value) for p, value in self.attributes() if type(value) in _CONTAINERS)
+        containers = ((p, value) for p, value in self.attributes() if type(value) in CONTAINERS)
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
@@ -961,7 +463,7 @@ class PlainState:
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
         """Return whether training has added objects to a list or dict of a loader."""
-        if self._network is not None or type(value) not in _CONTAINERS:
+        if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
             return False
@@ -1092,7 +594,7 @@ class PlainState:
         found: dict[int, str] = {}
         saved = {} if self._network is None else self._network.state_dict(keep_vars=True)
         for name, value in saved.items():
-            if type(value) in _TENSORS and is_plain_tensor(value):
+            if type(value) in TENSORS and is_plain_tensor(value):
                 found.setdefault(address_of(value), name)
         # All empty tensors have the address 0.
         found.pop(0, None)
@@ -1106,7 +608,7 @@ class PlainState:
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
-            if type(value) not in _ATOMS and saved.get(place) != REMOVED:
+            if type(value) not in ATOMS and saved.get(place) != REMOVED:
                 found[id(value)].add(id(saved.get(place)))
         return found
 
@@ -1123,7 +625,7 @@ class PlainState:
 
     def keep_start_values(self) -> None:
         """Copy each attribute of at most 256 MB, for ``changed_start_values``."""
-        self._start_values = self._encoded_values(self._parts, _MOST_BYTES, {})
+        self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
         self._start_values = {}
@@ -1153,7 +655,7 @@ class PlainState:
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
         """Return the digest and encoded value of each attribute of at most 10 MB."""
-        found = self._encoded_values(self._parts, 10 * _COMPARED_BYTES, {})
+        found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
@@ -1163,7 +665,7 @@ class PlainState:
         directly after creating the PlainState.
         """
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
-        values = self._encoded_values(names, _COMPARED_BYTES, self._at_start)
+        values = self._encoded_values(names, COMPARED_BYTES, self._at_start)
         for (name, attribute), pair in values.items():
             found[name][attribute] = pair
         return found
@@ -1210,7 +712,7 @@ class PlainState:
         except (NotPlainError, RecursionError):
             pass
         except TooLargeError:
-            self._warn(what, f"it has more than {_MOST_BYTES >> 20} MB or {_MOST_ITEMS:,} items")
+            self._warn(what, f"it has more than {MOST_BYTES >> 20} MB or {MOST_ITEMS:,} items")
         except Exception as error:
             self._warn(what, f"{type(error).__name__}: {error}")
 

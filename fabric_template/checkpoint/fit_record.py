@@ -23,17 +23,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of
-from ..plain_state import (
-    REMOVED,
-    UNKNOWN,
-    Identity,
-    ListItem,
-    Part,
-    Place,
-    PlainState,
-    replace_content,
-    shares_memory,
-)
+from ..plain_state import REMOVED, UNKNOWN, ListItem, Part, Place, PlainState
+from ..plain_values import Identity, replace_content, shares_memory
 from .start_point import StartPoint
 from .state import OPTION_TYPES, make_plain_state
 

@@ -19,15 +19,8 @@ from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.private import resets_pruned_weights
-from ..plain_state import (
-    REMOVED,
-    Decoder,
-    Part,
-    load_object,
-    load_optimizer,
-    replace_content,
-    shares_memory,
-)
+from ..plain_state import REMOVED, Part
+from ..plain_values import Decoder, load_object, load_optimizer, replace_content, shares_memory
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings

@@ -24,7 +24,8 @@ from ..errors import CheckpointError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState, address_of, digest, is_plain_tensor, refers_to
+from ..plain_state import Part, PlainState
+from ..plain_values import address_of, digest, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY

@@ -32,7 +32,8 @@ from torch.utils.data import (
 )
 
 from ..lightning_compat.overrides import has_state
-from ..plain_state import REMOVED, Decoder, Part, Place, PlainState, digest, find_objects
+from ..plain_state import REMOVED, Part, Place, PlainState, find_objects
+from ..plain_values import Decoder, digest
 from .tensor_loader import TensorLoader
 
 # The search inside a loader skips objects of these types.

@@ -54,7 +54,7 @@ class Run:
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
         self.model, self.module, self.network = plan.model, plan.module, plan.network
-        self.is_lightning_module, self.datamodule = plan.is_lightning_module, plan.datamodule
+        self.is_lightning_module = plan.is_lightning_module
         self.hooks = Hooks(loop, self.module, self.model, self.datamodule)
         self.progress: Progress = Progress("train" if plan.stage == "fit" else plan.stage)
         self.progress.set_options(config)
@@ -80,6 +80,11 @@ class Run:
             self.checkpoints = last.checkpoints
         # Show each warning once per run, and only in the main process.
         self.warn_once = WarningCache().warn
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule that was passed to the loop, or None."""
+        return self.plan.datamodule
 
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.

@@ -16,7 +16,8 @@ from torch.nn.utils import prune
 
 from fabric_template import FabricLoop
 from fabric_template.mini import mark_value
-from fabric_template.plain_state import Part, PlainState, digest
+from fabric_template.plain_state import Part, PlainState
+from fabric_template.plain_values import digest
 from fabric_template.rng_state import find_generators, get_generator_state, set_generator_state
 
 

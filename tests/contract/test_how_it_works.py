@@ -113,7 +113,7 @@ def test_how_it_works_md_lists_the_files_used_for_a_batch_a_log_call_and_resumin
     assert log_call <= named("A call to self.log")
     assert len(log_call) <= 2
     assert resume <= named("Resuming a run")
-    assert len(resume) <= 24, sorted(resume)
+    assert len(resume) <= 25, sorted(resume)
 
 
 def test_files_named_in_how_it_works_md_exist():

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "fabric_template"
 # Each folder or file may import only from folders and files before it in this list.
 ORDER = [
-    "metric_names", "errors", "config", "files", "rng_state", "plain_state",
+    "metric_names", "errors", "config", "files", "rng_state", "plain_values", "plain_state",
     "lightning_compat", "distributed", "data", "loggers", "checkpoint", "training",
     "trainer_api", "loop", "tools", "demos", "__main__",
 ]  # fmt: skip
