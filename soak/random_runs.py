@@ -254,7 +254,7 @@ def is_allowed_after_resume(line, end):
     if line.endswith("/differentiable: more"):
         # When an optimizer loads a state, torch adds this default, so a group that is added later has it, too.
         return True
-    if line.endswith("/plain_state/callbacks/callbacks.VisitsHooks: more"):
+    if line.endswith("/callbacks/callbacks.VisitsHooks: more"):
         # Only runs that an event ends have this callback, which counts the hooks.
         return True
     if re.search(r"/plain_state/attributes/\(.*\): more$", line):
