@@ -8,7 +8,7 @@ import pytest
 import torch
 from killed_model import SAVES, KilledError, Model
 from modules import make_data
-from parameters import halve
+from parameters import once
 from runs import TIMES
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -280,7 +280,7 @@ def assert_same(resumed, whole):
     assert resumed[1] == whole[1]
 
 
-@pytest.mark.parametrize(("name", "kind", "kill_at"), halve(CASES, SAVES, [2, 6]))
+@pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [2, 6]))
 def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path, name, kind, kill_at):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
-from parameters import halve, keep, sample
+from parameters import keep, once, sample
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -563,7 +563,7 @@ def train_without_break_with_state(loop_name, name):
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.*set_epoch.. changes the sampler")
-@pytest.mark.parametrize(("loop_name", "name", "limit"), halve(LOOPS, WITH_STATE, LIMITS_OF_STATE))
+@pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, WITH_STATE, LIMITS_OF_STATE))
 def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
     expected, rows = train_without_break_with_state(loop_name, name)
@@ -762,7 +762,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(("loop_name", "writes", "workers"), halve(LOOPS, WRITES, [0, 2]))
+@pytest.mark.parametrize(("loop_name", "writes", "workers"), once(LOOPS, WRITES, [0, 2]))
 @ignores_weights
 def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, writes, workers):
     hook, kills = WRITES[writes]
@@ -880,7 +880,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("loop_name", "change", "workers"), halve(LOOPS, CHANGES, [0, 2]))
+@pytest.mark.parametrize(("loop_name", "change", "workers"), once(LOOPS, CHANGES, [0, 2]))
 def test_a_run_resumes_exactly_even_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, workers):
     change_sampler, size = CHANGES[change]
     loaders = []
@@ -992,7 +992,7 @@ LISTS = {
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
-@pytest.mark.parametrize(("loop_name", "name", "limit"), halve(LOOPS, LISTS, LIMITS_OF_STATE))
+@pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, LISTS, LIMITS_OF_STATE))
 def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, name, limit):
     make_model, make_loader = LISTS[name]
 

@@ -33,3 +33,21 @@ def halve(*tables):
         values = [value for _, value in places]
         cases.append(pytest.param(*values, marks=[pytest.mark.soak] if is_left else []))
     return cases
+
+
+def once(*tables):
+    """Return all combinations of values from the tables. All but one per value of the longest table get the mark `soak`.
+
+    The values of the other tables alternate in the combinations without the mark.
+    """
+    longest = max(range(len(tables)), key=lambda index: len(tables[index]))
+    cases = []
+    for places in itertools.product(*(enumerate(table) for table in tables)):
+        expected, is_left = places[longest][0], False
+        for index, (number, _) in enumerate(places):
+            if index != longest:
+                expected, other = divmod(expected, len(tables[index]))
+                is_left = is_left or number != other
+        values = [value for _, value in places]
+        cases.append(pytest.param(*values, marks=[pytest.mark.soak] if is_left else []))
+    return cases
