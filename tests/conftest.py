@@ -132,16 +132,21 @@ def skip_fsync():
         yield
 
 
+@pytest.fixture(scope="session")
+def repository_names():
+    return _repository_names()
+
+
 @pytest.fixture(autouse=True)
-def run_in_temporary_folder(monkeypatch, tmp_path):
+def run_in_temporary_folder(monkeypatch, tmp_path, repository_names):
     """Run each test in its own folder, and check that it writes nothing in the repository."""
-    before = _repository_names()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(
         "GIT_CEILING_DIRECTORIES", str(tmp_path.parent)
     )  # Git must not find a repository in a parent folder.
     yield
-    new = sorted(_repository_names() - before)
+    new = sorted(_repository_names() - repository_names)
+    repository_names.update(new)
     assert not new, f"this test left files in the repository: {new}. Write under tmp_path."
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier, make_loader, quiet, run_trainer
+from parameters import halve, once
 from runs import Snapshots, assert_same_end, fit, logs_of, same, tree, val_loader, with_files
 
 from fabric_template import FabricLoop, MiniLoop
@@ -133,12 +134,7 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_
     assert fit(tmp_path, Two, max_epochs=1, load="best", **EPOCH, **second)[0].ckpt_path == str(path)
 
 
-@pytest.mark.parametrize("save_top_k", [1, 2, -1])
-@pytest.mark.parametrize(
-    "loops",
-    ["FF", "FM", "MF", "MM"],
-    ids=["FabricLoop", "FabricLoop and MiniLoop", "MiniLoop and FabricLoop", "MiniLoop"],
-)
+@pytest.mark.parametrize(("loops", "save_top_k"), once(["FF", "FM", "MF", "MM"], [1, 2, -1]))
 def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
     """If monitor= is passed again later, new checkpoints compete with the earlier best checkpoints."""
 
@@ -163,8 +159,7 @@ def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k
     assert best_epoch() == (3, 3.5)
 
 
-@pytest.mark.parametrize("second", [1, 2, 3, -1])
-@pytest.mark.parametrize("first", [1, 2, -1])
+@pytest.mark.parametrize(("first", "second"), halve([1, 2, -1], [1, 2, 3, -1]))
 def test_resuming_with_a_different_save_top_k_keeps_the_best_checkpoints(tmp_path, first, second):
     """The best checkpoints of both runs are kept, except those that the first run removed."""
     scores = [5, 3, 4, 2.5, 3.5, 1]

@@ -109,6 +109,8 @@ CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
 }
 KILLS = {
     "reload, persistent": (7,),
+    "stream and short loader": (7,),
+    "worker_init_fn": (11,),
     "min_size": (1, 5, 8),
     "accumulate": (3, 6, 8),
     "inside an accumulation window": (5, 7, 9),
@@ -134,8 +136,10 @@ def assert_same(one, other, root, other_root):
 
 @pytest.mark.parametrize(
     "name",
-    leave(CASES, "workers", "noisy stream", "stream, persistent", "torchdata, workers", "torchdata, sampler",
-          "max_size_cycle", "max_size of streams", "sampler generator", "limit", "reload"),
+    leave(CASES, "workers", "three workers", "combined, workers", "noisy stream", "stateful stream",
+          "stream, persistent", "stream, persistent, drop_last", "torchdata", "torchdata, workers",
+          "torchdata, sampler", "max_size_cycle", "max_size", "max_size of streams", "sampler generator",
+          "TensorLoader", "list", "limit", "limit, persistent", "reload", "validation, generator"),
 )  # fmt: skip
 def test_a_killed_run_resumes_exactly(tmp_path, name):
     """Resume copies of the run folder, made before some batches, with a different seed."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from modules import Classifier
+from parameters import halve
 from processes import run_processes
 from runs import Plain, assert_same_end, fit, logs_of, tree, val_loader
 
@@ -65,8 +66,9 @@ def make_empty_folders(root):
     (folder(root, 0).parent / "notes.txt").write_text("mine")
 
 
-@pytest.mark.parametrize("change", [touch, copy, copy_older_files, make_empty_folders])
-@pytest.mark.parametrize("keyword", ["last", "auto"])
+@pytest.mark.parametrize(
+    ("keyword", "change"), halve(["last", "auto"], [touch, copy, copy_older_files, make_empty_folders])
+)
 def test_resume_continues_the_run_that_saved_last(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
@@ -175,11 +177,10 @@ def test_resume_finds_the_newest_run_after_the_clock_was_set_back(tmp_path, monk
 BEST = {"val": val_loader, "monitor": "val_loss"}
 
 
-@pytest.mark.parametrize("version", [0, "tuned"])
 @pytest.mark.parametrize(
-    "first",
-    [{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}],
-    ids=["last", "best", "best 2", "best only"],
+    ("first", "version"),
+    halve([{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], [0, "tuned"]),
+    ids=str,
 )
 def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(tmp_path, first, version):
     root = tmp_path / "runs"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from killed_model import KilledError
 from modules import make_data
+from parameters import halve, keep
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
@@ -159,7 +160,7 @@ def test_a_run_resumed_with_the_same_objects_has_the_weights_of_an_uninterrupted
 
 
 @both_loops
-@pytest.mark.parametrize("change", [freeze, scale, decay, remember])
+@pytest.mark.parametrize("change", keep([freeze, scale, decay, remember], freeze, remember))
 def test_a_run_resumed_several_times_with_the_same_objects_equals_an_uninterrupted_run(tmp_path, kind, change):
     expected = Script(kind, tmp_path / "whole", change, first=1).fit()
     script, resume = Script(kind, tmp_path / "killed", change, first=1), None
@@ -323,8 +324,7 @@ class RecordedScript(Script):
 
 
 @both_loops
-@pytest.mark.parametrize("first", [1, 2])
-@pytest.mark.parametrize("change", RECORDED)
+@pytest.mark.parametrize(("change", "first"), halve(RECORDED, [1, 2]))
 def test_fit_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objects(tmp_path, kind, change, first):
     expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
     script = RecordedScript(kind, tmp_path / "killed", change, first)

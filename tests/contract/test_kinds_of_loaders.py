@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
-from parameters import keep, once, sample
+from parameters import halve, keep, once, sample
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -574,8 +574,7 @@ def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path,
 
 
 @pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("loop_name", LOOPS)
+@pytest.mark.parametrize(("loop_name", "workers"), halve(LOOPS, [0, 2]))
 def test_resuming_twice_within_an_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
     def make_loader():
         return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)

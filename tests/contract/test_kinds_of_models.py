@@ -536,7 +536,7 @@ def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize(("name", "first"), sample(3, CROSSING, LOOPS))
+@pytest.mark.parametrize(("name", "first"), sample(5, CROSSING, LOOPS))
 def test_each_loop_resumes_a_run_of_the_other_loop(tmp_path, name, first):
     """The other loop continues after an epoch, with the same result."""
     second = next(loop for loop in LOOPS if loop != first)

@@ -239,8 +239,10 @@ def test_each_loop_resumes_a_run_of_the_other_loop(before, after):
     assert_same_weights(module, loaded)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}])
-@pytest.mark.parametrize("optimizer", [by_epoch, by_step])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    halve([by_epoch, by_step], [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}]),
+)
 def test_trainer_resumes_a_mini_loop_run_after_an_epoch(optimizer, options):
     def train(epochs, path=None):
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -283,9 +285,7 @@ class Freezes(Classifier):
             self.net[2].eval()
 
 
-@pytest.mark.parametrize("make_module", [Moves, Freezes])
-@pytest.mark.parametrize("after", LOOPS)
-@pytest.mark.parametrize("before", LOOPS)
+@pytest.mark.parametrize(("before", "after", "make_module"), halve(LOOPS, LOOPS, [Moves, Freezes]))
 def test_resume_restores_attributes_changed_in_the_saved_run(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
@@ -742,8 +742,7 @@ class Unsized:
         return batches_of(3)
 
 
-@pytest.mark.parametrize("every", [None, 2, 4])
-@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 4), Unsized], ids=["stream", "own loader"])
+@pytest.mark.parametrize(("make", "every"), halve([lambda: DataLoader(Stream(), 4), Unsized], [None, 2, 4]))
 def test_a_validation_loader_without_a_length_gives_the_same_rows_as_fabric_loop(make, every):
     """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
     results = {}

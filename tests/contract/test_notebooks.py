@@ -73,7 +73,7 @@ def test_the_notebooks_are_numbered_without_gaps():
 
 @pytest.mark.parametrize(
     "name",
-    keep([path.stem for path in NOTEBOOKS], "02_mini_loop", "06_checkpoints_and_resume", "09_trainer_and_back"),
+    keep([path.stem for path in NOTEBOOKS], "02_mini_loop", "09_trainer_and_back"),
 )
 def test_each_notebook_executes_without_errors_in_a_new_kernel(name, tmp_path):
     """Each cell gives the same kinds of output as in the committed notebook.

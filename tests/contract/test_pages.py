@@ -19,7 +19,7 @@ import lightning.pytorch
 import matplotlib.pyplot  # noqa: F401
 import pandas  # noqa: F401
 import pytest
-import sklearn.datasets  # noqa: F401
+import sklearn.datasets
 import torch
 import yaml
 from interpreter import fork_command, forking_python
@@ -68,6 +68,11 @@ def run_page(rank, page, sources, check):
         # The script in the README imports a copy of mini.py.
         shutil.copy(REPOSITORY / "fabric_template" / "mini.py", ".")
         sys.path.insert(0, os.getcwd())
+    # A part of the digits is enough to run a page.
+    load_digits = sklearn.datasets.load_digits
+    digits = load_digits()
+    few = sklearn.utils.Bunch(**{name: digits[name][::4] for name in ("data", "images", "target")})
+    sklearn.datasets.load_digits = lambda **options: load_digits(**options) if options else few
     names = {"__name__": "__main__"}
     for line, source in sources:
         exec(compile("\n" * line + source, page, "exec"), names)

@@ -225,9 +225,9 @@ class TakesAll(Classifier):
 
 @pytest.mark.parametrize(
     "name",
-    leave(LOADERS, "sampler, persistent", "lazy sampler, workers", "counting sampler, workers",
-          "batch sampler, workers",
-          "dataset, random, workers", "datasets in datasets, workers", "collate, persistent"),
+    leave(LOADERS, "sampler, persistent", "lazy sampler, workers", "lazy sampler, persistent",
+          "counting sampler, workers", "batch sampler, workers", "dataset, counts", "dataset, random, workers",
+          "datasets in datasets, workers", "stream, workers", "collate, persistent", "collate, workers", "collate, method"),
 )  # fmt: skip
 def test_a_run_with_stateful_samplers_or_datasets_resumes_exactly(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import quiet
+from parameters import halve
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from fabric_template import FabricLoop, TensorLoader
@@ -114,8 +115,7 @@ class CopiesCheckpoint(pl.Callback):
         self.batches += 1
 
 
-@pytest.mark.parametrize("reload", [0, 1])
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(("kind", "reload"), halve(LOADERS, [0, 1]))
 def test_resuming_with_a_different_seed_does_not_change_the_order_of_samples(tmp_path, kind, reload):
     """The checkpoint contains the seed from which all processes draw the same order."""
 

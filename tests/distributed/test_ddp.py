@@ -20,6 +20,7 @@ from modules import (
     run_trainer,
     sgd,
 )
+from parameters import keep
 from runs import assert_same_end, fit, logs_of, same
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -295,7 +296,7 @@ def stateful():
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-@pytest.mark.parametrize("train", [weighted, stateful])
+@pytest.mark.parametrize("train", keep([weighted, stateful], stateful))
 def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
     """The first run stops in its third epoch. Later, a run stops in an accumulation window."""
     options = {"max_epochs": 4, "monitor": "val_loss", **FORK}
@@ -356,7 +357,7 @@ def uneven_stream():
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
-@pytest.mark.parametrize("limit", [1.0, 4, 6])
+@pytest.mark.parametrize("limit", keep([1.0, 4, 6], 1.0, 4))
 def test_an_epoch_with_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
     """Otherwise, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 3, "limit_train_batches": limit, "save_every_n_steps": 1}

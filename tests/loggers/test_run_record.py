@@ -12,6 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule
 from modules import make_loader
+from parameters import halve
 from torch import nn
 
 import fabric_template
@@ -183,8 +184,7 @@ def train_a_trial(kind, lr):
 WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 
-@pytest.mark.parametrize("kind", LOOPS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), halve(LOOPS, WAYS))
 def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)

@@ -1,5 +1,6 @@
 """Test help, options, config files, runs, predictions and mistakes of the command line."""
 
+import functools
 import os
 import re
 import shlex
@@ -11,12 +12,14 @@ import pytest
 import torch
 import yaml
 from clock import DURATION
+from docstring_parser.attrdoc import AttributeDocstrings
 from interpreter import fork_command, forking_python
 from runs import without_time
 
 from fabric_template import LoopConfig
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.tools import cli
+from fabric_template.tools.plots import save_picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
@@ -93,6 +96,21 @@ class Hears:
 """
 
 
+find_attribute_docstrings = AttributeDocstrings.get_attr_docs
+
+
+@functools.cache
+def find_attribute_docstrings_once(component):
+    return find_attribute_docstrings(AttributeDocstrings(), component)
+
+
+@pytest.fixture(autouse=True)
+def quick_commands(monkeypatch):
+    """Parse the source of each class only once, and draw no pictures."""
+    monkeypatch.setattr(AttributeDocstrings, "get_attr_docs", lambda _, kind: find_attribute_docstrings_once(kind))
+    monkeypatch.setattr("fabric_template.tools.plots.save_picture", lambda folders, out: out)
+
+
 @pytest.fixture(autouse=True)
 def typed(monkeypatch):
     """Run each test in a folder that contains lit.py, a module of a user."""
@@ -141,6 +159,7 @@ def test_help_and_the_runs_and_plot_commands_do_not_import_torch():
     code = """
 import sys
 from fabric_template.tools import cli
+from fabric_template.tools.plots import save_picture
 for argv in [*([name, "--help"] for name in cli.COMMANDS), ["runs", "empty"]]:
     assert cli.main(argv) == 0
     assert not {"torch", "lightning", "pandas", "matplotlib"} & {*sys.modules}, argv
@@ -203,7 +222,8 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_fit_without_a_model_trains_the_digits_demo_and_prints_next_commands(capsys):
+def test_fit_without_a_model_trains_the_digits_demo_and_prints_next_commands(capsys, monkeypatch):
+    monkeypatch.setattr("fabric_template.tools.plots.save_picture", save_picture)
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
     assert code == 0

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import random
 import re
+import time
 
 import lightning.pytorch as pl
 import numpy
@@ -219,20 +220,27 @@ def test_profile_refuses_wrong_arguments(arguments, error, message):
         profile_net(**arguments)
 
 
+def sleeping_step(net, batch):
+    """Take so long that profile measures only ten steps with each setting."""
+    time.sleep(0.02)
+    return loss_of(net, batch)
+
+
 def test_profile_leaves_no_worker_process(monkeypatch):
     """Otherwise, workers would stay until garbage collection."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())
     gc.disable()
     try:
-        found = profile_net(DataLoader(SlowDataset(), 1, num_workers=1), steps=5)
+        found = profile_net(DataLoader(SlowDataset(), 1, num_workers=1), sleeping_step, steps=5)
         assert "data" in found.parts
         assert len(multiprocessing.active_children()) == running
     finally:
         gc.enable()
 
 
-def test_the_profile_command_writes_an_image(tmp_path, capsys):
+def test_the_profile_command_writes_an_image(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fabric_template.tools.profile.find_faster", lambda *arguments: [])
     loop = FabricLoop(accelerator="cpu")
     assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")

@@ -44,7 +44,7 @@ HOOKS = ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end", "on_tr
 METHODS = ["fit", "validate", "test", "predict"]
 
 
-@pytest.mark.parametrize(("hook", "method"), sample(3, HOOKS, METHODS))
+@pytest.mark.parametrize(("hook", "method"), sample(5, HOOKS, METHODS))
 def test_a_hook_cannot_call_fit_or_validate_on_the_running_loop(tmp_path, hook, method):
     options = {"val": val_loader, "max_epochs": 1, "num_sanity_val_steps": 0}
     with pytest.raises(ValueError, match=f"^{method}: got a call while fit is running, expected a call after fit"):
@@ -132,9 +132,12 @@ CALLING_HOOKS = ["on_train_batch_end", "on_train_epoch_end"]
 
 
 def combine(values):
-    """Return combinations of two loops, a module and one of the values."""
-    return halve(KINDS, KINDS, [Classifier, PlainCalls], values) + [
-        (FabricLoop, FabricLoop, OwnLog, value) for value in values
+    """Return combinations of two loops, a module and one of the values. The values alternate in the suite."""
+    cases = [*halve(KINDS, KINDS, [Classifier, PlainCalls]), pytest.param(FabricLoop, FabricLoop, OwnLog)]
+    return [
+        pytest.param(*case.values, value, marks=case.marks if number // 2 % 2 == place else [pytest.mark.soak])
+        for number, case in enumerate(cases)
+        for place, value in enumerate(values)
     ]
 
 
@@ -165,8 +168,7 @@ def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_pat
     assert not {"log", "log_dict", "optimizers", "lr_schedulers"} & {*vars(module)}
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("inner", KINDS)
+@pytest.mark.parametrize(("inner", "hook"), halve(KINDS, CALLING_HOOKS))
 def test_calling_validate_on_a_loop_in_a_hook_does_not_change_a_run_of_trainer(tmp_path, inner, hook):
     def train(call):
         module = seeded(Classifier)

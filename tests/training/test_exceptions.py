@@ -13,7 +13,7 @@ import pytest
 import torch
 from interpreter import fork_command, forking_python
 from modules import Classifier, make_data, make_loader
-from parameters import sample
+from parameters import halve, once
 from runs import assert_same_end, fit, logs_of, python_command, val_loader
 from torch.utils.data import DataLoader, Dataset
 
@@ -103,7 +103,7 @@ def fit_without_break(name):
     return fit(root, Fails, train, val_loader, **options), logs_of(root)
 
 
-@pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
+@pytest.mark.parametrize(("place", "name"), once(PLACES, OPTIONS), ids=str)
 def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
     """A resumed run continues from the newest checkpoint, as after SIGKILL."""
     hook, at = place
@@ -120,11 +120,17 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
     assert logs == logs_of(tmp_path / "cut", version=0 if saved else 1)
 
 
+MANUAL = {"max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 2}
+
+
+@functools.cache
+def fit_manually_without_break():
+    return fit(Path(tempfile.mkdtemp()), lambda: Fails(manual=True), train, val_loader, **MANUAL)
+
+
 @pytest.mark.parametrize("hook", ["training_step", "before the step", "on_train_batch_end", "validation_step"])
 def test_a_run_with_manual_optimization_resumes_exactly_after_an_exception(tmp_path, hook):
-    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 2}
-    loaders = lambda: make_loader(24), val_loader  # noqa: E731
-    whole = fit(tmp_path / "whole", lambda: Fails(manual=True), *loaders, **options)
+    loaders, options, whole = (train, val_loader), MANUAL, fit_manually_without_break()
     at = 4 if hook == "validation_step" else 3
     with pytest.raises(Broken):
         fit(tmp_path / "cut", lambda: Fails(hook, at, manual=True), *loaders, **options)
@@ -145,8 +151,7 @@ class HalfStep(torch.optim.Adam):
         return result
 
 
-@pytest.mark.parametrize("resume", ["auto", "last"])
-@pytest.mark.parametrize("options", [{}, {"save_every_n_steps": 1}], ids=str)
+@pytest.mark.parametrize(("options", "resume"), halve([{}, {"save_every_n_steps": 1}], ["auto", "last"]), ids=str)
 def test_no_half_updated_weights_are_saved_after_an_error_in_an_optimizer_step(tmp_path, monkeypatch, options, resume):
     class HalfStepModule(Classifier):
         def configure_optimizers(self):

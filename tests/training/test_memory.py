@@ -89,7 +89,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("place", "name"), sample(3, PLACES, OPTIONS), ids=str)
+@pytest.mark.parametrize(("place", "name"), sample(4, PLACES, OPTIONS), ids=str)
 def test_fit_releases_batches_and_autograd_graphs(tmp_path, place, name):
     (hook, at), options = place, dict(OPTIONS[name])
     data = options.pop("data", lambda: make_data(24))()

@@ -67,7 +67,7 @@ def training_step(model, batch):
     return model.look("training", batch)
 
 
-@pytest.mark.parametrize(("level", "precision"), sample(2, ["functions", "module", "lightning_module"], PRECISIONS))
+@pytest.mark.parametrize(("level", "precision"), sample(3, ["functions", "module", "lightning_module"], PRECISIONS))
 def test_each_step_runs_in_the_dtypes_that_the_precision_option_selects(level, precision):
     options = scaled() if precision == "16-mixed" else {"precision": precision}
     output, other = PRECISIONS[precision]

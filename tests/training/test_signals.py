@@ -10,7 +10,7 @@ import torch
 from interpreter import fork_command, forking_python
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from modules import Classifier, make_loader
-from parameters import sample
+from parameters import once
 from runs import assert_same_end, fit, logs_of, python_command, val_loader
 
 from fabric_template.distributed import signals
@@ -316,7 +316,7 @@ def test_resume_auto_explains_how_to_continue_a_run_ended_by_should_stop_within_
     assert "should_stop was set. To train further, write resume='last'." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "at"), sample(2, OPTIONS, [2, 8, 12]), ids=str)
+@pytest.mark.parametrize(("options", "at"), once(OPTIONS, [2, 8, 12]), ids=str)
 def test_a_run_stopped_by_max_time_within_an_epoch_resumes_exactly(tmp_path, options, at):
     """The epoch ends early and writes its row. The resumed run continues within this epoch."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
