@@ -1817,7 +1817,9 @@ class MiniLoop:
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            is_needed = is_object_state(of_place.get(name))
+            # A random generator that existed at the start of the run can be reset.
+            is_generator = is_random_state(value) and type(value) is type(current)
+            is_needed = is_object_state(of_place.get(name)) and not is_generator
             is_needed = is_needed or any(is_inside(other, path) for other in saved)
             is_mark = isinstance(value, ChangeMark)
             is_unknown = is_mark or (is_object_state(value) and type(value) is not type(current))

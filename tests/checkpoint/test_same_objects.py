@@ -396,6 +396,32 @@ def test_an_object_that_the_user_assigns_between_two_calls_of_fit_is_kept(tmp_pa
     assert script.net.memory is memory
 
 
+class Jittered(Noisy):
+    def __init__(self):
+        super().__init__()
+        self.random = random.Random(5)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.random.gauss(0, 0.1), y
+
+
+class ScriptWithGenerators(Script):
+    def make_objects(self):
+        super().make_objects()
+        self.loader = DataLoader(Jittered(), 8, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+@both_loops
+def test_resume_within_an_epoch_resets_the_random_generators_of_the_loader(tmp_path, kind):
+    expected = ScriptWithGenerators(kind, tmp_path / "whole", remember).fit()
+    script = ScriptWithGenerators(kind, tmp_path / "parts", remember)
+    script.loop.max_steps = 13
+    script.fit()
+    script.loop.max_steps = -1
+    assert_equal(script.fit(resume="last"), expected)
+
+
 def test_a_mini_loop_and_its_loader_are_freed_without_garbage_collection(tmp_path):
     """A loader that only garbage collection frees may wait 5 seconds for each of its workers."""
     net, loop = torch.nn.Linear(8, 3), MiniLoop(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path)
