@@ -944,8 +944,15 @@ class MiniLoop:
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return the mean of each metric, or the result of a torchmetrics object."""
-        values = {}
-        for key, (total, weight, is_synced) in sums.items():
+        names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
+        found = self._gather(names)
+        text = f"log: got {found} as the metrics of the processes, expected the same names. Log or"
+        text += " return the same metrics in each process, or leave out sync_dist=True."
+        check(found.count(names) == len(found), text)
+        values: dict[tuple[str, str], Any] = dict.fromkeys(sums)
+        # The processes may have logged the metrics in different orders.
+        for key in sorted(sums):
+            total, weight, is_synced = sums[key]
             if total is None:
                 values[key] = to_metric(key[1], self._torchmetrics[key].compute())
                 continue

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..distributed.launch import gather_objects
 from ..errors import ConfigurationError
 from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_error
 
@@ -115,10 +116,19 @@ class LoggedMetric:
         else:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
+    def is_reduced(self, sums: Sums) -> bool:
+        """Return whether ``compute`` reduces the sums over all processes."""
+        has_new_sums = sums.total is not None and sums.result is None
+        return has_new_sums and self.is_synced and self.arguments.sync_dist_group is None
+
+    @property
+    def is_synced(self) -> bool:
+        return self.arguments.sync_dist and not self.arguments.rank_zero_only
+
     def _sync(self, value: Tensor) -> Tensor:
         """Reduce a value over all processes if ``self.log`` was called with sync_dist=True."""
         arguments = self.arguments
-        if self._all_reduce is None or not arguments.sync_dist or arguments.rank_zero_only:
+        if self._all_reduce is None or not self.is_synced:
             return value
         group, reduction = arguments.sync_dist_group, arguments.reduction
         return self._all_reduce(value, group=group, reduce_op=reduction)
@@ -470,12 +480,32 @@ class ResultCollection:
         self.active.is_first_batch = None
         # Reduce the means across processes now, because a later hook may read them in only one
         # process.
-        for metric in self.active.current():
+        metrics = [*self.active.current()]
+        self._reduce({metric: metric.epoch for metric in metrics})
+        for metric in metrics:
             value = metric.compute(metric.epoch)
             if value is not None and metric.torchmetric is None:
                 self._warn_of_missing_sync_dist(metric.arguments)
             if metric.is_returned:
                 self.returned[metric.arguments.name] = value
+
+    def _reduce(self, sums: dict[LoggedMetric, Sums]) -> None:
+        """Reduce the sums of metrics over all processes.
+
+        The processes may have logged the metrics in different orders, so sort them by name.
+        """
+        if self._all_reduce is None:
+            return
+        metrics = sorted(sums, key=lambda metric: (metric.full_name(), metric.arguments.hook))
+        names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
+        found = gather_objects(self.run, names)
+        if found.count(names) != len(found):
+            raise ConfigurationError(
+                f"log: got {found} as the metrics of the processes, expected the same names. Log or"
+                " return the same metrics in each process, or leave out sync_dist=True."
+            )
+        for metric in metrics:
+            metric.compute(sums[metric])
 
     def _warn_of_missing_sync_dist(self, arguments: LogArguments) -> None:
         """Like Trainer, recommend sync_dist=True for values averaged over an epoch."""
@@ -578,8 +608,10 @@ class ResultCollection:
         Also reset the sums for the next row.
         """
         row: dict[str, Tensor] = {}
-        for metric in self.train.metrics.values():
-            value = metric.compute(metric.row or metric.epoch)
+        sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
+        self._reduce(sums)
+        for metric in sums:
+            value = metric.compute(sums[metric])
             if metric.row is not None:
                 metric.row = Sums()
             if value is not None and metric.arguments.logger:

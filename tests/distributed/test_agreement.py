@@ -5,22 +5,24 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from clock import Clock
-from modules import Classifier, by_step, make_data, quiet
+from modules import Classifier, by_step, make_data, quiet, sgd
 from processes import run_processes
 from runs import fit, same, val_loader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.errors import CheckpointError, ConfigurationError
 from fabric_template.training import progress
 
 FORK = {"strategy": "ddp_fork"}
+both_loops = pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 LAST = "checkpoints/run/version_0/last.ckpt"
 
 
@@ -159,6 +161,48 @@ def test_loaders_of_different_length_in_two_processes_are_refused():
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches in the processes"):
         FabricLoop(**quiet(**options)).fit(Sampled())
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
+
+
+# Metrics that the processes log in different orders, or that only one process logs
+
+
+def return_in_order_of_rank(net, batch):
+    """Return the same values in each process, but in different orders."""
+    loss, rank = torch.nn.functional.cross_entropy(net(batch[0]), batch[1]), torch.distributed.get_rank()
+    values = [("score", torch.tensor(3.0 + rank)), ("lag", torch.tensor(20.0 + rank))]
+    return dict([("loss", loss), *(values if rank == 0 else values[::-1])])
+
+
+def return_more_in_rank_1(net, batch):
+    values = return_in_order_of_rank(net, batch)
+    return values if torch.distributed.get_rank() == 0 else {"extra": values["lag"], **values}
+
+
+def fit_with_values(rank, kind, step, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 3)
+    loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, **options)
+    steps = {"training_step": return_in_order_of_rank, "validation_step": step}
+    loop.fit(net, DataLoader(make_data(16), 4), DataLoader(make_data(18), 4), optimizer=sgd(net), **steps)
+    names = ("train_score", "train_lag", "val_score", "val_lag")
+    assert [loop.callback_metrics[name].item() for name in names] == [3.5, 20.5] * 2
+
+
+@both_loops
+@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 1}], ids=str)
+def test_metrics_that_processes_return_in_different_orders_are_reduced_by_name(kind, options):
+    codes, errors = run_processes(partial(fit_with_values, **options), kind, return_in_order_of_rank)
+    assert codes == [0, 0], errors
+
+
+@both_loops
+def test_a_metric_that_only_one_process_returns_is_refused(kind):
+    codes, errors = run_processes(fit_with_values, kind, return_more_in_rank_1)
+    assert codes == [1, 1]
+    message = (
+        "Error: log: got [['val_lag', 'val_loss', 'val_score'], ['val_extra', 'val_lag', 'val_loss', 'val_score']]"
+    )
+    assert all(message in error for error in errors), errors
 
 
 # A validation interval that is a time
