@@ -490,7 +490,7 @@ class LoopArguments(LoopConfig):
     precision: Any = None
     """Compute in this Fabric precision, such as "32-true", "bf16-mixed" or "16-mixed"."""
     plugins: Any = None
-    """Fabric plugins for the precision, the cluster environment or checkpoints."""
+    """Fabric plugins for precision, the cluster environment or checkpoint files."""
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None

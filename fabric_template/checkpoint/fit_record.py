@@ -337,7 +337,7 @@ def undo_earlier_fits(run: Run) -> FitRecord:
     start = run.plan.start
     saved = start.state_of_process(run.fabric.global_rank)
     record = FitRecord(path_of(start), [saved.get("plain_state"), saved.get("data")], run.model)
-    # Only record the options, because make_plan has already reset them.
+    # Do not reset the options here, because make_plan has already reset them.
     record.reset_and_record_values(run.loop, "options", partial(read_options, run.loop))
     reset_and_record_flags(run, record)
     record.reset_and_record_attributes(make_plain_state(run))

@@ -130,7 +130,8 @@ class CSVLogger(Logger):
     def position(self) -> dict[str, Any]:
         """Return the columns, the number of rows and the last row of each CSV file.
 
-        The keys of the dict are the file names. Rows that are still in memory are included.
+        The keys of the returned dict are the names of the CSV files. The number of rows includes
+        rows that are still in memory.
         """
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 

@@ -288,7 +288,7 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return callback_metrics, logged_metrics and progress_bar_metrics, keyed by name."""
+        """Return a dict of callback_metrics, logged_metrics and progress_bar_metrics."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 

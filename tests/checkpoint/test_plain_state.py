@@ -153,7 +153,7 @@ def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])
-def test_many_objects_are_saved_or_cause_a_warning(number, recwarn):
+def test_up_to_500_objects_are_saved_and_more_objects_cause_a_warning(number, recwarn):
     groups = [[Holder(count=0) for _ in range(min(number, 200))] for _ in range(-(-number // 200))]
     holder = Holder(groups=groups, other=Holder(inner=Holder(count=0)))
     state = PlainState({"a": Part(holder)}, network=nn.Linear(2, 2))

@@ -119,14 +119,14 @@ def saves(value):
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_the_first_save_refuses_a_value_of_an_edit_that_no_run_can_read(case):
+def test_the_first_save_of_an_edited_loop_refuses_a_value_that_no_run_can_read(case):
     with pytest.raises(ValueError, match=r"^checkpoint: got (a value of 'mine'|the NumPy value)") as raised:
         train(saves(UNREADABLE[case]), max_epochs=1)
     assert "collections.deque" in str(raised.value) or case != "deque"
 
 
 @pytest.mark.parametrize("value", [np.float64(0.3), {1, 2}, torch.ones(2), [{"a": (None, "b", torch.float32)}]])
-def test_a_resumed_run_reads_the_value_that_an_edit_has_saved(value):
+def test_a_resumed_run_reads_a_value_that_an_edited_loop_saves(value):
     kind = saves(value)
     train(kind, max_epochs=1)
     train(kind, max_epochs=2, resume="last")
@@ -232,11 +232,11 @@ class Decays(MiniLoop):
 
 @pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 3}])
 @pytest.mark.parametrize("kind", [Counts, Averages, CreatesLate, Decays])
-def test_a_resumed_run_restores_the_attributes_that_an_edit_keeps_on_the_loop(kind, options):
+def test_a_resumed_run_restores_the_attributes_that_an_edited_loop_adds(kind, options):
     assert_resumes(kind, kill=14, **options)
 
 
-def test_a_finished_run_stays_finished_if_an_edit_has_ended_it():
+def test_a_run_that_an_edited_loop_ends_early_does_not_train_again():
     train(Counts, max_epochs=9)
     loop, _ = train(Counts, max_epochs=9, resume="auto")
     assert loop.current_epoch == len(loop.losses) == 7
@@ -316,7 +316,7 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 
 
 @pytest.mark.parametrize("resume", [None, "last"])
-def test_the_columns_of_an_edit_keep_text_bools_and_ints(resume):
+def test_the_csv_columns_of_an_edited_loop_keep_text_bools_and_ints(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
         train(kind, max_epochs=2)
@@ -334,7 +334,7 @@ def test_the_columns_of_an_edit_keep_text_bools_and_ints(resume):
     assert all(type(row["epoch"]) is type(row["step"]) is type(row["seen"]) is int for row in loop.history)
 
 
-def test_an_edit_can_write_a_csv_file_of_its_own():
+def test_an_edited_loop_can_write_another_csv_file():
     class WritesFile(MiniLoop):
         def _end_row(self, epoch):
             super()._end_row(epoch)
@@ -374,7 +374,7 @@ class CountsAndSteps(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
-def test_an_edit_of_the_optimizer_step_needs_no_counters(kind):
+def test_an_edited_step_optimizer_method_does_not_have_to_count_steps(kind):
     options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
     loop, net = train(kind, "edited", **options)
     other, expected = train(MiniLoop, **options)
@@ -438,7 +438,7 @@ def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case)
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_an_edit_of_the_batches_resumes_exactly_between_epochs_and_warns_within_an_epoch(change):
+def test_a_loop_with_edited_batches_resumes_exactly_between_epochs_and_warns_within_an_epoch(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
@@ -478,7 +478,7 @@ def test_calls_after_which_no_run_could_resume_are_refused(kind, every, message)
         train(kind, accumulate_grad_batches=every)
 
 
-def test_an_edit_can_save_within_an_epoch():
+def test_an_edited_loop_can_save_within_an_epoch():
     assert_resumes(SavesEveryThirdBatch, kill=13)
 
 
@@ -535,7 +535,7 @@ def test_options_of_a_decorated_class_have_their_values():
 # Errors
 
 
-def test_an_error_in_an_edit_is_not_reported_as_an_error_of_the_step():
+def test_an_error_in_an_edited_method_is_not_reported_as_an_error_of_the_step():
     class AddsArray(MiniLoop):
         def _step_optimizer(self):
             self.network.weight.grad.add_(np.ones((1, 4)))
@@ -546,7 +546,7 @@ def test_an_error_in_an_edit_is_not_reported_as_an_error_of_the_step():
 
 
 @pytest.mark.parametrize("as_dict", [True, False])
-def test_an_edit_can_append_a_scheduler(as_dict):
+def test_an_edited_loop_can_add_a_scheduler(as_dict):
     class WarmsUp(MiniLoop):
         def _set_up_optimizer(self, optimizer, scheduler):
             super()._set_up_optimizer(optimizer, scheduler)
