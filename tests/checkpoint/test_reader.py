@@ -398,7 +398,7 @@ def saved_file(folder):
     return path, path.read_bytes()
 
 
-@pytest.mark.parametrize(("bit", "weights_only"), sample(3, [0, 3, 4, 7], [True, False]))
+@pytest.mark.parametrize(("bit", "weights_only"), sample(5, [0, 3, 4, 7], [True, False]))
 def test_a_flipped_bit_in_a_checkpoint_is_detected_or_harmless(tmp_path, bit, weights_only):
     path, content = saved_file(tmp_path)
     expected = read_checkpoint(path)

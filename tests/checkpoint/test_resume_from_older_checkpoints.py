@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from modules import Classifier, make_loader
+from parameters import halve
 from processes import run_processes
 from runs import logs_of, same, tree, val_loader, with_files
 
@@ -55,9 +56,7 @@ def step_of(root, file=LAST):
     return torch.load(Path(root, file), weights_only=False)["global_step"]
 
 
-@pytest.mark.parametrize("third", list(LOOPS))
-@pytest.mark.parametrize("second", list(LOOPS))
-@pytest.mark.parametrize("first", list(LOOPS))
+@pytest.mark.parametrize(("first", "second", "third"), halve(LOOPS, LOOPS, LOOPS))
 def test_a_run_killed_after_resuming_from_its_best_checkpoint_keeps_all_csv_rows(tmp_path, first, second, third):
     """The killed run has removed CSV rows, so it continues from the best checkpoint, not from its old last.ckpt."""
     expected = train(first, tmp_path, 3)
@@ -85,8 +84,7 @@ def test_a_run_killed_while_it_removes_csv_rows_resumes_exactly(tmp_path, kind, 
     assert logs_of(tmp_path) == logs
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
-@pytest.mark.parametrize("save_last", [True, False])
+@pytest.mark.parametrize(("is_copied", "save_last"), halve([False, True], [True, False]))
 def test_a_run_killed_after_resuming_from_a_path_keeps_all_csv_rows(tmp_path, is_copied, save_last):
     expected = train("FabricLoop", tmp_path, 4, save_top_k=3)
     logs = logs_of(tmp_path)

@@ -10,7 +10,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import HAS_EXACT_TRAINER, Classifier, make_loader, quiet
-from parameters import sample
+from parameters import halve, sample
 from runs import Record, same, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -163,8 +163,7 @@ SAVERS = {
 }
 
 
-@pytest.mark.parametrize("where", SAVERS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "where"), halve(CASES, SAVERS))
 def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkpoints(tmp_path, case, where):
     """Two epochs by either loop and two more by either loop equal four epochs by Trainer, bit for bit.
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
-from parameters import sample
+from parameters import keep, sample
 from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -558,15 +558,20 @@ def train_in_two_processes(name, root):
 
 @pytest.mark.parametrize(
     "name",
-    [
+    keep(
+        [
+            "functions, tied",
+            "functions, weight norm",
+            "functions, scripted",
+            "object, lists",
+            "object, parameters",
+            "object, configure_model",
+            "Lightning, configure_model",
+        ],
         "functions, tied",
-        "functions, weight norm",
-        "functions, scripted",
         "object, lists",
-        "object, parameters",
-        "object, configure_model",
         "Lightning, configure_model",
-    ],
+    ),
 )
 def test_two_processes_save_and_return_the_trained_weights(tmp_path, monkeypatch, name):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

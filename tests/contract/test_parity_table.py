@@ -67,7 +67,7 @@ def run(kind, folder, case, module=None, **more):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     pl.seed_everything(7, verbose=False)
     module = module or module_class()
-    loop = kind(**{"default_root_dir": folder, "max_epochs": 3, "accelerator": "cpu", **quiet, **options, **more})
+    loop = kind(**{"default_root_dir": folder, "max_epochs": 2, "accelerator": "cpu", **quiet, **options, **more})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "data" in loaders:

@@ -55,7 +55,7 @@ TRAIN = [{"prog_bar": True}, BOTH, EPOCH]
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "length", "interval"), sample(3, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
+    ("train", "val", "length", "interval"), sample(5, TRAIN, [{}, {"on_step": True}], [3, 4], [1.0, 2]), ids=str
 )
 def test_a_metric_logged_in_training_and_validation_has_the_same_values_as_with_trainer(
     tmp_path, train, val, length, interval

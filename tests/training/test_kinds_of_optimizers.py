@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_data, quiet
-from parameters import sample
+from parameters import halve, sample
 from runs import fit, same, tree, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -235,8 +235,11 @@ class ParameterGroupAdder(Lit):
             optimizer.add_param_group({"params": self.net[2].parameters(), "lr": 0.05})
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start", "on_train_batch_end"])
-@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("hook", "limit"),
+    halve(["on_fit_start", "on_train_epoch_start", "on_train_batch_end"], [{"max_epochs": 2}, {"max_steps": 7}]),
+    ids=str,
+)
 def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, limit):
     """The resumed run adds the group again before it restores the optimizer state."""
 
