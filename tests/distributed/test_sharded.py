@@ -313,11 +313,11 @@ def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
 # Checkpoints
 
 FOLDER = "checkpoints/run/version_0"
-SAVING = {"max_epochs": 3, "monitor": "val_loss", "save_every_n_steps": 2}
+SAVING = {"max_epochs": 2, "monitor": "val_loss", "save_every_n_steps": 2}
 
 
 def save_and_resume(rank):
-    full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps")], **SAVING)
+    full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps", (5, 9))], **SAVING)
     found = {}
     # Resume at the end of an epoch, and in the middle of the next epoch.
     for batches in (5, 9):
@@ -329,11 +329,11 @@ def save_and_resume(rank):
     # Continue the same run with a different strategy.
     for name, make in strategies.items():
         root = copy_on_rank_0(rank, "full", f"to_{name}")
-        now = trained(make(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 4})
+        now = trained(make(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 3})
         first = first or now
         found[name] = same(now[:3], first[:3]), now[3].global_step
     root = copy_on_rank_0(rank, "to_ddp", "back")
-    back = trained(fsdp(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 5})
+    back = trained(fsdp(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 4})
     found["back"] = back[3].global_step
     torch.save(found, f"found{rank}.pt")
 
@@ -345,13 +345,13 @@ def test_sharded_checkpoints_resume_exactly():
     assert codes == [0, 0], errors
     for rank in range(2):
         found = torch.load(f"found{rank}.pt", weights_only=True)
-        assert {found[name] for name in ("5", "9")} == {(True, 15)}
-        assert {found[name] for name in ("fsdp", "ddp", "whole")} == {(True, 20)}
-        assert found["back"] == 25
+        assert {found[name] for name in ("5", "9")} == {(True, 10)}
+        assert {found[name] for name in ("fsdp", "ddp", "whole")} == {(True, 15)}
+        assert found["back"] == 20
     names = sorted(path.name for path in Path("full", FOLDER).iterdir() if path.name != ".lock")
     best = [name for name in names if name.startswith("best.ckpt.step=")]
     # Each checkpoint has one folder of shards, and no other folder is left.
-    assert names == ["best.ckpt", *best, "last.ckpt", "last.ckpt.step=15"]
+    assert names == ["best.ckpt", *best, "last.ckpt", "last.ckpt.step=10"]
     assert len(best) == 1
     assert not list(Path("to_ddp", FOLDER).glob("last.ckpt.*"))
 
@@ -366,7 +366,7 @@ def test_sharded_checkpoints_resume_exactly():
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
     # If a shard is missing, load="last" uses the previous checkpoint.
-    shard = last.with_name("last.ckpt.step=15") / "__0_0.distcp"
+    shard = last.with_name("last.ckpt.step=10") / "__0_0.distcp"
     shard.unlink()
     with pytest.warns(UserWarning, match="is missing.* Using the previous checkpoint instead"):
         (loop := FabricLoop(**with_files("full"))).validate(model, val(), load="last", verbose=False)
