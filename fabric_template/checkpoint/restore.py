@@ -144,7 +144,9 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
     target = checkpointed_module(run)
-    weights = rename_weights(find_weights(checkpoint, run.plan.start.path), target)
+    # WeightAveraging saves the averaged weights as "state_dict", possibly with another dtype.
+    weights = checkpoint.get("current_model_state") or find_weights(checkpoint, run.plan.start.path)
+    weights = rename_weights(weights, target)
     current, others = target.state_dict(), []
     for name, saved in weights.items():
         value: Any = current.get(name)

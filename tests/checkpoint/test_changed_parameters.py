@@ -248,6 +248,21 @@ def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
     train("FabricLoop", ChangesDtype(), 2, resume="last")
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_run_whose_averaged_weights_have_another_dtype_resumes_exactly(precision, tmp_path):
+    def train_averaged(folder, epochs, **fit):
+        torch.manual_seed(0)
+        model, average = Layers(), pl.callbacks.WeightAveraging()
+        options = with_files(tmp_path / folder, max_epochs=epochs, precision=precision, callbacks=[average])
+        FabricLoop(**options).fit(model, make_loader(), **fit)
+        return [value for net in (model, average._average_model) for value in net.state_dict().values()]
+
+    whole = train_averaged("whole", 3)
+    train_averaged("resumed", 2)
+    resumed = train_averaged("resumed", 3, resume="last")
+    assert all(map(torch.equal, whole, resumed))
+
+
 # Settings
 
 
