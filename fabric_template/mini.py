@@ -2176,6 +2176,11 @@ class MiniLoop:
             text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
             text += " from the results of an uninterrupted run."
             warnings.warn(text, stacklevel=5)
+        has_buffers = next(self.network.buffers(), None) is not None
+        if has_buffers and not getattr(self._step_module, "broadcast_buffers", True):
+            text = "resume: got broadcast_buffers=False, but a checkpoint contains only the buffers"
+            text += " of the first process. A resumed run may differ. Leave out broadcast_buffers."
+            warnings.warn(text, stacklevel=5)
         for kind, described in self._arguments.items():
             for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
                 check_arguments(kind, new, old)

@@ -444,6 +444,12 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
             f"resume: {', '.join(texts)}. The run continues, but its results will differ from the"
             " results of an uninterrupted run."
         )
+    has_buffers = next(run.network.buffers(), None) is not None
+    if has_buffers and not getattr(run.steps.ddp, "broadcast_buffers", True):
+        run.warn_once(
+            "resume: got broadcast_buffers=False, but a checkpoint contains only the buffers of the"
+            " first process. A resumed run may differ. Leave out broadcast_buffers."
+        )
 
 
 def restore_network(

@@ -5,12 +5,14 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from clock import Clock
+from lightning.fabric.strategies import DDPStrategy
 from modules import Classifier, by_step, make_data, quiet, sgd
 from processes import run_processes
 from runs import fit, same, val_loader
@@ -163,12 +165,36 @@ def test_loaders_of_different_length_in_two_processes_are_refused():
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
 
 
+# Buffers that differ between the processes
+
+
+def resume_with_own_buffers(rank, kind):
+    for epochs, resume in ((1, None), (2, "last")):
+        net = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+        loop = kind(accelerator="cpu", devices=2, strategy=DDPStrategy(broadcast_buffers=False), max_epochs=epochs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.fit(net, DataLoader(make_data(16), 4), optimizer=sgd(net), training_step=loss_of, resume=resume)
+        if rank == 0:
+            assert any("got broadcast_buffers=False" in str(warning.message) for warning in caught) == (epochs == 2)
+
+
+@both_loops
+def test_resume_warns_if_each_process_has_its_own_buffers(kind):
+    codes, errors = run_processes(resume_with_own_buffers, kind)
+    assert codes == [0, 0], errors
+
+
 # Metrics that the processes log in different orders, or that only one process logs
+
+
+def loss_of(net, batch):
+    return torch.nn.functional.cross_entropy(net(batch[0]), batch[1])
 
 
 def return_in_order_of_rank(net, batch):
     """Return the same values in each process, but in different orders."""
-    loss, rank = torch.nn.functional.cross_entropy(net(batch[0]), batch[1]), torch.distributed.get_rank()
+    loss, rank = loss_of(net, batch), torch.distributed.get_rank()
     values = [("score", torch.tensor(3.0 + rank)), ("lag", torch.tensor(20.0 + rank))]
     return dict([("loss", loss), *(values if rank == 0 else values[::-1])])
 
