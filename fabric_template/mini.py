@@ -3103,7 +3103,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator from Python or torch, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator whose class belongs to Python or torch."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -3221,7 +3221,7 @@ def encode(
 ) -> Any:
     """Convert a value to FabricLoop's format, or raise a TypeError if this is not supported.
 
-    For a tensor or an array with more than ``most`` elements, raise a LargeValueError.
+    If a tensor or an array has more elements than ``most``, raise a LargeValueError.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:

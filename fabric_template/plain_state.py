@@ -170,7 +170,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator from Python or torch, such as iter(DataLoader(...))."""
+    """Return whether a value is an iterator whose class belongs to Python or torch."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 

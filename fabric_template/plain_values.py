@@ -47,7 +47,7 @@ MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
 COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as a whole.
 _COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
-MOST_SEARCHED = 500  # The maximum number of items in a container that is searched for objects.
+MOST_SEARCHED = 500  # Containers with more items are not searched for objects.
 
 
 class NotPlainError(Exception):

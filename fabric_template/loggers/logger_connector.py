@@ -168,7 +168,7 @@ def make_logger(given: Any, own: CSVLogger | None) -> Any:
 
 
 class LoggerAdapter(Logger):
-    """Gives a Fabric logger, or any object with log_metrics, a Lightning logger's interface."""
+    """Makes a Fabric logger, or any object with log_metrics, usable as a Lightning logger."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()

@@ -207,8 +207,8 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if the signature of a hook does not match the number of loaders.
 
-    With several loaders, a hook must accept ``dataloader_idx``. With a single loader, a hook must
-    not require ``dataloader_idx``.
+    With several loaders, a hook needs an argument ``dataloader_idx``. With a single loader, the
+    argument must have a default, because the loop does not pass it.
     """
     if not run.is_lightning_module:
         return

@@ -108,7 +108,7 @@ class Run:
     def reset_and_record_attributes(self) -> None:
         """Also undo changes to objects that setup() has created, and record all attributes.
 
-        Checkpoints contain the recorded attributes that change after this call.
+        A checkpoint contains only the attributes that have changed since this call.
         """
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)

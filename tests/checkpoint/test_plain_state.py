@@ -102,7 +102,7 @@ def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_pat
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_restored_attributes_share_objects_as_in_the_saved_run(tmp_path):
+def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_run(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
     history = []

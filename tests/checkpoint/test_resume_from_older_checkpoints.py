@@ -115,7 +115,7 @@ def test_resuming_from_an_older_checkpoint_changes_no_file_if_nothing_is_left_to
 
 
 @both_loops
-def test_a_refused_run_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
+def test_a_call_to_fit_that_is_refused_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
     train(kind, tmp_path, 3)
     logs = logs_of(tmp_path)
     with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype"):

@@ -160,7 +160,7 @@ def test_device_attributes_match_those_of_trainer_before_the_launch(options):
     assert first == second
 
 
-def test_an_error_about_a_missing_attribute_suggests_loop_fabric():
+def test_the_error_for_a_fabric_attribute_tells_the_user_to_write_loop_dot_fabric():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device

@@ -417,7 +417,7 @@ def test_a_config_file_with_a_mistake_is_refused_by_name(capsys, text, expected)
     assert expected in error
 
 
-def test_a_default_argument_that_has_no_import_path_is_refused(capsys):
+def test_a_model_whose_default_argument_cannot_be_imported_is_refused(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))

@@ -484,7 +484,7 @@ def test_compare_refuses_an_invalid_number_of_steps(steps):
         compare("old.py", "new.py", steps=steps)
 
 
-def test_the_function_record_training_does_not_change_the_training_or_torch(tmp_path):
+def test_recording_a_training_loop_does_not_change_its_results_or_torch(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:
