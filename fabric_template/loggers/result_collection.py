@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -496,7 +496,7 @@ class ResultCollection:
         """
         if self._all_reduce is None:
             return
-        metrics = sorted(sums, key=lambda metric: (metric.full_name(), metric.arguments.hook))
+        metrics = sort_by_name(sums)
         names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
         found = gather_objects(self.run, names)
         if found.count(names) != len(found):
@@ -582,6 +582,10 @@ class ResultCollection:
         values = CurrentValues({}, {}, {}, {})
         results = self.active
         is_step = results.is_first_batch is not None
+        if self._all_reduce is not None and not is_step:
+            # Hooks of the processes may have logged the metrics in different orders.
+            for metric in sort_by_name(results.current()):
+                metric.compute(metric.epoch)
         for metric in results.current():
             value = metric.compute(None if is_step else metric.epoch)
             if value is None:
@@ -663,6 +667,11 @@ class ResultCollection:
         self.callback_metrics = dict(state["callback_metrics"])
         self.returned, self.evaluated = dict(state["returned"]), set(state["evaluated"])
         vars(train).update(state["position"])
+
+
+def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:
+    """Sort metrics, so that all processes reduce them in the same order."""
+    return sorted(metrics, key=lambda metric: (metric.full_name(), metric.arguments.hook))
 
 
 def find_batch_size(batch: Any) -> int:

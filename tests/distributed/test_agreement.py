@@ -221,6 +221,33 @@ def test_metrics_that_processes_return_in_different_orders_are_reduced_by_name(k
     assert codes == [0, 0], errors
 
 
+class LogsInHooks(Classifier):
+    """Logs two values in the hooks at the end of an epoch, in an order that depends on the process."""
+
+    def _log(self, **values):
+        for name in sorted(values, reverse=torch.distributed.get_rank() == 1):
+            self.log(name, values[name], sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self._log(val_first=4.0, val_second=9.0)
+
+    def on_train_epoch_end(self):
+        self._log(early=1.0, late=7.0)
+
+
+def fit_with_values_of_hooks(rank, kind):
+    loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, monitor="val_second", mode="min")
+    loop.fit(LogsInHooks(), DataLoader(make_data(16), 4), DataLoader(make_data(18), 4))
+    names = ("early", "late", "val_first", "val_second")
+    assert [loop.callback_metrics[name].item() for name in names] == [1.0, 7.0, 4.0, 9.0]
+
+
+@both_loops
+def test_metrics_that_hooks_log_in_different_orders_are_reduced_by_name(kind):
+    codes, errors = run_processes(fit_with_values_of_hooks, kind)
+    assert codes == [0, 0], errors
+
+
 @both_loops
 def test_a_metric_that_only_one_process_returns_is_refused(kind):
     codes, errors = run_processes(fit_with_values, kind, return_more_in_rank_1)
