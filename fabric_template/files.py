@@ -86,7 +86,7 @@ def write_yaml(path: Path, values: dict[str, Any], head: str = "") -> None:
 
 
 def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the path of each folder in a tree, and the names of the files in this folder.
+    """Yield each folder in a tree, with the names of its files.
 
     Follow links to folders, but yield no folder twice. Skip hidden folders, and folders whose names
     are in ``skipped``.

@@ -3179,7 +3179,9 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     # `marks` covers only a sample of the items, so also use the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
-    return kind, len(items), hash(tuple(map(id, items))), versions, marks
+    # Python may use the id of a deleted object again, so also compare weak references.
+    references = [weakref.ref(i) for i in items if type(i).__weakrefoffset__]
+    return kind, len(items), hash(tuple(map(id, items))), references, versions, marks
 
 
 def mark_tensor(tensor: Any) -> Any:
@@ -3422,7 +3424,7 @@ def address_of(value: Any) -> int | None:
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether a loader state from FabricLoop contains attributes of loaders."""
+    """Return whether FabricLoop has saved attributes of loaders or of their datasets."""
     if isinstance(state, dict):
         # The model's attributes at the start of an epoch are needed only within the epoch.
         parts = (part for name, part in state.items() if name != "model")

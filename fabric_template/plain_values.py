@@ -93,7 +93,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # on the values. In later formats, the output also depends on reference counts.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    step = math.ceil(len(items) / math.ceil(most / 8))
+    # An odd step takes keys and values of a dict in turn.
+    step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
     # Lower the limit for items at each nesting level, so that a container that contains itself is
     # refused.
@@ -116,7 +117,9 @@ def _mark(value: Any, depth: int = 0) -> Any:
     if kind in CONTAINERS and depth < _DEEPEST:
         return [_mark(item, depth + 1) for item in _items_of(value)]
     is_counted = kind in TENSORS and not value.is_inference()
-    return id(value), value._version if is_counted else None
+    # Python may use the id of a deleted object again, so also compare weak references.
+    reference = weakref.ref(value) if kind.__weakrefoffset__ else None
+    return id(value), reference, value._version if is_counted else None
 
 
 def _digest_tensor(tensor: Tensor) -> Any:
@@ -171,7 +174,7 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
 class Identity:
     """Replaces the digest of a value that is not plain. Equals only an Identity of the same object.
 
-    If a container is not plain, its items must also be the same objects.
+    Two Identities of a list or another container are equal only if its items are also the same.
     """
 
     def __init__(self, value: Any) -> None:
@@ -484,7 +487,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.state = state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = saved.get("state") if isinstance(saved, dict) else None
-    # An optimizer with its own load_state_dict may save its state in a format of its own.
+    # An optimizer that overrides state_dict may use another format.
     for index, values in states.items() if isinstance(states, dict) else ():
         if index not in range(len(parameters)) or not isinstance(values, dict):
             continue

@@ -228,7 +228,7 @@ class FitRecord:
     def store(self, folders: Iterable[Any]) -> None:
         """Store the recorded start values and the current digests for later ``fit`` calls.
 
-        If the run could not resume, first revert the resets.
+        If the run could not resume, first give the objects back the values that were reset.
 
         Args:
             folders: The folders of the run's checkpoints.

@@ -205,7 +205,7 @@ class CheckpointManager:
         ranked = sorted(previous, key=self._rank)
         if k != -1 and len(ranked) >= k and self._sort_key(value) >= self._rank(ranked[k - 1]):
             return
-        # If the saved run had a larger save_top_k, remove more than one checkpoint.
+        # After a resume with a smaller save_top_k, there may be several checkpoints to remove.
         others = [name for name in ranked if name != path]
         kept = others if k == -1 else others[: k - 1]
         self._best_scores = {**{name: previous[name] for name in kept}, path: value}

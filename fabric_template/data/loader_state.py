@@ -3,8 +3,8 @@
 How a loader is restored depends on its type:
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
-- A DataLoader with a map-style dataset skips the finished batches without reading their samples.
-- Any other loader reads all finished batches again.
+- A DataLoader with a map-style dataset skips the batches that were already used.
+- Any other loader reads these batches again.
 
 If a loader uses the same iterator, such as a generator, in every epoch, a run cannot resume after
 its first epoch. If a sampler draws random numbers for each batch, a resumed run may read different

@@ -332,7 +332,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add options that make the command use the folders of this run.
+    Unless ``is_new_run`` is True, add options with which a command uses the folders of this run.
     """
     import yaml
 

@@ -624,7 +624,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # Count at most 0.1 s for the first plot, which imports matplotlib.
+                # The first plot also imports matplotlib, and the next plots take less time.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_an_object_that_supports_no_weak_references_is_reset(tmp_path, kind):
+def test_resuming_resets_an_object_even_if_it_does_not_support_weak_references(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from fabric_template import FabricLoop
-from fabric_template.mini import mark_value
+from fabric_template.mini import is_same, mark_value
 from fabric_template.plain_state import Part, PlainState
 from fabric_template.plain_values import digest
 from fabric_template.rng_state import find_generators, get_generator_state, set_generator_state
@@ -150,6 +150,17 @@ def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
         before = mark(tensors)
         tensors[8].add_(1)
         assert mark(tensors) != before
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_both_loops_detect_a_replaced_item_of_a_long_list_even_if_its_address_is_used_again(make):
+    items = [make(2) for _ in range(12_000)]
+    before, marked = digest(items), mark_value(items)
+    found = []
+    for _ in range(40):
+        items[8] = items[8] + 1
+        found.append((digest(items) == before, is_same(mark_value(items), marked)))
+    assert found == [(False, False)] * 40
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])

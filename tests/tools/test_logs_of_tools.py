@@ -115,7 +115,7 @@ def write(text, name="log.csv"):
     return name
 
 
-def test_read_logs_keeps_the_step_of_each_validation_within_an_epoch():
+def test_read_logs_keeps_the_steps_of_several_validations_per_epoch():
     rows = "".join(f"0,{step},{9 - step / 10},\n0,{step},,{8 - step / 10}\n" for step in (10, 20, 30))
     path = write(f"epoch,step,train_loss,val_loss\n{rows}0,40,1.0,\n1,50,0.5,\n1,50,,0.4\n")
     table = read_logs(path)

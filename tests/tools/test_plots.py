@@ -284,7 +284,7 @@ def test_plot_logs_draws_two_validation_columns_in_one_panel_in_different_colors
     assert len(set(drawn.values())) == 2
 
 
-def test_long_labels_of_runs_fit_into_the_figure():
+def test_long_run_names_fit_in_the_figure():
     label = "width=128, dropout=0.1, optimizer=adamw, schedule=cosine, warmup=500, batch_size=32, seed="
     ax = plot_logs({f"{label}{seed}": HISTORY for seed in range(3)}, metrics="loss")
     ax.figure.canvas.draw()
