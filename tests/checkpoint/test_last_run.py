@@ -180,7 +180,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
 @pytest.mark.parametrize(
     ("first", "version"),
     halve([{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], [0, "tuned"]),
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(tmp_path, first, version):
     root = tmp_path / "runs"
