@@ -154,13 +154,13 @@ def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
 def test_both_loops_detect_a_replaced_item_of_a_long_list_even_if_its_address_is_used_again(make):
-    items = [make(2) for _ in range(12_000)]
+    items = [make(2) for _ in range(7_000)]
     before, marked = digest(items), mark_value(items)
     found = []
-    for _ in range(40):
-        items[8] = items[8] + 1
+    for _ in range(12):
+        items[5] = items[5] + 1
         found.append((digest(items) == before, is_same(mark_value(items), marked)))
-    assert found == [(False, False)] * 40
+    assert found == [(False, False)] * 12
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])
