@@ -303,7 +303,7 @@ class LoopConfig:
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert NumPy numbers in an option to Python numbers, and Enums of strings to strings.
+    """Convert NumPy numbers in an option to Python numbers, and string Enums to strings.
 
     In options such as limit_train_batches, also convert floats such as 3.0 to an int.
     """

@@ -123,7 +123,7 @@ def sort_key(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts "width_4" before "width_16"."""
     parts = re.split("([0-9]+)", name)
     key = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-    # Add the whole name to the key, because "run_1" and "run_01" contain equal numbers.
+    # Also sort by the whole name, because the numbers in "run_1" and "run_01" are equal.
     return [*key, (-1, name)]
 
 
