@@ -225,9 +225,9 @@ class LoopConfig:
             )
         if self.save_top_k not in (0, 1) and self.monitor is None:
             yield (
-                f"save_top_k: got {self.save_top_k} without monitor. Write monitor='val_loss', so"
-                " that this metric ranks the checkpoints. To keep the newest checkpoints"
-                " instead, write callbacks=[ModelCheckpoint(monitor='step', mode='max',"
+                f"save_top_k: got {self.save_top_k} without monitor. Write monitor='val_loss' to"
+                " rank the checkpoints by this metric. To keep the newest checkpoints instead, pass"
+                " callbacks=[ModelCheckpoint(monitor='step', mode='max',"
                 f" save_top_k={self.save_top_k})]."
             )
         if self.mode == "auto" and self.monitor and find_direction(self.monitor) is None:

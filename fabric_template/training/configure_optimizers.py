@@ -143,7 +143,8 @@ def _split(returned: Any, where: str) -> tuple[list[Any], list[Any]]:
     if where == "configure_optimizers":
         text = f"Unknown configuration for model optimizers. {text} {_SHAPES}."
     else:
-        text = f"{text} an optimizer. Write torch.optim.SGD(model.parameters(), lr=0.1)."
+        text += " an optimizer. Pass an optimizer, such as"
+        text += " torch.optim.SGD(model.parameters(), lr=0.1)."
     raise ConfigurationTypeError(text)
 
 
@@ -229,8 +230,8 @@ def check_scheduler(scheduler: Any) -> None:
     """Raise an error if ``scheduler`` is a class or a function instead of a scheduler object."""
     if isinstance(scheduler, type | partial) or inspect.isroutine(scheduler):
         raise ConfigurationTypeError(
-            f"scheduler: got {describe(scheduler)}, expected a scheduler. Write"
-            " torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
+            f"scheduler: got {describe(scheduler)}, expected a scheduler. Pass a"
+            " scheduler, such as torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
         )
 
 
