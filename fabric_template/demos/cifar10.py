@@ -106,7 +106,7 @@ class CIFAR10Net(LightningModule):
 
 
 class ResidualBlock(nn.Module):
-    """Apply two convolutions, and add a shortcut from the input to their output."""
+    """Apply two convolutions with a shortcut from the input to the output."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def judge(points: Tensor) -> dict[str, float]:
 
 
 class GAN(LightningModule):
-    """Train a generator of points, and a critic that distinguishes them from real points.
+    """Train a generator of points, and a critic that distinguishes real from generated points.
 
     Args:
         noise: Length of the generator's random input vector.
@@ -91,7 +91,7 @@ class GAN(LightningModule):
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate as many points as the batch contains. The noise depends only on batch_idx."""
+        """Generate as many points as the batch contains. Use batch_idx as the seed of the noise."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 

@@ -122,7 +122,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# Options of FabricLoop that the command line omits, or defines in CLASS_OPTIONS.
+# FabricLoop options that the command line omits, or that CLASS_OPTIONS defines.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Return whether a check in this package, rather than the user's code, raised the error."""
+    """Return whether an error comes from a check in this package, not from the user's code."""
     packages = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
@@ -242,7 +242,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
-    """Move all paths before the options, because argparse expects the paths in one block."""
+    """Move all paths in front of the options, because argparse expects the paths in one block."""
     paths: list[str] = []
     options: list[str] = []
     for previous, token in zip(["", *argv], argv, strict=False):
@@ -252,7 +252,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Expand --run, or a demo's name such as demos.digits, to the options of that run or demo.
+    """Insert the options of the run given by --run, or of a demo such as demos.digits.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -298,7 +298,7 @@ def resolve_config(path: str) -> str:
 
 
 def check_config(path: str, text: str) -> None:
-    """Raise an error if a config file contains no options, or an option twice."""
+    """Raise an error if a config file contains no options or repeats an option."""
     import yaml
 
     try:
@@ -332,7 +332,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    Unless ``is_new_run`` is True, add options with which a command uses the folders of this run.
+    If ``is_new_run`` is False, add options that make the command use this run's folders.
     """
     import yaml
 

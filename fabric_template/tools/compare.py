@@ -175,14 +175,14 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     if quantity.endswith(AFTER_THE_LAST_STEP) and quantity not in second["quantities"]:
-        # Only the first run has ended, so there is nothing to compare.
+        # Compare final values only if both runs end at this step.
         return []
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity in (*first.get("tensors", []), *second.get("tensors", [])):
         # Round to float32, because an option may be a tensor, such as lr=torch.tensor(0.1).
         a, b = (torch.tensor(values, dtype=torch.float32).tolist() for values in (a, b))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Accept samples that only one model takes as input, such as targets.
+        # Report no difference if one model has additional inputs, such as targets.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # The batch size is recorded as 0 if no module with parameters received the batch.
@@ -216,7 +216,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # The modules in eval mode are recorded only if the step has a backward pass.
+    # A step without a backward pass has no record of the modules in eval mode.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -461,7 +461,7 @@ class Recorder:
     def describe_buffers(self) -> tuple[Record, list[str]]:
         """Return the norms and names of the buffers that changed since the first forward pass.
 
-        Skip constant buffers, because another implementation may pass constants as arguments.
+        Skip unchanged buffers, because another implementation may not store constants as buffers.
         """
         entries = []
         for key, initial in self.initial_buffers.items():
@@ -516,7 +516,7 @@ def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy an optimizer option, and convert tensors to numbers, because tensors may change."""
+    """Copy an optimizer option with tensors as numbers, because training may modify tensors."""
     return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 

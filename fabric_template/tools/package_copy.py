@@ -82,7 +82,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return the reason why no copy can be written to ``target``, or "" if there is none."""
+    """Return why no copy can be written to ``target``, or "" if the path is suitable."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a name that Python can import"
@@ -132,7 +132,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the user must check a file ("conflict" or "kept"), otherwise 0.
+        1 if the outcome of any file is "conflict" or "kept", otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:

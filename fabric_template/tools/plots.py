@@ -90,7 +90,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Drop runs without rows, choose the x axis, and prepare the remaining tables."""
+    """Drop runs without rows, choose the x axis, and prepare the tables of the other runs."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -519,8 +519,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    The average at value n covers the last n / 4 values, but at most 4% of all values. Short
-    averages at the start soon exclude the high losses of the first training steps.
+    The average at value n covers the last n / 4 values, but at most 4% of all values. The first
+    averages cover only a few values, so that high initial losses soon drop out.
     """
     import numpy as np
 
@@ -624,7 +624,7 @@ class LivePlot:
             self.on_fit_end(trainer, module)
             seconds = time.monotonic() - start
             if not drawn:
-                # The first plot also imports matplotlib, and the next plots take less time.
+                # Later plots take less time, because only the first plot imports matplotlib.
                 seconds = min(seconds, 0.1)
             self.next_time = start + max(1.0, 20 * seconds)
 

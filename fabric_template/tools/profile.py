@@ -78,8 +78,8 @@ def profile(
 ) -> Profile:
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
-    Profiling leaves the model, optimizers, random generators and loaders unchanged, and keeps no
-    files. Validation, callbacks and all loggers except the CSV logger are disabled.
+    Profiling does not change the model, optimizers, random generators or loaders, and creates
+    only temporary files. Validation, callbacks and all loggers except the CSV logger are disabled.
 
     Args:
         loop: The loop with the training options.

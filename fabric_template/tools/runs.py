@@ -39,8 +39,8 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
     killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
-    values differ between runs with the same name. `changed` also contains hparams= settings that
-    all runs have, but with different values.
+    values differ between runs with the same name. Settings in hparams= that every run has also
+    appear in `changed` if their values differ.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -113,7 +113,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Ignore runs whose model or optimizer does not have this argument.
+            # Some runs' models or optimizers may lack this argument, so ignore these runs.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -180,7 +180,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
 
 
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
-    """Return a copy of ``run`` that also contains the number of epochs, duration and rows."""
+    """Return a copy of ``run`` that also contains its rows, duration and number of epochs."""
     column = find_axis(rows, "epoch")
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
@@ -217,7 +217,7 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" if a metric's smallest value is best, "max" if the largest is, or None.
+    """Return "min" or "max", depending on which value of a metric is best, or None if unknown.
 
     Use the ``mode`` option if the metric is the run's ``monitor``. Otherwise, find the mode from
     the metric's name.
@@ -377,6 +377,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If an option has its default value, a setting in hparams= with the same name replaces it.
+    # If an option has its default value, use the setting of the same name in hparams= instead.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

@@ -185,7 +185,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
     """Return up to three quantities, such as "loss", to draw above the table.
 
-    Put the metrics that rank the runs first, followed by losses and accuracies.
+    Start with the metrics by which the runs are ranked, followed by losses and accuracies.
     """
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]

@@ -50,7 +50,10 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Average the times in ten groups of steps, and return the median average in seconds."""
+        """Return the typical duration of the given parts of a step, in seconds.
+
+        Average the durations in about ten groups of steps, and return the median of the averages.
+        """
         # Times of individual steps are not comparable, because workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
