@@ -414,7 +414,7 @@ _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Maps each option to a description of the valid values, and to a function that checks a value.
-# Options that are missing here must be True or False.
+# Options that are not listed here must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a number of epochs (int >= 0), or -1 for no limit", _at_least(-1)),
     "min_epochs": ("a number of epochs (int >= 0)", _at_least(0)),
@@ -467,7 +467,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to an int, because Trainer uses all batches for this float.
+# Do not convert overfit_batches=3.0 to an int, because Trainer takes this float as all batches.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 

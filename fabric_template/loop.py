@@ -459,7 +459,7 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Replace containers with None, because Fabric cannot copy some containers, such as a range.
+        # Pass None instead of containers, because Fabric fails to copy some types, such as range.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -612,7 +612,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 class StatefulValue:
     """Wrap a value so that Fabric saves the value unchanged.
 
-    Without this class, Fabric copies containers, loses a deque's maxlen, and fails for a range.
+    Without this wrapper, Fabric copies containers, drops a deque's maxlen, and fails on a range.
     """
 
     def __init__(self, value: Any) -> None:
@@ -660,7 +660,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether the current hook allows logging, like step methods and epoch-end hooks."""
+    """Return whether values may be logged now, as in step methods and epoch-end hooks."""
     hook = str(run.hooks.current)
     # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")

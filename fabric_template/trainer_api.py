@@ -223,7 +223,7 @@ class TrainerAPI:
     def ckpt_path(self) -> str | None:
         """The path of the checkpoint from which the run started.
 
-        If user code sets this attribute, the next run starts from the new path.
+        If user code sets ``ckpt_path``, the next run starts from that checkpoint.
         """
         return self.next_ckpt_path or (self.run.plan.start.path if self.run else None)
 
@@ -233,7 +233,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # The attribute `recipe` is the last one that the constructor sets.
+        # If the attribute `recipe` exists, the constructor has set all attributes.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"
@@ -272,7 +272,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The run's StopCondition, or the loop's options before the first run."""
+        """The run's StopCondition or, before the first run, the loop's options."""
         return self.config if self.run is None else self.run.stop
 
     @property
@@ -409,7 +409,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Use the last fit if it trained this model, because evaluation has no optimizers to save.
+        # Prefer the last fit of this model, because an evaluation has no optimizers to save.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -497,11 +497,11 @@ class LoopAPI:
         self.current_run.data.setup_train_loader()
 
     def _should_accumulate(self) -> bool:
-        """Return whether no optimizer step follows the current batch."""
+        """Return whether the loop continues to accumulate gradients after the current batch."""
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether the loop validates in this epoch, for Lightning's progress bar."""
+        """Tell Lightning's progress bar whether the loop validates in this epoch."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 

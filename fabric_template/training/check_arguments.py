@@ -130,7 +130,7 @@ def check_signature(plan: Plan, name: str) -> None:
     if method is None:
         return
     function = getattr(plan.module, "functions", {}).get(name)
-    # A method takes self as its first argument, and a step function takes the model.
+    # The first argument is self for a method, and the model for a step function.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):
         raise ConfigurationTypeError(

@@ -187,7 +187,7 @@ def free_gradients(run: Run) -> None:
 
 
 def report_validation(run: Run) -> str:
-    """Write a row of metrics.csv after a validation, and then save a checkpoint."""
+    """Write a row to metrics.csv after a validation, and then save a checkpoint."""
     run.validation_schedule.finish_validation()
     run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)

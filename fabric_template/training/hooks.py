@@ -160,7 +160,7 @@ class Hooks:
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Clear ``current`` after an error in a hook."""
+        """Set ``current`` to None after an error in a hook."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

@@ -119,7 +119,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
 
 
 def return_network(run: Run, device: torch.device) -> None:
-    """Move the network and the optimizer states to the device where they were before the run."""
+    """Move the network and the optimizer states back to the device used before the run."""
     run.network.to(device)
     move_optimizer_states(run.optimization.optimizers)
 
@@ -281,12 +281,12 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
-    If ``trainer`` was another loop or a Trainer that is still running, restore it after this run.
+    If the previous ``trainer`` is still running, restore it at the end of this run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
-        # A FabricLoop and a Trainer have a status, and a running MiniLoop has an active_stage.
+        # A MiniLoop has no status. Instead, its active_stage is not None while it is running.
         status = getattr(getattr(outer, "state", None), "status", None)
         if status == "running" or getattr(outer, "active_stage", None) is not None:
             stack.callback(setattr, part, "trainer", outer)
@@ -319,10 +319,9 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def detach_outer_run(part: Any, stack: ExitStack) -> None:
-    """Remove methods such as ``log`` of a run that is still running, and restore them afterwards.
+    """Temporarily remove methods such as ``log`` that another unfinished run has added.
 
-    An object has methods of another run if a hook of that run started this run or copied the
-    object.
+    For example, a hook that runs during ``fit`` may call ``validate`` or copy the module.
     """
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
@@ -335,7 +334,8 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Compare names, because the class may be from a copy. A copy may rename MiniLoop.
+    # Compare names, because a copy of the package has its own classes. Do not compare the name
+    # MiniLoop, because users may rename this class.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
 

@@ -145,7 +145,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module, or an ObjectNetwork with the model's modules."""
+    """Return the model if it is an nn.Module, otherwise an ObjectNetwork with its modules."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -305,7 +305,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag, or its value before the current evaluation."""
+        """Return each module's ``training`` flag or, during an evaluation, its previous value."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}

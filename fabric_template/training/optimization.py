@@ -92,7 +92,10 @@ class Optimization:
         }
 
     def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
-        """Return the arguments of an optimizer or scheduler from before earlier fits of the run."""
+        """Return the arguments of an optimizer or scheduler.
+
+        If the run resumes, ignore changes that earlier fits made to these arguments.
+        """
 
         def read() -> dict[str, Any]:
             return call_or_none(describe, part) or {}
@@ -153,7 +156,7 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         self._call_backward = self._run_backward
         if self.is_automatic:
-            # explain_error recognizes errors of the loop's own backward pass by this name.
+            # explain_error uses this name to recognize errors in the loop's own backward pass.
             self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
@@ -305,9 +308,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keeping the loss until the next step saves time, because autograd reuses the parameters'
-        # graph nodes. If the module overrides backward, free the loss, because its graph may still
-        # occupy memory.
+        # Keeping the loss until the next step saves time, because autograd can then reuse each
+        # parameter's AccumulateGrad node. If the module overrides backward, free the loss, because
+        # its graph may still occupy memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:

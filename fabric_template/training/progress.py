@@ -147,7 +147,7 @@ class Progress:
         self.eval_batches_done = 0
 
     def restart_eval_steps(self) -> None:
-        """Reset the batch counts of the evaluation loaders after a reload."""
+        """Reset the batch counts when the evaluation loaders are reloaded."""
         self.eval_batches_by_loader = {}
 
     def count_eval_batch(self) -> None:
@@ -185,7 +185,7 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether any completed step after step ``since`` is a multiple of ``every``.
+        """Return whether the steps after step ``since`` include a multiple of ``every``.
 
         Checking only the current step is not enough, because manual optimization may take several
         steps per batch.
@@ -289,7 +289,7 @@ class StopCondition:
 
     @property
     def has_no_batches_left(self) -> bool:
-        """Return whether a resumed run would train on no further batch."""
+        """Return whether a resumed run has no more batches to train on."""
         return self.is_due if self.progress.is_in_epoch else self.is_due_between_epochs
 
     @property
@@ -429,8 +429,8 @@ class ValidationSchedule:
         """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
 
         With several processes, the clock of the first process decides when to validate, because all
-        processes must validate after the same batch. About once a second, and when validation is
-        expected, the first process broadcasts its decision.
+        processes must validate after the same batch. The first process broadcasts its decision
+        about once a second, and at the expected end of the interval.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -102,13 +102,13 @@ class Run:
         self.checkpoints.set_options(config)
 
     def undo_earlier_fits(self) -> None:
-        """If the run resumes, undo changes that earlier calls to ``fit`` made to its objects."""
+        """If the run resumes, undo changes that earlier fits made to objects such as the model."""
         self.fit_record = undo_earlier_fits(self)
 
     def reset_and_record_attributes(self) -> None:
-        """Also undo changes to objects that setup() has created, and record all attributes.
+        """After setup(), record all attributes. In a resumed run, undo changes by earlier fits.
 
-        A checkpoint contains only the attributes that have changed since this call.
+        Checkpoints contain only the attributes that change after this call.
         """
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)
