@@ -49,7 +49,7 @@ class ConfigurationTypeError(MisconfigurationException, TypeError):
 
 
 class MissingDataError(ConfigurationTypeError, ConfigurationError):
-    """Raised if fit, validate, test or predict gets no loader."""
+    """Raised if there is no loader for fit, validate, test or predict."""
 
 
 class CheckpointError(ValueError):

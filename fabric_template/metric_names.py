@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 def parse_metric(column: str) -> Metric:
     """Return the data split and the quantity that a column's name refers to.
 
-    The column can be from the logs of this package or of any other logger.
+    The column may come from this package's logs or from any other logger.
     """
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
@@ -87,7 +87,7 @@ def is_metric(column: str) -> bool:
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Terms in metric names for which lower values, higher values or neither are better.
+# Terms in metric names, grouped by whether lower values, higher values or neither are better.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece

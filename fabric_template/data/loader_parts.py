@@ -36,7 +36,7 @@ from ..plain_state import REMOVED, Part, Place, PlainState, find_objects
 from ..plain_values import Decoder, digest
 from .tensor_loader import TensorLoader
 
-# The search inside a loader skips objects of these types.
+# The search for objects inside a loader skips these types.
 _TYPES_NOT_SEARCHED = (
     *(str, bytes, int, float, type, FunctionType, MethodType, ModuleType, io.IOBase, type(None)),
     *(torch.Tensor, torch.Generator, nn.Module, np.ndarray, np.generic, Logger),
@@ -46,8 +46,8 @@ _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search inside a loader also skips objects whose classes are in fabric_template or Lightning,
-# such as a FabricLoop.
+# The search for objects inside a loader also skips instances of classes from fabric_template or
+# Lightning, such as a FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -91,7 +91,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because checkpoints contain only attributes of objects."""
+    """Wrap a list in an object, because checkpoints store objects' attributes, not bare lists."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -264,9 +264,9 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders also skip the finished batches in later epochs. At the
-    end of the resumed epoch, StreamState therefore resets the loader's position, but not values
-    such as the epoch number.
+    After ``load_state_dict``, some loaders also skip the finished batches in later epochs.
+    Therefore, at the end of the resumed epoch, StreamState resets the loader's position, but keeps
+    other values, such as the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -276,7 +276,7 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes to reset, each with a digest of the loaded value and the new value.
+        # For each attribute to reset: a digest of the loaded value, and the value to reset it to.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # The state from the checkpoint, or None after the first batch is requested.
         self._loaded: Any = None
@@ -296,7 +296,7 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
-        # Collect the digests and values from the saved run. An attribute that is missing from the
+        # Collect the saved run's values and their digests. An attribute that is missing from the
         # checkpoint still had its initial value when the checkpoint was saved.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
@@ -319,7 +319,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return a new value for each attribute to reset.
+        """Return the attributes to reset, with their new values.
 
         Omit attributes that have changed since the saved position was loaded.
         """

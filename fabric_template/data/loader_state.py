@@ -99,7 +99,7 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(stream)
         # The index of the first batch that a resumed run reads, or None after the resumed epoch.
         self._resumed_at: int | None = None
-        # The number of batches in the resumed epoch, and the number read after resuming.
+        # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
         # Whether the loader skips its first batches not only in the resumed epoch, but also in
         # later epochs.
@@ -158,8 +158,7 @@ class ResumableLoader:
     def end_pass(self) -> None:
         """Read the prefetched batches of persistent workers, to get the workers' RNG states."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
-            # Replace the sampler's iterator with an empty one, so that the workers prefetch no more
-            # batches.
+            # Give the workers an empty sampler iterator, so that they stop prefetching batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
                 for _ in self._reader:
@@ -173,7 +172,7 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) draws the first indices.
+        """Return whether iter(loader) already draws the first sample indices.
 
         If ``__iter__`` is a generator function, the first call to next() draws the first indices.
         """
@@ -467,7 +466,7 @@ class ResumableLoader:
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
-    """Skip ``done`` batches by drawing their indices from the sampler, without reading samples."""
+    """Skip the first ``done`` batches: draw their indices, but do not read their samples."""
     indices = iterator._sampler_iter
     # Draw at least one index, because samplers shuffle when the first index is requested.
     drawn = draw_items(indices, max(done, 1), loader)
@@ -478,7 +477,7 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Return the next items of a sampler.
 
     Warn if the sampler draws random numbers during the epoch. A resumed run cannot repeat these
-    numbers, because code such as dropout draws from the same generator.
+    random numbers, because code such as dropout draws from the same generator.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -544,7 +543,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # Omit objects without random generators to save time, because collate() reads all states
+        # To save time, omit objects without random generators, because collate() reads all states
         # for every batch.
         parts = {
             name: Part(part, has_attributes=False)

@@ -228,8 +228,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run creates validation loaders early only if the saved run did, because creating
-        them may draw random numbers.
+        In a resumed run, create the validation loaders before the first epoch only if the saved run
+        did, because creating them may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -586,7 +586,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item must be a batch, because it is a custom, non-iterable object."""
+    """Return whether a list item is a custom, non-iterable object, which must be a batch."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -642,7 +642,7 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
 
 def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay unchanged."""
-    # Like Trainer, ignore the datamodule of an earlier call if its loaders are not used.
+    # Like Trainer, ignore a datamodule from an earlier call unless this call uses its loaders.
     datamodule = run.datamodule if run.data.source is run.datamodule else None
 
     def find_hook(name: str) -> Callable | None:

@@ -110,7 +110,7 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # If the address is still that of an old store, retry until rank 0 has written the new
+        # If the address still belongs to an old store, retry until rank 0 has written the new
         # address. Retry without a limit, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))

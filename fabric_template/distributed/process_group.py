@@ -30,7 +30,7 @@ _VARIABLES = {
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# The numbers of processes per machine and of machines that the newest loop uses.
+# The number of processes per machine, and the number of machines, that the newest loop uses.
 _own_group = (1, 1)
 # True if a loop in another process spawned or forked this process.
 _is_spawned = False

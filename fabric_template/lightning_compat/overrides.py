@@ -7,7 +7,7 @@ from typing import Any
 
 # Users can import Lightning's classes from either of these packages.
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# The packages that define the classes that is_instance_of recognizes.
+# The function is_instance_of recognizes only classes from these packages.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
 # The modules that define Lightning's base classes. The hooks of the base classes have empty bodies,
@@ -32,7 +32,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object is an instance of a class of Lightning or torch, such as "Timer".
+    """Return whether an object is an instance of a Lightning or torch class, such as "Timer".
 
     Unlike isinstance(), this function also recognizes Lightning's classes from the
     ``pytorch_lightning`` package. A user's own class of the same name does not count.

@@ -24,7 +24,7 @@ def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None
 
 
 def set_current_hook(module: Any, hook: str | None) -> None:
-    """Store the name of the running hook for LightningModule.log."""
+    """Store the name of the running hook, which LightningModule.log reads."""
     module._current_fx_name = hook
 
 

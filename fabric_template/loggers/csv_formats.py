@@ -89,7 +89,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split a column of a long table into one column per key, such as one column per metric.
+    """Split a column of a long table into one column per key, for example one per metric.
 
     ``keys`` contains one key for each row. Each row has a value only in the column of the row's
     key, and empty strings in all other columns.
@@ -101,7 +101,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Split the table of a file into one table per run, keyed by run name.
+    """Split a file's table into one table per run, keyed by run name.
 
     If the file contains a single run, the key is "".
     """

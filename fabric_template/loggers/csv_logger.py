@@ -23,7 +23,7 @@ from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# A run's CSV files. A resumed run removes rows written after the checkpoint from these files.
+# A run's CSV files, from which a resumed run removes the rows written after the checkpoint.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 

@@ -86,7 +86,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
     Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
 
-    Use pandas only to merge rows, because pandas would be slow for thousands of files.
+    Use pandas only to merge rows, because reading thousands of files with pandas is slow.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")

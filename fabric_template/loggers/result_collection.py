@@ -93,7 +93,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a scalar to the epoch's sum. To compute a mean, weight it by ``batch_size``."""
+        """Add a scalar to the epoch's sum. For a mean, weight the scalar by ``batch_size``."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -528,7 +528,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Return the values for each loader, for the loggers and for the CSV files.
+        """Return a dict of values for each loader, one for the loggers, and one for the CSV files.
 
         Call this method after the evaluation's last hook.
         """
@@ -583,7 +583,7 @@ class ResultCollection:
         results = self.active
         is_step = results.is_first_batch is not None
         if self._all_reduce is not None and not is_step:
-            # Hooks of the processes may have logged the metrics in different orders.
+            # Processes may have logged the metrics in different orders.
             for metric in sort_by_name(results.current()):
                 metric.compute(metric.epoch)
         for metric in results.current():
@@ -675,7 +675,7 @@ def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:
 
 
 def find_batch_size(batch: Any) -> int:
-    """Return the same batch size as Trainer, but faster for a tuple or list of tensors."""
+    """Compute the same batch size as Trainer, but faster for a tuple or list of tensors."""
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
@@ -684,7 +684,7 @@ def find_batch_size(batch: Any) -> int:
 
 
 def float_type() -> torch.dtype:
-    """Return torch's default dtype, or float32 if the default dtype has less than 32 bits."""
+    """Return torch's default dtype, or float32 if the default dtype has fewer than 32 bits."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 
@@ -739,7 +739,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy the attributes of a torchmetrics object that torch.load(weights_only=True) can load.
+    """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
     The object's state_dict() is not enough, because it contains only persistent states.
     """

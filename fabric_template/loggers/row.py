@@ -63,7 +63,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows when the number of training batches is known."""
+        """Choose step-based or epoch-based rows, once the number of training batches is known."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -102,8 +102,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # The time spent on validation includes any saving during validation, so do not count
-            # the time spent on saving twice.
+            # A save during validation is part of the validation time, so do not count the time of
+            # this save twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values for the next rows
@@ -294,7 +294,7 @@ class RowWriter:
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the CSV rows written after the checkpoint, and read those written before it.
 
-        If nothing is left to train, read all rows, and remove none.
+        If training is already finished, read all rows, and remove none.
         """
         is_finished = self.run.stop.is_finished
         if not is_finished:

@@ -193,7 +193,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def describe_scheduler(config: Any) -> dict[str, Any]:
-    """Return a scheduler's class and interval, and its arguments that YAML can store.
+    """Return a scheduler's class, its interval, and the arguments that YAML can store.
 
     Args:
         config: Lightning's LRSchedulerConfig.
