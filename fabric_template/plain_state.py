@@ -144,7 +144,7 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # Skip keys that are not strings, because a user's dict subclass may contain them.
+        # Attribute names are strings, so skip the other keys of a user's dict subclass.
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
@@ -176,7 +176,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def find_iterator(value: Any) -> Any:
-    """Return a value that is an iterator, or the first iterator in a container, or None."""
+    """Return the value if it is an iterator, or the first iterator in a container, or None."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -214,7 +214,7 @@ def is_installed(kind: type) -> bool:
 
 
 class ListItem(SimpleNamespace):
-    """Holds a list item that has a state_dict, because only attributes of objects are saved."""
+    """Wraps a list item that has a state_dict, so that it is saved like an attribute."""
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
@@ -248,9 +248,9 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 
 
 def name_of_key(key: Any) -> str:
-    """Return a dict key, an index or an attribute name as part of a path such as "model.pools.0".
+    """Return the text for a dict key, index or attribute name in a path such as "model.pools.0".
 
-    ``key_of_name`` converts the name back.
+    ``key_of_name`` converts the text back.
     """
     if isinstance(key, str):
         # Quote a string of digits, because digits without quotes are an int.
@@ -259,7 +259,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Return the int or the string that a part of a path stands for, or None for other keys."""
+    """Return the int or string that ``name_of_key`` converted, or None for other keys."""
     if name.startswith("<"):
         return None
     return int(name) if is_integer(name) else name.strip("'")
@@ -270,7 +270,7 @@ def is_integer(text: str) -> bool:
 
 
 def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
-    """Return the torchmetrics objects in a module, whose state_dict() lacks most of their state."""
+    """Return the torchmetrics objects in a module. Their state_dict() lacks most of their state."""
     modules = value.named_modules() if isinstance(value, nn.Module) else ()
     return {
         f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
@@ -295,7 +295,7 @@ def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
 
 
 def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
-    """Warn that a class has fewer callbacks than in the saved run, or in another order."""
+    """Warn that callbacks of a class are missing or in a different order than in the saved run."""
     # Continue training even if a warning filter turns the warning into an error.
     with suppress(Warning):
         warnings.warn(
@@ -495,7 +495,7 @@ class PlainState:
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
         """Leave out the state of callbacks that this run lacks.
 
-        Warn about these callbacks, and about callbacks of one class that were moved.
+        Warn about the missing callbacks, and about reordered callbacks of the same class.
         """
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
@@ -558,7 +558,7 @@ class PlainState:
                 namespace[attribute] = decoder.decode(encoded)
 
     def _without_hiding(self, saved: dict[Place, Any]) -> dict[Place, Any]:
-        """Leave out attributes that would hide a parameter, so that it is still trained."""
+        """Leave out attributes that would hide a parameter and thereby stop its training."""
         parts = self._parts
         hiding = [(n, name) for n, name in saved if n in parts and parts[n].would_hide(name)]
         if hiding:
@@ -601,7 +601,7 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each attribute's current value to the ids of the saved values.
+        """Map the id of each attribute's current value to the ids of its saved values.
 
         If two attributes share a list now, but not in the checkpoint, this list has two saved
         values.

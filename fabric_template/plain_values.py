@@ -72,7 +72,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     """
     kind = type(value)
     if kind in (float, complex):
-        # NaN does not equal NaN, but their texts are equal.
+        # Compare the text of the number, because NaN does not equal NaN.
         return kind, repr(value)
     if kind in ATOMS or isinstance(value, Enum):
         return kind, value
@@ -93,11 +93,11 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # on the values. In later formats, the output also depends on reference counts.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # An odd step takes keys and values of a dict in turn.
+    # The items of a dict are its keys and values in turn. An odd step selects some of both.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
-    # Lower the limit for items at each nesting level, so that a container that contains itself is
-    # refused.
+    # Reduce the maximum number of items at each nesting level, so that a container that contains
+    # itself is rejected.
     most_inside = min(most - 1, max(most // len(found), 8))
     marks = [] if len(found) == len(items) else [_mark(item) for item in items]
     return kind, len(items), [digest(item, most_inside) for item in found], marks
@@ -172,9 +172,9 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
 
 
 class Identity:
-    """Replaces the digest of a value that is not plain. Equals only an Identity of the same object.
+    """Replaces the digest of a value that is not plain.
 
-    Two Identities of a list or another container are equal only if its items are also the same.
+    Two Identities are equal if they refer to the same object and, for a container, the same items.
     """
 
     def __init__(self, value: Any) -> None:
@@ -224,7 +224,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def arguments_of(value: Any) -> list[Any] | None:
-    """Return the arguments that create an equal range, date, bytearray, Fraction or Decimal.
+    """Return the arguments for creating a copy of a range, date, bytearray, Fraction or Decimal.
 
     Return None for a value of another type, and for a time with a time zone. Paths are not saved,
     because the folder of a run may have moved.
@@ -470,7 +470,7 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state exactly, and in place because other objects may share the dicts.
+    """Load an optimizer's exact state into its existing dicts, which other objects may share.
 
     For example, a wrapper around an optimizer often shares the optimizer's parameter groups.
     load_state_dict() alone would create new groups, and change the dtype of some tensors.

@@ -201,8 +201,8 @@ def items_of(container: Any) -> Any:
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
     """Return a copy of a container in which some items are replaced.
 
-    ``replaced`` maps keys or indices to new values. Keys from NumPy become Python values. If
-    nothing changes, return the container itself.
+    ``replaced`` maps keys or indices to new values. Dict keys that are NumPy values become Python
+    values. If nothing changes, return the container itself.
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
@@ -223,8 +223,8 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
     """Convert a NumPy value to a Python value or a tensor.
 
     Returns:
-        The converted value, and its NumPy dtype as text. If the value is not from NumPy, or cannot
-        be restored exactly, it is returned unchanged, and the dtype is None.
+        The converted value, and its NumPy dtype as text. If the value is not a NumPy value, or
+        cannot be restored exactly, it is returned unchanged, and the dtype is None.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

@@ -191,13 +191,14 @@ class Version:
 def callbacks_of(plan: Plan) -> list[Any]:
     """Return the loop's callbacks.
 
-    If the loop has no checkpoint callback, also return the callbacks of the module's
-    configure_callbacks. The run calls this hook again, and uses the callbacks of that call.
+    If the loop has no checkpoint callback, also return the callbacks that the module's
+    configure_callbacks creates. The run does not use these callbacks, because it calls
+    configure_callbacks again.
     """
     callbacks = plan.loop.callbacks
     own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
     if own is not None and overridden(own, "configure_callbacks") is not None:
-        # The hook may need the trainer, which the module has only during the run.
+        # configure_callbacks may raise an error, because the module has no trainer yet.
         with suppress(Exception), unchanged_rng_state():
             return [*callbacks, *as_list(own.configure_callbacks())]
     return callbacks
@@ -250,7 +251,7 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint in the folder of ``newest``, or None.
+    """Return the path of the best checkpoint in the same folder as ``newest``, or None.
 
     The newest checkpoint contains the file name of the best checkpoint.
     """
@@ -293,7 +294,7 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
 
 
 def pattern_of(saver: Any, name: str = "*") -> str:
-    """Return a glob pattern for the files of a checkpoint callback.
+    """Return a glob pattern that matches the files that a checkpoint callback saves.
 
     A slash in ModelCheckpoint's filename, as in "{val/loss:.2f}", creates subfolders.
     """
@@ -342,7 +343,7 @@ def list_files(folder: Path, patterns: Collection[str]) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files from newest to oldest, with all ``last*`` files first."""
+    """Yield first the ``last*`` files and then the others, each group from newest to oldest."""
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)

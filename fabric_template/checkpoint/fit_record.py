@@ -42,7 +42,7 @@ _MOST_RUNS = 4  # The maximum number of runs whose start values are kept for eac
 
 
 class ObjectRecord:
-    """The values of an object in earlier calls to ``fit``.
+    """The values of an object at the start and at the end of earlier ``fit`` calls.
 
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.
@@ -74,7 +74,7 @@ class ObjectRecord:
         return found
 
     def _keep_user_changes(self, values: Values) -> None:
-        """In all earlier runs, replace the start values that the user has changed since then."""
+        """Apply the user's changes since the latest ``fit`` call to all recorded start values."""
         for name in {**values, **self.end}:
             if values.get(name, _MISSING)[0] == self.end.get(name, REMOVED):
                 continue
@@ -97,7 +97,7 @@ class ObjectRecord:
         self.end = end
 
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
-        """Record that the changes in an evaluation are not the user's changes."""
+        """Record an evaluation's changes, so that they do not count as the user's changes."""
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
                 self.end[name] = end.get(name, REMOVED)
@@ -126,7 +126,7 @@ class FitRecord:
         # Each object, a function that returns its current digests, and its values at the start of
         # the call. The key contains the object's id and a kind such as "attributes".
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # Functions that revert the resets if the run cannot resume.
+        # If the run cannot resume, these functions undo the changes to the objects.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
@@ -151,7 +151,7 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Like ``reset_and_record_attributes``, for objects outside the run's PlainState."""
+        """Reset and record the attributes of objects that the run's PlainState does not contain."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -162,7 +162,7 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Reset values such as flags that earlier ``fit`` calls have changed, and record them.
+        """Record an object's flags or options, and reset those that earlier ``fit`` calls changed.
 
         Skip an object whose values of this kind are already recorded.
 
@@ -202,33 +202,33 @@ class FitRecord:
         return found
 
     def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
-        """Return whether an attribute can be reset to ``value``, or warn that it cannot be reset.
+        """Return whether to reset an attribute to ``value``. Warn if a change cannot be undone.
 
         Args:
             current: The digest of the attribute's current value.
         """
         name, attribute = place
         path = f"{name}.{attribute}"
-        # If the checkpoint restores an object that training has created, keep the object.
+        # If training created an object and the checkpoint restores it, do not reset the attribute.
         if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
             return False
         if value != UNKNOWN:
             return True
         attributes = state.parts[name].namespace()
-        # The checkpoint restores a tensor that shares its memory with a weight.
+        # Do not warn about a tensor that is also a weight, because the checkpoint restores it.
         is_weight = shares_memory(attributes.get(attribute), state.addresses_of_network())
         if current != REMOVED and not is_weight:
             warn_of_changed_attribute(path)
         return False
 
     def keep_resets(self) -> None:
-        """Keep the reset values from now on, because the checkpoint has been restored."""
+        """Discard the functions that undo the resets, because the checkpoint has been restored."""
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
         """Store the recorded start values and the current digests for later ``fit`` calls.
 
-        If the run could not resume, first give the objects back the values that were reset.
+        If the run could not resume, first restore the values that the objects had before the run.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -255,7 +255,7 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the object of a Part, and the kind of its values, such as "buffers"."""
+    """Return the object that a Part wraps, and the kind of values to record, such as "buffers"."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
     # PlainState wraps the same list item in a new ListItem in each run.
     if isinstance(owner, ListItem):
@@ -283,7 +283,7 @@ def find_saved_names(saved: Any) -> Iterator[str]:
 
 
 def parents_of(name: str) -> Iterator[str]:
-    """Yield a path such as "model.ema.value", and the paths of all objects that contain it."""
+    """Yield a path such as "model.ema.value", and then its parents "model.ema" and "model"."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -327,7 +327,7 @@ def undo_earlier_fits(run: Run) -> FitRecord:
     """If the run resumes, undo changes that earlier ``fit`` calls made to its objects.
 
     Returns:
-        The record to which later code adds further objects, such as optimizers.
+        A new FitRecord, to which other objects such as optimizers are added later.
     """
     if run.stage != "fit":
         record = FitRecord(model=run.model, is_training=False)
@@ -350,7 +350,7 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks with a state_dict() of Lightning, which may leave out attributes.
+    """Return the callbacks that use Lightning's state_dict(), which may leave out attributes.
 
     Leave out progress bars, and ModelCheckpoint, which continues to save to the same folder.
     """

@@ -80,7 +80,7 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode. If monitor is None, use the saved values."""
+        """The monitored metric and its mode. If monitor is None, use the checkpoint's values."""
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode

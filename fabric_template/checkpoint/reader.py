@@ -37,9 +37,8 @@ class Placeholder:
     """Replaces a saved object that could run arbitrary code when it is loaded.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    Where the file calls the class or function, the unpickler creates an instance of this subclass.
-    Methods that are called during unpickling, such as append and
-    __setstate__, do nothing.
+    If the file calls the class or function, the unpickler creates an instance of this subclass.
+    Methods that are called during unpickling, such as append and __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

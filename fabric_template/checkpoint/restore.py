@@ -1,4 +1,4 @@
-"""Restore a run's model, training state and position in the loaders from a checkpoint."""
+"""Restore the model, the training state and the loader positions from a checkpoint."""
 
 from __future__ import annotations
 
@@ -465,7 +465,7 @@ def restore_network(
 
 
 def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
-    """Prune the weights again that ModelPruning had pruned in the saved run.
+    """Prune the same weights that ModelPruning pruned in the saved run.
 
     Call this function after configure_optimizers, because pruning moves a parameter to the end of
     ``parameters()``.
@@ -627,7 +627,7 @@ def warn_of_parameter_order(run: Run) -> None:
 
 
 def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
-    """Return the first parameter whose place in its optimizer differs from the saved run.
+    """Return the first parameter whose position in its optimizer differs from the saved position.
 
     Parameters that the model lacks are not compared, because they may have been renamed.
 

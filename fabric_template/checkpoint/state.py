@@ -151,14 +151,14 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def callback_states_of_process(run: Run, states: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of the user's callbacks that differ between the processes."""
+    """For the user's callbacks, return the states that differ between the processes."""
     if run.fabric.world_size == 1:
         return {}
     users = [part for part in run.hooks.callbacks if not is_callback_of_lightning(part)]
     own = {key: states[key] for key in map(key_of, users) if key in states}
     digests = {}
     for key, state in own.items():
-        # The state may contain objects, which have no digest.
+        # digest() raises an error if the state contains objects of unsupported types.
         with suppress(Exception):
             digests[key] = repr(digest(state))
     gathered = gather_objects(run, digests)
@@ -218,8 +218,8 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # A resumed run repeats the batches of an unfinished accumulation window. Therefore, only the
-    # "ready" counters include these batches.
+    # A resumed run repeats the batches of an unfinished accumulation window. Therefore, count these
+    # batches as "ready", but not as "completed".
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -467,7 +467,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Also reset, record and save the attributes of optimizers and of objects inside the model.
+    """Reset, record and save the attributes of optimizers, and search for new objects to save.
 
     Skip objects whose state is already saved, such as schedulers.
     """
