@@ -162,8 +162,8 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# For the id of each object that earlier fits used, and for each kind of values: the values at the
-# start of the newest runs, and at the end of the latest fit.
+# The values of each object at the start of the newest runs and at the end of the latest fit, keyed
+# by the object's id and the kind of values, such as "attributes".
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -443,8 +443,9 @@ class MiniLoop:
     def _train_epoch(self) -> None:
         """Train on the rest of an epoch, validate, write rows and save.
 
-        After a kill, code before or after a call to this method runs twice or not at all. Use
-        on_train_epoch_end, or write ``if self.batches_done == 0`` before the call.
+        If a run is killed and resumed, code before or after a call to this method may run twice or
+        not at all. Use on_train_epoch_end for this code, or run the code before the call only if
+        batches_done is 0.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -476,7 +477,10 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of ``_train_batches``. Refuse edits that train wrongly."""
+        """Yield the batches of ``_train_batches``.
+
+        Raise an error if an edit sets ``_is_last`` wrongly, or does not train on each batch once.
+        """
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
         text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
@@ -529,8 +533,9 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward pass and the backward pass, which accumulates the gradients.
 
-        For the first batch of an accumulation window, each call clears the gradients first. To add
-        the gradients of another loss, return the sum of both losses from the step.
+        For the first batch of an accumulation window, each call clears the gradients before the
+        backward pass. To add the gradients of another loss, return the sum of both losses from the
+        step.
         """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
@@ -555,7 +560,7 @@ class MiniLoop:
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer takes a step, equally in all processes.
+        """Return whether the optimizer takes a step now, with the same result in all processes.
 
         After the last batch of an epoch, the optimizer always takes a step.
         """
@@ -804,7 +809,7 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
         To validate with other weights, load them into the model, and load the old weights at the
-        end. Another module in ``self.network`` has no effect on the steps.
+        end. Do not replace ``self.network``, because the steps would not use the new network.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -1029,7 +1034,7 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        # An edit may add tensors, NumPy numbers, or a file of its own.
+        # An edit may add tensors or NumPy numbers to a row, or write rows to another CSV file.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         # If another program has deleted the file, write it again with its header.
@@ -1037,7 +1042,7 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # Skip rows that a killed run has written to an edit's file after its last checkpoint.
+            # Skip the rows of a file that a killed run created after its last checkpoint.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1123,13 +1128,13 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse values of an edit that no run could read. Convert NumPy numbers."""
+        """Raise an error if an edit adds a value that no run could read. Convert NumPy numbers."""
         known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Leave out the RNG states and the encoded attributes, which are readable and may be
-            # large. Check the other values of the loop's own entry only once per run.
+            # Check the loop's own entry only once per run. Leave out the RNG states and the encoded
+            # attributes, which are always readable and may be large.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1239,8 +1244,8 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # An edit of `_is_done` may read an edit's attributes. `_train` restores objects later,
-        # because an edit of this method may create them.
+        # Restore simple attributes now, because an edit of `_is_done` may read them. `_train`
+        # restores objects later, because an edit of `_restore` may create them.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1474,8 +1479,8 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Restore the state that the loaders had at the start of the epoch.
 
-        With this state, the loaders shuffle as in the saved run. Return each object in the loaders
-        with a dict of its old attributes, without large attributes.
+        With this state, the loaders shuffle as in the saved run. For each object in the loaders,
+        return (object, attributes before this call), without large attributes.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1572,7 +1577,7 @@ class MiniLoop:
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
         """Return the RNG states, and the changed attributes of the model and the loaders.
 
-        If ``places`` is given, return only the attributes of these objects.
+        If ``places`` is given, return only the attributes of the objects at these paths.
         """
         self._find_objects()
         network, changed = self._unwrapped, {}
@@ -1631,7 +1636,7 @@ class MiniLoop:
     def _plain_state(self, place: str) -> dict[str, Any]:
         """Return an object's encoded attributes, except those that ``encode`` does not support."""
         device, found = self.fabric.device, {}
-        # For loaders, save no state_dicts, because their objects may also be part of the model.
+        # Save no state_dicts of objects in loaders, because the model may share these objects.
         is_loader = place.startswith(("train ", "val "))
         for name, value in self._find_attributes(place).items():
             with suppress(TypeError):
@@ -1655,7 +1660,7 @@ class MiniLoop:
         return found
 
     def _find_attributes(self, place: str) -> dict[str, Any]:
-        """Return the attributes of an object that a checkpoint may contain."""
+        """Return those attributes of an object that a checkpoint may contain."""
         part = self._parts[place]
         values = {**namespace_of(part)}
         if self._is_installed(place):
@@ -1671,7 +1676,7 @@ class MiniLoop:
         return values
 
     def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return an object's attributes, with an ObjectMark if ``encode`` does not support one."""
+        """Return an object's encoded attributes, and an ObjectMark for each one not supported."""
         attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
         marks = {name: mark_object(value) for name, value in attributes.items()}
         return {**marks, **self._plain_state(place)}
@@ -1752,7 +1757,7 @@ class MiniLoop:
             self._redo.close()
             with suppress(Exception):
                 self._record_end()
-            # Keep no reference from the loop to itself, so that Python frees its workers soon.
+            # Remove the loop's reference to itself, so that Python frees its worker processes soon.
             self._parts.pop("training loop", None)
 
     def _record_end(self) -> None:
@@ -1767,8 +1772,8 @@ class MiniLoop:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
 
         A checkpoint contains only the changes since the start of the run, so a resumed run needs
-        the original values. Keep changes that the user has made since the latest fit. For a new
-        run, ``run`` is None, and nothing is reset.
+        the original values. Keep changes that the user has made since the latest fit. If ``run``
+        is None (a new run), leave all values unchanged.
         """
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
@@ -1777,7 +1782,7 @@ class MiniLoop:
         states: dict[str, dict[str, Any]] = {}
         contents: dict[str, dict[str, Any]] = {}
         if run is not None:
-            # The callbacks run in reverse order: first the attributes, then their content.
+            # Register this callback first, so that it runs last, after the attributes are restored.
             self._redo.callback(self._load_parts, contents)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
@@ -1806,8 +1811,8 @@ class MiniLoop:
         """Return the values at the start of a run. Leave out values that no fit has changed.
 
         Values that the user has changed since the latest fit become the start values of all runs.
-        Until the end of this fit, move the record from EARLIER_FITS to ``_starts``, because a hook
-        may call another loop with the same model.
+        During this fit, keep the record in ``_starts`` rather than EARLIER_FITS, because a hook may
+        call another loop with the same model.
         """
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
@@ -1861,9 +1866,9 @@ class MiniLoop:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return (place, object, kind) for all kinds of values that are recorded.
+        """Return (path, object, kind) for each group of values to record, such as attributes.
 
-        Attributes of objects without weak references, such as lists, are recorded for the model.
+        If an object does not support weak references, return the model in its place.
         """
         self._find_objects()
         model = self._parts.get("")
@@ -2099,7 +2104,7 @@ class MiniLoop:
         self._find_objects()
         self._start_states = {place: self._marked_state(place) for place in self._parts}
         for place, name in self._not_reset:
-            # Checkpoints always contain a value if its value at the start of the run is unknown.
+            # Always save an attribute whose value at the start of the run is unknown.
             self._start_states.get(place, {}).pop(name, None)
             path = f"{place}.{name}".removeprefix(".")
             for inner in [other for other in self._start_states if is_inside(other, path)]:
@@ -2165,7 +2170,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings. Refuse another class or interval of a scheduler."""
+        """Warn about changed settings. Refuse a change of a scheduler's class or interval."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2205,7 +2210,7 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn about another class of the optimizer, or refuse it if its options are not saved."""
+        """Warn about a changed optimizer class, or raise an error if its options are not saved."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2346,7 +2351,7 @@ def is_interactive() -> bool:
 
 
 def is_loop(value: Any) -> bool:
-    """Return whether a value is a MiniLoop, even of a copy of this file that has renamed it."""
+    """Return whether a value is a MiniLoop, or an object of a renamed copy of this class."""
     return hasattr(type(value), "_added_methods")
 
 
@@ -2380,7 +2385,7 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method of the model, but no empty hook and no method that a loop has added."""
+    """Return a model's method, or None if it is missing, an empty hook, or added by a loop."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -2620,7 +2625,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
     A resumed run skips batches without running the model. If the model contains dropout, the
-    sampler then draws different numbers than in the saved run.
+    sampler's random numbers then differ from those of the saved run.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2660,7 +2665,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until any process has none left, because DDP would then wait forever."""
+    """Yield batches until one process runs out, because DDP would then wait for it forever."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2758,7 +2763,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Refuse a state with parameters or their ids, because a resumed run has other ids."""
+    """Refuse an optimizer state with parameters or their ids, which no resumed run can restore."""
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2770,7 +2775,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains parameters, given by their ids and memory addresses."""
+    """Return whether a value contains one of the ids, or a tensor at one of the addresses."""
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2803,7 +2808,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments before earlier fits, but keep those that the user has changed."""
+    """Return the current arguments, without the changes that earlier fits made to them."""
     start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
     return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
 
@@ -2828,7 +2833,7 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse states with parameters, because a resumed run would load copies of them."""
+    """Refuse scheduler states with parameters, because resuming would load copies of them."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2955,7 +2960,7 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects nested in an object, keyed by path. Skip the ids in ``known``."""
+    """Return the objects nested in an object, keyed by path. Skip objects listed in ``known``."""
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
     while waiting and len(found) < 500:
@@ -2989,18 +2994,18 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer, or the objects of bound methods."""
+    """Return an object's hooks. If a hook is a bound method, return the method's object instead."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Return whether an attribute path is another path, or leads to an object inside it."""
+    """Return whether an attribute path such as "a.b" equals ``outer`` or is inside it."""
     return f"{path}.".startswith(f"{outer}.")
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's entry in EARLIER_FITS. If Python frees the object, remove the entry."""
+    """Return an object's entry in EARLIER_FITS. Remove the entry when Python frees the object."""
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
@@ -3013,7 +3018,7 @@ def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Save memory by using the values of another dict where they are equal."""
+    """Return a copy of ``values`` that shares equal values with ``others``, to save memory."""
     return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
 
 
@@ -3037,7 +3042,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Return the int or the string that a part of a path stands for, or None for other keys."""
+    """Convert a part of a path back to an int or a string, or to None for keys of other types."""
     if name.startswith("<"):
         return None
     return int(name) if is_integer(name) else name.strip("'")
@@ -3070,7 +3075,7 @@ def namespace_of(part: Any) -> dict[Any, Any]:
 
 
 def set_value(part: Any, name: Any, value: Any) -> None:
-    """Set or delete an attribute of an object or an item of a dict. REMOVED means to delete it."""
+    """Set an attribute of an object or an item of a dict, or delete it if ``value`` is REMOVED."""
     attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
     is_slot = attributes is not part and name in slots_of(type(part))
     # Do not call setattr, because a damaged checkpoint could make it run a property's setter.
@@ -3154,7 +3159,7 @@ class LargeValueError(TypeError):
 
 
 def mark_array(array: Any) -> tuple[Any, ...]:
-    """Return an array's shape and a checksum, of a sample if the array exceeds 256 MB."""
+    """Return an array's shape and a checksum, based on a sample if the array exceeds 256 MB."""
     step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
     items = np.ascontiguousarray(array.reshape(-1)[::step])
     return array.shape, zlib.crc32(items.view(np.uint8).data)
@@ -3207,7 +3212,7 @@ def encode_large(value: Any, device: torch.device) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict`` method. Ignore modules and loaders."""
+    """Return whether a value has a ``state_dict`` method. For modules and loaders, return False."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -3329,7 +3334,7 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Return a subclass of ``base`` from an imported module, or None, without running code."""
+    """Find an imported subclass of ``base`` by its name without running code, or return None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -3384,7 +3389,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into an object in shared memory, or refuse a value that does not fit."""
+    """Write a saved value into an object in shared memory. Raise an error for any other object."""
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
@@ -3505,7 +3510,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Parts of metric names that show whether smaller values are better, larger values, or neither.
+# Parts of metric names that show whether smaller or larger values are better, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -3598,7 +3603,7 @@ class Placeholder:
 
 
 def load_file(file: Path | io.BytesIO, is_mapped: bool = False) -> dict[str, Any]:
-    """Load a file of torch.save, with placeholders for objects that torch.load refuses."""
+    """Load a file that torch.save wrote, with placeholders for objects that torch.load refuses."""
     # Pass a copy of an io.BytesIO, because get_unsafe_globals_in_checkpoint() moves the read
     # position.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
