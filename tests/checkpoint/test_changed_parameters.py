@@ -99,7 +99,7 @@ def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, 
 
 @both_loops
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_a_compiled_model_resumes_with_its_parameters_in_the_saved_order(kind, before, after):
+def test_a_run_resumes_whether_or_not_the_model_is_compiled(kind, before, after):
     def run(is_compiled, epochs, **fit):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
@@ -147,7 +147,7 @@ class SortsWeights(Layers):
 
 
 @pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_a_trainer_run_resumes_if_a_hook_sorted_the_saved_weights(shapes):
+def test_a_trainer_run_resumes_with_a_warning_if_a_hook_sorted_its_saved_weights(shapes):
     save_with_trainer(SortsWeights("cba", shapes=shapes))
     with pytest.warns(UserWarning, match=f"resume: got 'c.weight' {ORDER_WARNING} 'a.bias'"):
         train("FabricLoop", SortsWeights("cba", shapes=shapes), 2, resume="trainer.ckpt")

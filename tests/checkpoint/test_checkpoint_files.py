@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_without_a_checkpoint_resume_auto_starts_a_new_run_and_resume_last_is_refused(tmp_path):
+def test_resume_auto_starts_a_new_run_without_a_checkpoint_but_resume_last_is_refused(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -170,7 +170,7 @@ def test_two_runs_cannot_write_to_the_same_version(tmp_path):
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
 
 
-def test_each_of_several_runs_that_start_at_the_same_time_gets_its_own_version(tmp_path):
+def test_runs_that_start_at_the_same_time_get_different_versions(tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(claim_version(tmp_path))) for _ in range(8)]
     for thread in threads:

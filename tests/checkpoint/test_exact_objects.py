@@ -758,7 +758,7 @@ class HasDates(Model):
         return super().training_step(batch, batch_idx)
 
 
-def test_mini_loop_refuses_a_date_in_an_attribute_that_fabric_loop_saved(tmp_path):
+def test_mini_loop_refuses_a_fabric_loop_checkpoint_in_which_an_attribute_contains_a_date(tmp_path):
     train(FabricLoop, tmp_path, shuffled(HasDates))
     with pytest.raises(ValueError, match="resume: got an attribute with a date, .* Resume with FabricLoop"):
         train(MiniLoop, tmp_path, shuffled(HasDates), resume="last")
@@ -801,7 +801,7 @@ class HasKeyedMeters(Model):
 
 @pytest.mark.parametrize("keys", [[0, 1, -2], ["0", 0, "a-1", "-2"], [np.int64(3), 4]])
 @pytest.mark.parametrize("kind", SAVES)
-def test_objects_of_a_defaultdict_keep_their_keys(tmp_path, kind, keys):
+def test_objects_in_a_defaultdict_are_restored_under_their_keys(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
     expected = train(kind, tmp_path / "whole", make)
     with pytest.raises(KilledError):
@@ -811,7 +811,7 @@ def test_objects_of_a_defaultdict_keep_their_keys(tmp_path, kind, keys):
 
 @pytest.mark.parametrize("keys", [[(0, 1)], [0.5], [None], [SlowWeights]])
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_warns_about_an_object_whose_key_is_no_string_or_integer(tmp_path, kind, keys):
+def test_resume_warns_about_an_object_whose_key_is_neither_a_string_nor_an_integer(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
     with pytest.raises(KilledError):
         train(kind, tmp_path, make, kill_at=5)
@@ -958,7 +958,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copy_of_fabric_template_restores_objects_whose_classes_the_project_defines(tmp_path):
+def test_a_copy_of_the_package_restores_objects_of_classes_that_the_project_defines(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"

@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_that_only_fit_has_changed_is_reset(tmp_path, name):
+def test_resuming_resets_a_value_that_only_fit_has_changed(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -84,7 +84,7 @@ def test_a_value_that_only_fit_has_changed_is_reset(tmp_path, name):
 
 
 @pytest.mark.parametrize("make", [lambda: lambda x: x, lambda: [Holder()], lambda: {"a": Holder()}, lambda: 5])
-def test_a_value_that_the_user_has_replaced_after_fit_is_kept(tmp_path, make):
+def test_resuming_keeps_a_value_that_the_user_replaced_after_fit(tmp_path, make):
     holder = Holder(value=None)
     record_fit(holder, tmp_path, set_value(make()))
     mine = [make(), make()][1]
@@ -94,7 +94,7 @@ def test_a_value_that_the_user_has_replaced_after_fit_is_kept(tmp_path, make):
     assert holder.value is mine
 
 
-def test_a_change_by_the_user_is_also_kept_when_an_older_run_resumes(tmp_path):
+def test_resuming_an_older_run_also_keeps_changes_made_by_the_user(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8
@@ -103,7 +103,7 @@ def test_a_change_by_the_user_is_also_kept_when_an_older_run_resumes(tmp_path):
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_the_start_values_of_the_four_newest_runs_are_kept(tmp_path):
+def test_resuming_resets_attributes_only_if_the_run_is_one_of_the_four_newest(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -112,7 +112,7 @@ def test_the_start_values_of_the_four_newest_runs_are_kept(tmp_path):
     assert record_fit(holder, tmp_path / "3", resumes=True) == {"value": 3}
 
 
-def test_a_change_by_an_evaluation_is_not_a_change_by_the_user(tmp_path):
+def test_changes_made_by_validate_do_not_count_as_changes_by_the_user(tmp_path):
     holder = Holder(value=0)
     record_fit(holder, tmp_path, add_one)
     record_fit(holder, tmp_path, add_one, is_training=False)
@@ -124,7 +124,7 @@ def test_a_change_by_an_evaluation_is_not_a_change_by_the_user(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_an_object_that_the_checkpoint_restores_is_kept(tmp_path, saved):
+def test_resuming_does_not_reset_an_object_that_the_checkpoint_restores(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -132,7 +132,7 @@ def test_an_object_that_the_checkpoint_restores_is_kept(tmp_path, saved):
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_an_object_that_cannot_be_read_keeps_no_other_object_from_being_recorded(tmp_path):
+def test_other_objects_are_recorded_even_if_one_object_cannot_be_read(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):
@@ -169,7 +169,7 @@ def test_a_refused_resume_leaves_the_attributes_as_they_were(tmp_path):
     assert holder.items is items
 
 
-def test_each_object_is_read_only_once_before_training_and_large_lists_are_not_copied():
+def test_each_object_is_read_once_before_training_and_large_lists_are_not_copied():
     class Counted:
         reads = 0
 
@@ -217,7 +217,7 @@ def make_loop(root, epochs=2, **options):
     return FabricLoop(accelerator="cpu", max_epochs=epochs, default_root_dir=root, **options)
 
 
-def test_nothing_is_reset_if_no_earlier_fit_saved_to_the_folder_of_the_checkpoint(tmp_path):
+def test_resuming_resets_no_attribute_if_no_earlier_fit_saved_into_the_checkpoint_folder(tmp_path):
     model, loop, loader = Counting(), make_loop(tmp_path), make_loader()
     loop.fit(model, loader)
     loop.save_checkpoint(tmp_path / "mine.ckpt")
@@ -239,7 +239,7 @@ def test_a_resume_that_fails_leaves_attributes_and_flags_as_they_were(tmp_path):
     assert not next(model.parameters()).requires_grad
 
 
-def test_the_attributes_of_a_dataset_of_an_installed_package_are_kept(tmp_path, monkeypatch):
+def test_resuming_keeps_the_attributes_of_a_dataset_from_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "installed_data.py").write_text("class Data(list):\n    pass\n")
@@ -253,7 +253,7 @@ def test_the_attributes_of_a_dataset_of_an_installed_package_are_kept(tmp_path, 
     assert dataset.path == "data"
 
 
-def test_weight_averaging_with_the_same_callback_equals_an_uninterrupted_run(tmp_path):
+def test_resuming_with_the_same_weight_averaging_callback_equals_an_uninterrupted_run(tmp_path):
     callback, model, loader = StochasticWeightAveraging(0.05, swa_epoch_start=1), Classifier(), make_loader()
     make_loop(tmp_path, 3, callbacks=[callback], monitor="train_loss", save_top_k=-1).fit(model, loader)
     expected = deepcopy(model)
@@ -291,7 +291,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_dataset_inside_an_attribute_of_the_model_is_reset(tmp_path, name):
+def test_resuming_resets_a_dataset_stored_in_an_attribute_of_the_model(tmp_path, name):
     dataset = Noisy(*make_loader().dataset.tensors)
     model = AddsNoise(dataset, WRAPPERS[name](dataset))
     make_loop(tmp_path, 3, monitor="train_loss", mode="min", save_top_k=-1, seed=1).fit(model)

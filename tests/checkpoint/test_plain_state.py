@@ -153,7 +153,7 @@ def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_both_loops_detect_a_replaced_item_of_a_long_list_even_if_its_address_is_used_again(make):
+def test_both_loops_detect_a_replaced_list_item_even_if_its_memory_address_is_reused(make):
     items = [make(2) for _ in range(7_000)]
     before, marked = digest(items), mark_value(items)
     found = []

@@ -79,7 +79,7 @@ def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulat
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
-def test_a_resumed_reduce_lr_on_plateau_uses_the_last_validation_metric(tmp_path):
+def test_a_resumed_run_passes_the_last_validation_metric_to_reduce_lr_on_plateau(tmp_path):
     """In an epoch without validation, the scheduler reads the value from the saved run."""
     whole, _ = compare_with_resume(tmp_path, classifier(plateau_strict_off), check_val_every_n_epoch=2)
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
@@ -116,7 +116,7 @@ def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_accepts_last_auto_and_a_path(tmp_path):
+def test_resume_accepts_the_words_last_and_auto_and_a_path(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)

@@ -61,7 +61,7 @@ FILES = {
 @pytest.mark.parametrize("logger", [True, False])
 @pytest.mark.parametrize("dirpath", [None, "kept"])
 @pytest.mark.parametrize("name", FILES)
-def test_resume_auto_finds_files_in_subfolders_and_with_another_extension(tmp_path, name, dirpath, logger):
+def test_resume_auto_finds_checkpoints_in_subfolders_and_with_a_different_extension(tmp_path, name, dirpath, logger):
     given = {} if dirpath is None else {"dirpath": tmp_path / dirpath}
 
     def run(epochs, resume=None):

@@ -64,7 +64,7 @@ def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path
     assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
-def test_a_resumed_run_warns_that_pruning_resets_weights_differently(tmp_path):
+def test_resume_warns_that_checkpoints_lack_the_initial_weights_used_by_model_pruning(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
     with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
@@ -92,7 +92,7 @@ class LogsMost(Classifier):
 
 
 @pytest.mark.parametrize("saves", [1, None])
-def test_a_resumed_run_uses_the_new_reduction_if_the_script_has_changed_it(tmp_path, saves, recwarn):
+def test_a_resumed_run_logs_the_maximum_if_the_script_has_replaced_mean_with_max(tmp_path, saves, recwarn):
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
@@ -152,7 +152,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_resumed_run_warns_of_moved_and_removed_callbacks_of_one_class(tmp_path, name, recwarn):
+def test_resume_warns_about_moved_or_removed_callbacks_of_the_same_class(tmp_path, name, recwarn):
     saved, steps, is_warned = CHANGES[name]
     interrupt(tmp_path, Classifier, lambda: map(Counts, saved))
     fit(tmp_path, callbacks=[*map(Counts, steps)], resume="auto", **OPTIONS)
@@ -174,7 +174,7 @@ class CountsInSlot:
         loop.log("count", self.count)
 
 
-def test_a_callback_may_have_slots_instead_of_a_dict(tmp_path):
+def test_a_run_with_a_callback_that_uses_slots_resumes_exactly(tmp_path):
     assert_resumes_exactly(tmp_path, Classifier, lambda: [CountsInSlot()])
 
 
@@ -192,7 +192,7 @@ class Grows(cb.Callback):
         self.bytes.append(1)
 
 
-def test_a_resumed_run_restores_dates_and_exact_numbers(tmp_path):
+def test_a_resumed_run_restores_dates_fractions_and_decimals(tmp_path):
     callbacks = [Grows() for _ in range(3)]
     given = iter(callbacks)
     assert_resumes_exactly(tmp_path, Classifier, lambda: [next(given)])
@@ -207,7 +207,7 @@ class Iterates(cb.Callback):
         next(self.values["a"])
 
 
-def test_a_run_warns_of_iterators_in_containers(tmp_path):
+def test_fit_warns_about_iterators_in_containers(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
 
@@ -227,13 +227,13 @@ class ReadsSettings(SavesSettings):
 
 
 @pytest.mark.parametrize("kind", [SavesSettings, ReadsSettings])
-def test_the_first_save_warns_of_an_object_that_on_load_checkpoint_cannot_read(tmp_path, kind, recwarn):
+def test_fit_warns_about_a_saved_object_that_on_load_checkpoint_could_not_read(tmp_path, kind, recwarn):
     fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
     found = [warning for warning in recwarn if "Settings" in str(warning.message)]
     assert len(found) == (kind is ReadsSettings)
 
 
-def test_a_new_run_warns_of_an_early_stopping_that_another_run_used(tmp_path, recwarn):
+def test_fit_warns_about_an_early_stopping_callback_used_by_an_earlier_run(tmp_path, recwarn):
     stopping = cb.EarlyStopping("train_loss")
     for resume in (None, "auto", None):
         texts = [str(warning.message) for warning in recwarn]
@@ -253,7 +253,7 @@ class Patient(cb.EarlyStopping):
         self.best_score = trainer.callback_metrics[self.monitor]
 
 
-def test_an_early_stopping_without_a_best_score_is_accepted(tmp_path):
+def test_fit_accepts_an_early_stopping_callback_that_has_no_best_score_yet(tmp_path):
     callback = Patient("train_loss")
     fit(tmp_path, callbacks=[callback], max_epochs=1, train=OPTIONS["train"])
     assert callback.best_score is not None

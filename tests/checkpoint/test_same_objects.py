@@ -333,7 +333,7 @@ def test_fit_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objec
 
 
 @both_loops
-def test_an_option_that_the_user_changes_before_another_run_also_applies_to_an_earlier_run(tmp_path, kind):
+def test_resuming_an_older_run_uses_options_that_the_user_changed_for_a_newer_run(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.loop.max_epochs = 2
     script.fit()

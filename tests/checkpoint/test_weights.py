@@ -256,7 +256,7 @@ def test_resuming_is_refused_if_the_model_lacks_a_saved_module(tmp_path):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")
 
 
-def test_resuming_from_weights_does_not_raise_the_error_of_a_missing_key(tmp_path):
+def test_resuming_from_a_file_with_only_weights_raises_an_error_about_the_optimizer_state(tmp_path):
     FabricLoop(**with_files(tmp_path)).save(tmp_path / "weights.ckpt", {"state_dict": Classifier().state_dict()})
     with pytest.raises(WeightsOnlyError, match="^Trying to restore optimizer state") as caught:
         fit(tmp_path, max_epochs=1, resume=tmp_path / "weights.ckpt")

@@ -249,7 +249,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
-def test_a_trainer_checkpoint_resumes_with_the_same_sanity_check_as_in_trainer(tmp_path, where, limit):
+def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_in_trainer(tmp_path, where, limit):
     """Without max_steps, Trainer runs a sanity check after a finished epoch. The check draws random numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)

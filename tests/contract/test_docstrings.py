@@ -27,6 +27,6 @@ def test_docstring_examples_print_the_documented_output(name):
     assert sys.modules[name] is module
 
 
-def test_at_least_ten_modules_have_an_example():
+def test_at_least_ten_modules_have_a_docstring_example():
     tried = {name: doctest.testmod(importlib.import_module(name)).attempted for name in MODULES}
     assert sum(count > 0 for count in tried.values()) >= 10

@@ -119,7 +119,7 @@ def saves(value):
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_the_first_save_of_an_edited_loop_refuses_a_value_that_no_run_can_read(case):
+def test_an_edited_loop_refuses_to_save_a_value_that_a_resumed_run_could_not_read(case):
     with pytest.raises(ValueError, match=r"^checkpoint: got (a value of 'mine'|the NumPy value)") as raised:
         train(saves(UNREADABLE[case]), max_epochs=1)
     assert "collections.deque" in str(raised.value) or case != "deque"
@@ -236,13 +236,13 @@ def test_a_resumed_run_restores_the_attributes_that_an_edited_loop_adds(kind, op
     assert_resumes(kind, kill=14, **options)
 
 
-def test_a_run_that_an_edited_loop_ends_early_does_not_train_again():
+def test_resume_auto_does_not_continue_a_run_that_an_edited_loop_ended_early():
     train(Counts, max_epochs=9)
     loop, _ = train(Counts, max_epochs=9, resume="auto")
     assert loop.current_epoch == len(loop.losses) == 7
 
 
-def test_a_resumed_run_refuses_to_restore_an_object_that_it_has_not_created():
+def test_resuming_is_refused_if_an_edited_loop_has_not_created_a_saved_object():
     class Forgets(CreatesLate):
         _build_checkpoint, _restore = MiniLoop._build_checkpoint, MiniLoop._restore
 
@@ -251,7 +251,7 @@ def test_a_resumed_run_refuses_to_restore_an_object_that_it_has_not_created():
         train(Forgets, max_epochs=2, resume="last")
 
 
-def test_the_list_of_the_attributes_of_the_loop_is_complete():
+def test_the_attribute_list_in_mini_py_contains_every_attribute_of_mini_loop():
     tree = ast.parse(inspect.getsource(MiniLoop)).body[0]
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
     assigned = {node.attr for node in nodes if ast.unparse(node.value) == "self"}
@@ -286,7 +286,7 @@ class LogsAndValidates(nn.Module):
 
 @pytest.mark.parametrize("inner", ["MiniLoop", "MyLoop", "FabricLoop"])
 @pytest.mark.parametrize("outer", ["MiniLoop", "MyLoop", "FabricLoop"])
-def test_a_renamed_copy_and_another_loop_log_separately(outer, inner):
+def test_two_loops_log_separately_if_a_hook_of_one_loop_calls_validate_on_the_other(outer, inner):
     kinds = {"MiniLoop": MiniLoop, "MyLoop": renamed_loop("MyLoop"), "FabricLoop": FabricLoop}
 
     def run(outer, inner):
@@ -344,7 +344,7 @@ def test_an_edited_loop_can_write_another_csv_file():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
-def test_a_resumed_run_removes_rows_of_an_own_file_that_was_created_after_the_checkpoint():
+def test_a_resumed_run_removes_the_rows_of_a_custom_csv_file_created_after_the_checkpoint():
     class WritesLate(MiniLoop):
         def _train_batch(self, batch):
             super()._train_batch(batch)
@@ -438,7 +438,7 @@ def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case)
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_with_edited_batches_resumes_exactly_between_epochs_and_warns_within_an_epoch(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_after_an_epoch_but_warns_within_one(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
@@ -473,7 +473,7 @@ class SavesEveryThirdBatch(SavesOften):
         (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
     ],
 )
-def test_calls_after_which_no_run_could_resume_are_refused(kind, every, message):
+def test_an_edited_loop_may_not_train_a_batch_twice_or_save_within_an_accumulation_window(kind, every, message):
     with pytest.raises(ValueError, match=message):
         train(kind, accumulate_grad_batches=every)
 
@@ -513,7 +513,7 @@ class OnlyAnnotated(MiniLoop):
         (OnlyAnnotated, (), {"decay": 0.5}, "'decay'"),
     ],
 )
-def test_an_option_of_a_class_without_the_decorator_is_refused(kind, values, options, name):
+def test_an_option_of_a_loop_subclass_without_the_dataclass_decorator_is_refused(kind, values, options, name):
     message = f"^{kind.__name__}: got the option {name}, but .* Write @dataclass.kw_only=True, eq=False. above"
     with pytest.raises(TypeError, match=message):
         kind(*values, **options)
@@ -525,7 +525,7 @@ class Changed(MiniLoop):
     decay: float = 0.9
 
 
-def test_options_of_a_decorated_class_have_their_values():
+def test_options_of_a_loop_subclass_take_their_given_or_default_values():
     assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
     with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):
@@ -535,7 +535,7 @@ def test_options_of_a_decorated_class_have_their_values():
 # Errors
 
 
-def test_an_error_in_an_edited_method_is_not_reported_as_an_error_of_the_step():
+def test_an_error_in_an_edited_method_is_not_reported_as_an_error_in_training_step():
     class AddsArray(MiniLoop):
         def _step_optimizer(self):
             self.network.weight.grad.add_(np.ones((1, 4)))
@@ -569,12 +569,12 @@ class AddsPathToMetrics(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
-def test_the_first_save_refuses_an_unreadable_value_in_the_entry_of_the_loop(kind):
+def test_the_first_save_refuses_an_unreadable_value_in_the_state_of_the_loop(kind):
     with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
         train(kind, max_epochs=1)
 
 
-def test_the_check_of_the_first_save_skips_large_attributes(monkeypatch):
+def test_the_check_before_the_first_save_skips_large_attributes(monkeypatch):
     """Checking each item of a list with a million items would take 5 seconds."""
     sizes = []
 

@@ -1360,7 +1360,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_searches_the_modules_equally_often_for_each_size_of_the_network():
+def test_saving_iterates_over_the_modules_equally_often_for_small_and_large_networks():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))
@@ -1379,7 +1379,7 @@ def test_saving_searches_the_modules_equally_often_for_each_size_of_the_network(
     assert numbers[0] == numbers[1]
 
 
-def test_validate_explains_batches_of_numpy_arrays_as_fit_does():
+def test_validate_refuses_batches_of_numpy_arrays_with_the_same_explanation_as_fit():
     batches = [(np.ones((2, 8), np.float32), np.zeros(2, np.int64))]
     with pytest.raises(TypeError, match="validation_step: got NumPy arrays in the batch, expected tensors"):
         MiniLoop(accelerator="cpu").validate(Plain(), batches, validation_step=lambda model, batch: model.net(batch[0]))

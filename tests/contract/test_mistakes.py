@@ -180,7 +180,7 @@ def test_a_step_that_calls_backward_on_the_returned_loss_is_refused(name, case, 
 
 
 @both_loops
-def test_an_object_whose_step_calls_backward_is_refused(name):
+def test_a_plain_object_whose_training_step_calls_backward_is_refused(name):
     class Model:
         def __init__(self):
             self.net = make_net()
@@ -294,7 +294,7 @@ def grad_twice(net, batch):
     ("step", "message"),
     [(grad_of_several_elements, "grad can be implicitly created only for scalar outputs"), (grad_twice, "Trying to")],
 )
-def test_an_error_of_autograd_in_the_training_step_is_not_explained(name, step, message):
+def test_an_error_of_torch_autograd_grad_in_a_training_step_is_raised_unchanged(name, step, message):
     with pytest.raises(RuntimeError, match=f"^{message}"):
         fit(name, step)
 

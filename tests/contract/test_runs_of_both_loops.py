@@ -104,7 +104,7 @@ def test_a_name_or_version_with_unprintable_characters_is_refused(kind, value, o
     [("monitor", "val_f1"), ("mode", "max"), ("precision", "16-mixed"), ("devices", 2), ("default_root_dir", "other")],
 )
 @pytest.mark.parametrize("kind", LOOPS)
-def test_an_option_that_only_a_new_loop_reads_cannot_be_changed_later(kind, option, value):
+def test_an_option_that_only_the_constructor_reads_cannot_be_changed_later(kind, option, value):
     loop = LOOPS[kind](accelerator="cpu", monitor="val_loss")
 
     def change():

@@ -204,7 +204,7 @@ def test_fit_warns_in_epoch_0_about_a_loader_that_does_not_restart(tmp_path, mak
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 
-def test_resume_warns_that_finished_batches_of_an_iterable_are_read_again(tmp_path):
+def test_resume_warns_that_earlier_batches_of_an_iterable_are_read_again(tmp_path):
     options = {"train": Own, "max_epochs": 2, "save_every_n_steps": 1}
     fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     with pytest.warns(UserWarning, match="resume: 3 batches of Own are read again"):

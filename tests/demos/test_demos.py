@@ -62,7 +62,7 @@ def probe(load):
     return cross_val_score(LogisticRegression(max_iter=5000), codes, labels, cv=5).mean()
 
 
-def test_the_language_model_trains_by_steps_and_generates_text(capsys):
+def test_the_language_model_demo_trains_for_240_steps_and_generates_text(capsys):
     run("fit", "language_model", f"{SMALL_GPT} --max_steps 240 --validate_every_n_steps 80 --log_every_n_steps 10")
     data = TextData(block=32)
     data.setup()

@@ -255,7 +255,7 @@ def own_callback(name, base):
 
 
 @pytest.mark.parametrize("base", [pl.Callback, object])
-def test_callbacks_of_your_own_may_have_the_names_of_lightning_classes(base):
+def test_user_defined_callbacks_may_have_the_names_of_lightning_classes(base):
     names = [*(name for name in cb.__all__ if name != "Callback"), "ProgressBar"]
 
     def fit(epochs, resume=None, **options):

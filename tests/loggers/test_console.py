@@ -293,7 +293,7 @@ def test_each_validation_within_an_epoch_prints_a_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
 @pytest.mark.parametrize("num_metrics", [1, 12])
-def test_the_printed_table_fits_into_the_terminal(tmp_path, terminal, monkeypatch, columns, num_metrics):
+def test_the_printed_table_is_narrower_than_the_terminal(tmp_path, terminal, monkeypatch, columns, num_metrics):
     class Verbose(Plain):
         def training_step(self, batch):
             self.log_dict({f"metric_{i}": 1.0 for i in range(num_metrics)}, on_epoch=True, on_step=False)

@@ -95,7 +95,7 @@ def fit_means(kind, log):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_a_batch_size_of_zero_leaves_the_batch_out_of_the_means(kind):
+def test_a_batch_logged_with_batch_size_zero_does_not_count_in_the_epoch_means(kind):
     def log(loop, index):
         loop.log("tokens", index, on_epoch=True, batch_size=0 if index == 1 else 1)
 

@@ -45,7 +45,7 @@ def test_read_logs_sorts_runs_by_name_and_version(three_runs):
     assert (set(one_run["name"]), one_run["version"].tolist()) == ({"digits"}, [9, 10, 10])
 
 
-def test_run_names_are_sorted_by_the_value_of_their_numbers(tmp_path):
+def test_run_names_that_contain_numbers_are_sorted_numerically(tmp_path):
     names = ["lr_0.1/width_4", "lr_0.1/width_16", "lr_0.1/width_128", "width_4", "width_04b", "width_16"]
     for name in reversed(names):
         CSVLogger(tmp_path, name=name, version=0).log_epoch(epoch(0, val_loss=1.0))

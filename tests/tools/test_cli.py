@@ -197,7 +197,7 @@ def test_help_of_fit_documents_every_option(capsys):
 # Options
 
 
-def test_model_data_and_fabric_options_take_effect(capsys):
+def test_the_fit_command_applies_options_of_the_model_the_data_and_fabric(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
@@ -206,7 +206,7 @@ def test_model_data_and_fabric_options_take_effect(capsys):
     assert "net.1.weight" in weights("run/version_1")
 
 
-def test_fit_accepts_callbacks_by_class_and_loggers_by_name(capsys):
+def test_the_fit_command_accepts_callbacks_by_class_and_loggers_by_name(capsys):
     argv = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val_loss", "--callbacks.stopping_threshold", 100]
     argv += ["--callbacks+=lit:Hears", "--callbacks.text", "hello", "--logger", "tensorboard", "--max_epochs", 5]
     code, out, _ = run(capsys, *FIT, *QUIET, *argv)
@@ -222,7 +222,7 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_fit_without_a_model_trains_the_digits_demo_and_prints_next_commands(capsys, monkeypatch):
+def test_the_fit_command_without_a_model_trains_the_digits_demo_and_suggests_next_commands(capsys, monkeypatch):
     monkeypatch.setattr("fabric_template.tools.plots.save_picture", save_picture)
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
@@ -263,7 +263,7 @@ def config_of(place):
     return yaml.safe_load(Path("logs", place, "config.yaml").read_text("utf-8"))
 
 
-def test_fit_repeats_a_run_exactly_from_its_config_yaml(capsys):
+def test_the_fit_command_repeats_a_run_exactly_from_its_config_yaml(capsys):
     argv = [*FIT, *QUIET, *OPTIONS, "--callbacks+=lit:Hears"]
     Path("run.yaml").write_text(run(capsys, *argv, "--print_config")[1])
     assert run(capsys, *argv)[0] == 0
@@ -323,7 +323,7 @@ def test_the_fit_command_can_repeat_a_run_whose_model_has_default_arguments_of_a
         '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
     ],
 )
-def test_a_config_file_may_name_a_class_as_module_colon_class(capsys, text):
+def test_a_config_file_may_separate_a_module_and_a_class_with_a_colon(capsys, text):
     Path("colon.yaml").write_text(text)
     assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
     assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
@@ -410,7 +410,7 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
         ("max_epochs=3\n", "expected options such as max_epochs: 5."),
     ],
 )
-def test_a_config_file_with_a_mistake_is_refused_by_name(capsys, text, expected):
+def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, text, expected):
     Path("mine.yaml").write_text(text)
     error = refused(capsys, *FIT, "--config", "mine.yaml")
     assert "--config: got mine.yaml" in error
@@ -436,7 +436,7 @@ def test_errors_in_user_code_keep_their_traceback():
 # Predictions and verify
 
 
-def test_predict_writes_a_csv_table_or_a_pt_file_with_a_list_of_batches(capsys):
+def test_the_predict_command_writes_its_results_to_a_csv_or_pt_file(capsys):
     argv = ["predict", "--model", "lit:Wide", *FIT[3:], "--seed", 1, "--out"]
     for out in ("new/preds.csv", "preds.pt"):
         assert run(capsys, *argv, out)[0] == 0

@@ -452,7 +452,7 @@ def test_compare_ignores_options_that_do_not_change_an_optimizer_step(options):
         assert result.is_equal or "fused" in options
 
 
-def test_compare_shows_the_values_of_options_in_tensors():
+def test_compare_shows_a_learning_rate_stored_in_a_tensor_as_a_number():
     result = compare(Script().by_hand, sgd_options(lr=torch.tensor(0.2))().by_hand)
     assert str(result).startswith("step 0   lr: 0.1 in the first, 0.2 in the second\n")
 
@@ -484,7 +484,7 @@ def test_compare_refuses_an_invalid_number_of_steps(steps):
         compare("old.py", "new.py", steps=steps)
 
 
-def test_recording_a_training_loop_does_not_change_its_results_or_torch(tmp_path):
+def test_recording_a_training_loop_changes_neither_its_results_nor_functions_of_torch(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:

@@ -92,7 +92,7 @@ def test_list_runs_returns_no_rows_for_an_empty_folder():
         (None, "unknown"),
     ],
 )
-def test_list_runs_reads_the_state_from_the_lock_file(lock, state):
+def test_list_runs_reads_the_state_of_a_run_from_its_lock_file(lock, state):
     folder = make_run(rows=2, lock=lock)
     assert list_runs()["state"].tolist() == [state]
     with RunFolders().locked([folder]):

@@ -73,7 +73,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
 # The choice of settings
 
 
-def test_tune_reports_a_batch_size_that_does_not_fit_into_memory(tmp_path, capsys):
+def test_tune_reports_a_batch_size_that_does_not_fit_in_memory(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
             raise MemoryError("out of memory")
@@ -102,7 +102,7 @@ def test_tune_keeps_a_setting_only_if_it_is_faster_in_each_round(gains):
     assert list(remaining) == []
 
 
-def test_tune_measures_with_the_chosen_precision_batch_size_and_fused_option():
+def test_tune_measures_with_the_chosen_batch_size_precision_and_fused_option():
     class Model(LightningModule):
         def __init__(self):
             super().__init__()

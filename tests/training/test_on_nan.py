@@ -54,7 +54,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_on_nan_stop_ends_training_and_keeps_the_last_good_checkpoint(tmp_path, options, stops_at, saved_at):
+def test_a_nan_loss_ends_training_but_keeps_a_good_checkpoint_if_on_nan_is_stop(tmp_path, options, stops_at, saved_at):
     """Training stops at the first step that reads the loss, to log or save. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
@@ -72,7 +72,7 @@ def test_on_nan_stop_ends_training_and_keeps_the_last_good_checkpoint(tmp_path, 
 
 
 @pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
-def test_on_nan_stop_ends_training_after_a_single_infinite_loss(tmp_path, every, stops_at):
+def test_a_single_infinite_loss_ends_training_if_on_nan_is_stop(tmp_path, every, stops_at):
     """The weights and the next losses are finite, but the mean of the epoch is not."""
     options = {"log_every_n_steps": every, "on_nan": "stop"}
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
@@ -80,19 +80,19 @@ def test_on_nan_stop_ends_training_after_a_single_infinite_loss(tmp_path, every,
     assert (loop.global_step, saved_step(loop)) == (stops_at, 5)
 
 
-def test_on_nan_stop_before_the_first_checkpoint_saves_no_checkpoint(tmp_path):
+def test_no_checkpoint_is_saved_if_a_nan_loss_stops_the_run_before_the_first_checkpoint(tmp_path):
     with pytest.warns(UserWarning, match="at step 5 "):
         loop, _, _ = fit(tmp_path, {0}, on_nan="stop", min_epochs=2)
     assert loop.checkpoint_path("last") is None
 
 
-def test_on_nan_stop_does_not_stop_a_run_with_finite_losses(tmp_path):
+def test_a_run_with_finite_losses_is_not_stopped_if_on_nan_is_stop(tmp_path):
     loop, _, batches = fit(tmp_path, {}, on_nan="stop", save_every_n_steps=1)
     assert (batches, saved_step(loop)) == (15, 15)
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
+def test_a_lightning_module_with_a_nan_loss_stops_training_if_on_nan_is_stop(tmp_path, manual):
     class Diverges(Classifier):
         def __init__(self):
             super().__init__()
@@ -114,7 +114,7 @@ def test_on_nan_stop_ends_the_training_of_a_lightning_module(tmp_path, manual):
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
-def test_on_nan_warn_warns_once_and_on_nan_off_never_warns(tmp_path, on_nan):
+def test_fit_warns_once_about_nan_losses_if_on_nan_is_warn_and_never_if_on_nan_is_off(tmp_path, on_nan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, batches = fit(tmp_path, {7}, on_nan=on_nan)
@@ -125,7 +125,7 @@ def test_on_nan_warn_warns_once_and_on_nan_off_never_warns(tmp_path, on_nan):
 
 
 @pytest.mark.filterwarnings("ignore:on_nan")
-def test_on_nan_stop_ends_both_processes_at_the_same_step(tmp_path, monkeypatch):
+def test_an_infinite_loss_in_one_process_ends_both_processes_if_on_nan_is_stop(tmp_path, monkeypatch):
     """Only the loss of one process is infinite."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     net = nn.Linear(4, 1)

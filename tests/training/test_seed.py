@@ -49,7 +49,7 @@ def test_both_loops_give_the_same_losses_with_the_same_seed():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_seed_set_between_two_fits_gives_the_losses_of_a_loop_with_this_seed(kind):
+def test_setting_the_seed_of_a_loop_has_the_same_effect_as_passing_it_to_a_new_loop(kind):
     loop = make_loop(kind, max_epochs=2, name="changed", seed=5)
     first = train(loop)
     loop.seed = 8
