@@ -2525,7 +2525,7 @@ def started_processes() -> tuple[int, int]:
     if "LT_CLI_USED" in env:
         return 1, 1
     names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
-    # An interactive SLURM job has one process, although it also sets SLURM_NTASKS.
+    # In an interactive job, SLURM may set SLURM_NTASKS although only one process runs.
     if SLURMEnvironment.detect():
         names.append("SLURM_NTASKS")
     total = max(int(env.get(name, 1)) for name in names)

@@ -1,7 +1,7 @@
 """Save the random generators and object attributes that state_dict() does not contain.
 
 Only plain attributes that have changed since the start of the run are saved. plain_values.py
-describes which values are plain. An attribute that is too large is not saved, but causes a warning.
+describes which values are plain. Attributes that are too large are skipped with a warning.
 
 In a checkpoint, the key of a value is the pair (object name, attribute name). If a module's
 attribute is a scheduler, the scheduler's state_dict is saved. If a module's attribute is a replay

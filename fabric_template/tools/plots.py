@@ -532,7 +532,7 @@ def average_steps(values: pd.Series) -> Any:
 
 
 def add_legend(axes: list[Axes], title: str) -> None:
-    """Add one legend below all panels, in which each label occurs only once."""
+    """Add a shared legend below the panels, and list each label only once."""
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()

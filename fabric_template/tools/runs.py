@@ -350,7 +350,7 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in config.yaml and hparams.yaml as a flat dict, and the "about" section.
+    """Return two dicts with the options from config.yaml and hparams.yaml and the "about" section.
 
     The "about" section of config.yaml describes the model, the machine and the package versions.
     """

@@ -173,7 +173,9 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_lightning_callbacks_give_the_same_weights_without_a_lightning_module(kind, name, capsys, tmp_path):
+def test_training_with_lightning_callbacks_gives_the_same_weights_without_a_lightning_module(
+    kind, name, capsys, tmp_path
+):
     """Weights, optimizer states and printed output equal those of a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out

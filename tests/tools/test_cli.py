@@ -417,7 +417,7 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
     assert expected in error
 
 
-def test_a_model_whose_default_argument_cannot_be_imported_is_refused(capsys):
+def test_a_model_is_refused_if_the_default_value_of_an_argument_cannot_be_imported(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))

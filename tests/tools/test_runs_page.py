@@ -161,7 +161,7 @@ def test_the_runs_page_shows_a_folder_of_csv_files_from_other_tools():
 
 
 @pytest.mark.parametrize("arguments", [("--html", "logs"), ("best", "--html", "runs.html")])
-def test_the_html_option_accepts_neither_a_folder_nor_a_subcommand(capsys, arguments):
+def test_the_html_option_cannot_be_combined_with_a_folder_or_a_subcommand(capsys, arguments):
     write_run()
     assert main(["runs", *arguments]) == 2
     assert "--html: got " in capsys.readouterr().err
