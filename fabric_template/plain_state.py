@@ -262,7 +262,10 @@ def key_of_name(name: str) -> int | str | None:
     """Return the int or string that ``name_of_key`` converted, or None for other keys."""
     if name.startswith("<"):
         return None
-    return int(name) if is_integer(name) else name.strip("'")
+    if is_integer(name):
+        return int(name)
+    is_quoted = name.startswith("'") and is_integer(name[1:-1])
+    return name[1:-1] if is_quoted else name
 
 
 def is_integer(text: str) -> bool:

@@ -799,7 +799,7 @@ class HasKeyedMeters(Model):
         return super().training_step(batch, batch_idx) * self.meters[key].add(0.1 + batch_idx)
 
 
-@pytest.mark.parametrize("keys", [[0, 1, -2], ["0", 0, "a-1", "-2"], [np.int64(3), 4]])
+@pytest.mark.parametrize("keys", [[0, 1, -2], ["0", 0, "a-1", "-2"], ["dogs'", "'a'", "'"], [np.int64(3), 4]])
 @pytest.mark.parametrize("kind", SAVES)
 def test_objects_in_a_defaultdict_are_restored_under_their_keys(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
