@@ -20,8 +20,9 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-Checkpoints contain the attributes that an edit adds to the loop. Create modules, optimizers and
-loaders in `_reset` or `_set_up_optimizer`, so that a resumed run can restore their state.
+Checkpoints contain the attributes that an edit adds to the loop. If an edit needs another module,
+optimizer or loader, create it in `_reset` or `_set_up_optimizer`, so that a resumed run can restore
+its state.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ REFUSED_HOOKS = """
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
 VERSION = "0.2.0"
-# The smallest allowed value of each numeric option, and its valid values for error messages.
+# Each numeric option's smallest valid value, and the valid values as text for error messages.
 NUMBERS = {
     "max_epochs": (-1, "a number of epochs (int >= 0), or -1 for no limit"),
     "max_steps": (-1, "a number of optimizer steps (int >= 0), or -1 for no limit"),
@@ -162,8 +163,8 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# The values of each object at the start of the newest runs and at the end of the latest fit, keyed
-# by the object's id and the kind of values, such as "attributes".
+# The values that objects had at the start of recent runs and at the end of the latest fit. The keys
+# are an object's id and the kind of values, such as "attributes".
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -342,7 +343,7 @@ class MiniLoop:
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
         self._resumed_state: Any = None  # The RNG states and attributes from the checkpoint.
-        self._saved_step: int | None = None  # The step of last.ckpt. None before the first save.
+        self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
@@ -444,8 +445,8 @@ class MiniLoop:
         """Train on the rest of an epoch, validate, write rows and save.
 
         If a run is killed and resumed, code before or after a call to this method may run twice or
-        not at all. Use on_train_epoch_end for this code, or run the code before the call only if
-        batches_done is 0.
+        not at all. Put code for the end of an epoch into on_train_epoch_end. Run code for the start
+        of an epoch only if batches_done is 0.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -479,7 +480,7 @@ class MiniLoop:
     def _checked_batches(self) -> Iterator[Any]:
         """Yield the batches of ``_train_batches``.
 
-        Raise an error if an edit sets ``_is_last`` wrongly, or does not train on each batch once.
+        Raise an error if ``_is_last`` is wrong, or ``_train_batch`` is not called once per batch.
         """
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
@@ -533,9 +534,9 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward pass and the backward pass, which accumulates the gradients.
 
-        For the first batch of an accumulation window, each call clears the gradients before the
-        backward pass. To add the gradients of another loss, return the sum of both losses from the
-        step.
+        For the first batch of an accumulation window, a second call of this method clears the
+        gradients of the first call. To add the gradients of another loss, return the sum of both
+        losses from the step.
         """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
@@ -617,7 +618,7 @@ class MiniLoop:
             self._start_batches()
         if self.batches_done == 0:
             first = self._loader_state() if is_started else get_rng_state()
-            # Hooks such as on_train_start may have changed the loaders after iter(loader).
+            # Save the loaders' attributes again if a hook such as on_train_start has changed them.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
                 del first["parts"]
             self._epoch_start["first_batch"] = first
@@ -1076,7 +1077,7 @@ class MiniLoop:
         if is_in_epoch and self._batches_read != self.batches_done:
             text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
             warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
-        # Validation metrics change with each validation, and training metrics with each epoch.
+        # Compare a validation metric after each validation, and a training metric after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -1128,7 +1129,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if an edit adds a value that no run could read. Convert NumPy numbers."""
+        """Refuse an edit's values that a checkpoint cannot contain. Convert its NumPy numbers."""
         known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
@@ -1479,8 +1480,8 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Restore the state that the loaders had at the start of the epoch.
 
-        With this state, the loaders shuffle as in the saved run. For each object in the loaders,
-        return (object, attributes before this call), without large attributes.
+        With this state, the loaders shuffle as in the saved run. Return each object in the loaders
+        with its previous attributes, except large ones.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1655,7 +1656,7 @@ class MiniLoop:
             if name not in found:
                 check_unsaved(name, value, is_loader)
                 if is_loader and holds_objects(value):
-                    # The items are saved separately, so use only the length to detect changes.
+                    # The objects in this container are saved separately, so record only its length.
                     found[name] = ChangeMark((len(value),))
         return found
 
@@ -1744,8 +1745,8 @@ class MiniLoop:
     def _recorded_values(self) -> Iterator[None]:
         """At the end of the block, record the state, in case a later fit resumes the run.
 
-        If training has not started, for example because the resume was refused, also restore the
-        values that ``_undo_earlier_fits`` has reset.
+        If an error occurs before training starts, also restore the values that
+        ``_undo_earlier_fits`` has reset.
         """
         self._parts: dict[str, Any] = {}
         # The start values of each run, keyed by the id of an object and the kind of values.
@@ -1793,7 +1794,7 @@ class MiniLoop:
                 vars(self).update(start)
             elif start and kind in ("requires_grad", "training"):
                 self._redo.callback(self._set_flags, {kind: values})
-                # Leave the flags of new parameters and modules unchanged.
+                # Skip parameters and modules that did not exist at the start of the run.
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
             elif start:
                 state = states[place] = self._choose_restorable(place, start, values, saved)
@@ -1810,9 +1811,9 @@ class MiniLoop:
     ) -> dict[str, Any]:
         """Return the values at the start of a run. Leave out values that no fit has changed.
 
-        Values that the user has changed since the latest fit become the start values of all runs.
-        During this fit, keep the record in ``_starts`` rather than EARLIER_FITS, because a hook may
-        call another loop with the same model.
+        If the user has changed a value since the latest fit, the new value becomes the start value
+        of all runs. Until this fit ends, move the start values from EARLIER_FITS to ``_starts``,
+        because a hook may call another loop with the same model.
         """
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
@@ -1829,7 +1830,8 @@ class MiniLoop:
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            # A random generator that existed at the start of the run can be reset.
+            # Include a random generator that existed at the start of the run, because it can be
+            # reset.
             is_generator = is_random_state(value) and type(value) is type(current)
             is_needed = is_object_state(of_place.get(name)) and not is_generator
             is_needed = is_needed or any(is_inside(other, path) for other in saved)
@@ -1858,7 +1860,7 @@ class MiniLoop:
             if start is not None:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
-                # A resumed run keeps the values from before its first fit.
+                # For a resumed run, keep the start values that its first fit recorded.
                 start = starts.pop(run) if run in starts else share_equal_values(start, newest)
                 starts[run] = start
                 # Keep the start values of only four runs.
@@ -2210,7 +2212,7 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn about a changed optimizer class, or raise an error if its options are not saved."""
+        """Warn about a changed optimizer class. Refuse it if the checkpoint lacks its options."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2351,7 +2353,7 @@ def is_interactive() -> bool:
 
 
 def is_loop(value: Any) -> bool:
-    """Return whether a value is a MiniLoop, or an object of a renamed copy of this class."""
+    """Return whether a value is an instance of MiniLoop, or of a renamed copy of MiniLoop."""
     return hasattr(type(value), "_added_methods")
 
 
@@ -2389,7 +2391,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # FabricLoop adds log methods of its class ResultCollection to the model.
+    # Log methods that FabricLoop adds to the model belong to its class ResultCollection.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2562,7 +2564,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a loader with its samplers, dataset and collate function, and their nested objects."""
+    """Return a dict of a loader, its samplers, dataset, collate function and nested objects."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2617,15 +2619,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Wait for gloo's threads, which abort the process if they free tensors at its exit."""
+    """Wait for gloo's threads. If they free tensors while Python exits, the process aborts."""
     time.sleep(0.05)
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    A resumed run skips batches without running the model. If the model contains dropout, the
-    sampler's random numbers then differ from those of the saved run.
+    A resumed run skips the finished batches without running the model. If the model contains
+    dropout, the sampler of the resumed run therefore draws different random numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2665,7 +2667,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one process runs out, because DDP would then wait for it forever."""
+    """Yield batches until one process has none left. Otherwise, DDP would wait forever."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2683,7 +2685,7 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Set all gradients to None. zero_grad() would also record a profiler event (20 us)."""
+    """Set all gradients to None. zero_grad() would add a profiler event, which takes 20 us."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -2808,7 +2810,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the current arguments, without the changes that earlier fits made to them."""
+    """Return an optimizer's or scheduler's arguments, without changes that earlier fits made."""
     start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
     return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
 
@@ -3392,7 +3394,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into an object in shared memory. Raise an error for any other object."""
+    """Write a saved value into an object. Raise an error if it is not in shared memory."""
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
