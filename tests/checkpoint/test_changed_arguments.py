@@ -96,7 +96,7 @@ def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(t
 
 
 @both_loops
-def test_resume_refuses_or_warns_about_an_added_scheduler(tmp_path, kind):
+def test_fabric_loop_warns_about_an_added_scheduler_but_mini_loop_refuses_to_resume(tmp_path, kind):
     fit(kind, tmp_path, 1)
     if kind == "MiniLoop":
         with pytest.raises(ValueError, match="got 1 as the number of schedulers, expected 0"):

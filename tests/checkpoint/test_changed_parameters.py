@@ -164,7 +164,7 @@ def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_sh
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
-def test_a_trainer_run_resumes_with_optimizer_states_of_any_shape(optimizer):
+def test_a_trainer_run_resumes_if_optimizer_states_differ_in_shape_from_the_weights(optimizer):
     save_with_trainer(Layers(optimizer=optimizer))
     train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
 
@@ -197,7 +197,7 @@ def test_resuming_with_a_different_default_dtype_is_refused(kind):
 @pytest.mark.parametrize(
     "precisions", [("64-true",) * 2, ("bf16-true",) * 2, (None, "bf16-mixed"), ("bf16-mixed", None)]
 )
-def test_a_run_resumes_if_its_weights_have_the_saved_dtypes(kind, precisions):
+def test_a_run_resumes_with_any_precision_that_keeps_the_saved_dtypes_of_the_weights(kind, precisions):
     train(kind, Layers(), 1, precision=precisions[0])
     train(kind, Layers(), 2, resume="last", precision=precisions[1])
 
@@ -249,7 +249,7 @@ def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_a_run_whose_averaged_weights_have_another_dtype_resumes_exactly(precision, tmp_path):
+def test_a_run_with_weight_averaging_and_a_true_precision_resumes_exactly(precision, tmp_path):
     def train_averaged(folder, epochs, **fit):
         torch.manual_seed(0)
         model, average = Layers(), pl.callbacks.WeightAveraging()

@@ -169,7 +169,7 @@ def fit_layer(kind, epochs, resume=None):
 
 
 @pytest.mark.parametrize("saved", OWN_FORMATS, ids=str)
-def test_a_run_resumes_with_an_optimizer_whose_state_has_its_own_format(saved):
+def test_only_fabric_loop_trains_and_resumes_with_a_custom_optimizer_state_format(saved):
     kind = own_optimizer(saved)
     fit_layer(kind, 1)
     fit_layer(kind, 2, resume="last")

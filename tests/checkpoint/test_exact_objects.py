@@ -593,7 +593,7 @@ class ModelWithNotingSGD(Model):
         return NotingSGD(self.parameters(), 0.1)
 
 
-def test_user_objects_in_the_optimizer_state_cause_a_warning_or_an_error(tmp_path):
+def test_mini_loop_refuses_user_objects_in_optimizer_states_and_fabric_loop_warns(tmp_path):
     """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
@@ -608,7 +608,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_with_a_different_optimizer_class_causes_an_error_or_a_warning(tmp_path, kind):
+def test_resume_warns_about_a_new_optimizer_class_and_refuses_it_if_its_options_differ(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -631,7 +631,7 @@ class OptimizerReplacement(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_replacing_the_optimizer_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
+def test_if_a_hook_replaces_the_optimizer_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="a hook changed the list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
@@ -668,7 +668,7 @@ class UntiedModel(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_untying_weights_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
+def test_if_a_hook_unties_weights_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
@@ -690,7 +690,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_replacing_a_layer_in_a_hook_raises_an_error_immediately_or_when_resuming(tmp_path):
+def test_if_a_hook_replaces_a_layer_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
@@ -738,7 +738,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
-def test_a_run_with_user_defined_objects_can_resume_in_the_other_loop_class(tmp_path, writer, make):
+def test_fabric_loop_and_mini_loop_resume_each_others_runs_with_user_defined_objects(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
         model = make()
@@ -829,7 +829,7 @@ class CreatesMeter(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_warns_about_a_meter_object_created_during_training(tmp_path, kind):
+def test_resume_warns_about_a_user_defined_object_created_during_training(tmp_path, kind):
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(CreatesMeter), kill_at=5)
     with pytest.warns(UserWarning, match=r"(created .*meter|meter.* created it).* during training"):
@@ -863,7 +863,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_does_not_overwrite_the_socket_of_a_third_party_object(tmp_path, monkeypatch, kind):
+def test_resuming_keeps_the_new_socket_number_in_an_object_of_an_installed_package(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -958,7 +958,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copy_of_the_package_restores_objects_of_classes_that_the_project_defines(tmp_path):
+def test_a_copied_package_restores_objects_of_classes_that_the_users_project_defines(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -981,7 +981,7 @@ class ModelWithSharedMemory(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_fails_or_warns_if_shared_memory_has_a_different_size(tmp_path, kind):
+def test_mini_loop_refuses_shared_memory_of_a_different_size_and_fabric_loop_warns(tmp_path, kind):
     """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)

@@ -168,7 +168,7 @@ class Raises(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_two_iterable_datasets_of_unequal_length_resume_exactly_after_an_error(tmp_path):
+def test_a_failed_run_with_two_iterable_datasets_of_unequal_length_resumes_exactly(tmp_path):
     train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
     options = {"save_every_n_steps": 1}
     with pytest.raises(RuntimeError, match="stop"):

@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_resuming_resets_an_object_even_if_it_does_not_support_weak_references(tmp_path, kind):
+def test_resuming_resets_attributes_of_objects_that_do_not_support_weak_references(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)
@@ -103,7 +103,7 @@ def test_resuming_an_older_run_also_keeps_changes_made_by_the_user(tmp_path):
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_resuming_resets_attributes_only_if_the_run_is_one_of_the_four_newest(tmp_path):
+def test_resuming_resets_changed_attributes_only_for_the_four_newest_runs(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -132,7 +132,7 @@ def test_resuming_does_not_reset_an_object_that_the_checkpoint_restores(tmp_path
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_other_objects_are_recorded_even_if_one_object_cannot_be_read(tmp_path):
+def test_resuming_resets_readable_objects_even_if_one_object_cannot_be_read(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):
@@ -169,7 +169,7 @@ def test_a_refused_resume_leaves_the_attributes_as_they_were(tmp_path):
     assert holder.items is items
 
 
-def test_each_object_is_read_once_before_training_and_large_lists_are_not_copied():
+def test_fit_record_reads_each_object_only_once_and_does_not_copy_large_lists():
     class Counted:
         reads = 0
 
@@ -229,7 +229,7 @@ def test_resuming_resets_no_attribute_if_no_earlier_fit_saved_into_the_checkpoin
     assert (model.count, model.scale, loop.current_epoch, loop.accumulate_grad_batches) == (3, 3.0, 3, 2)
 
 
-def test_a_resume_that_fails_leaves_attributes_and_flags_as_they_were(tmp_path):
+def test_a_failed_resume_leaves_attributes_and_requires_grad_flags_unchanged(tmp_path):
     model, loader = Counting(), make_loader()
     make_loop(tmp_path).fit(model, loader)
     model.double()

@@ -69,7 +69,7 @@ def make_empty_folders(root):
 @pytest.mark.parametrize(
     ("keyword", "change"), halve(["last", "auto"], [touch, copy, copy_older_files, make_empty_folders])
 )
-def test_resume_continues_the_run_that_saved_last(tmp_path, change, keyword):
+def test_resume_continues_the_run_that_saved_a_checkpoint_last(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
     fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)

@@ -215,7 +215,7 @@ def draw(generator):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_a_restored_generator_draws_the_same_numbers(tmp_path, name):
+def test_a_restored_generator_draws_the_same_numbers_as_the_saved_generator(tmp_path, name):
     generator, other = GENERATORS[name](), GENERATORS[name]()
     draw(generator)
     torch.save(get_generator_state(generator), tmp_path / "state")

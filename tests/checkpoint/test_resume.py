@@ -128,7 +128,7 @@ def test_resume_accepts_the_words_last_and_auto_and_a_path(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_a_moved_checkpoint_resumes_in_a_new_version_with_its_old_csv_rows(tmp_path):
+def test_a_run_resumes_exactly_from_a_moved_checkpoint_and_a_moved_metrics_csv(tmp_path):
     """The test moves metrics.csv together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)

@@ -80,7 +80,7 @@ class Configures(Classifier):
 
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
-def test_resume_finds_the_checkpoints_of_the_callbacks_of_the_module(tmp_path, resume):
+def test_resume_finds_the_checkpoints_of_a_callback_from_configure_callbacks(tmp_path, resume):
     whole = fit(tmp_path / "whole", Configures, max_epochs=2)
     fit(tmp_path / "parts", Configures, max_epochs=1)
     resumed = fit(tmp_path / "parts", Configures, max_epochs=2, resume=resume, seed=9)
@@ -124,7 +124,7 @@ def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_an_error_about_a_missing_model_checkpoint_callback_mentions_the_old_run(tmp_path):
+def test_an_error_about_a_missing_model_checkpoint_callback_mentions_the_saved_version(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -138,7 +138,7 @@ def test_an_error_about_a_missing_model_checkpoint_callback_mentions_the_old_run
     assert len(history) == 2
 
 
-def test_resume_auto_finds_the_run_after_validate_used_the_same_model_checkpoint(tmp_path):
+def test_resume_auto_finds_the_run_if_validate_used_the_same_model_checkpoint_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)
@@ -151,7 +151,7 @@ def test_resume_auto_finds_the_run_after_validate_used_the_same_model_checkpoint
 
 
 @pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
-def test_reusing_a_model_checkpoint_for_a_second_run_causes_a_warning(tmp_path, kind):
+def test_reusing_a_model_checkpoint_callback_for_a_second_run_causes_a_warning(tmp_path, kind):
     def run(callback):
         logger = True if kind is None else kind(tmp_path, "run")
         fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)
@@ -162,7 +162,7 @@ def test_reusing_a_model_checkpoint_for_a_second_run_causes_a_warning(tmp_path, 
         run(callback)
 
 
-def test_reusing_a_model_checkpoint_with_a_dirpath_causes_no_warning(tmp_path, recwarn):
+def test_reusing_a_model_checkpoint_callback_that_has_a_dirpath_causes_no_warning(tmp_path, recwarn):
     callback = ModelCheckpoint(tmp_path / "kept", save_last=True)
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto")

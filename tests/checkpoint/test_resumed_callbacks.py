@@ -70,7 +70,7 @@ def test_resume_warns_that_checkpoints_lack_the_initial_weights_used_by_model_pr
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
 
 
-def test_a_restored_attribute_never_hides_a_parameter():
+def test_a_saved_attribute_does_not_replace_a_parameter_of_the_same_name():
     layer = nn.Linear(2, 2)
     state = PlainState({"layer": Part(layer)})
     saved = {("layer", "weight"): ("tensor", torch.zeros(2, 2), False, True)}
@@ -92,7 +92,7 @@ class LogsMost(Classifier):
 
 
 @pytest.mark.parametrize("saves", [1, None])
-def test_a_resumed_run_logs_the_maximum_if_the_script_has_replaced_mean_with_max(tmp_path, saves, recwarn):
+def test_a_resumed_run_uses_the_new_reduce_fx_if_the_script_changed_mean_to_max(tmp_path, saves, recwarn):
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
@@ -207,7 +207,7 @@ class Iterates(cb.Callback):
         next(self.values["a"])
 
 
-def test_fit_warns_about_iterators_in_containers(tmp_path):
+def test_fit_warns_that_the_position_of_an_iterator_in_a_container_is_not_saved(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
 

@@ -333,7 +333,7 @@ def test_fit_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objec
 
 
 @both_loops
-def test_resuming_an_older_run_uses_options_that_the_user_changed_for_a_newer_run(tmp_path, kind):
+def test_resuming_an_older_run_keeps_the_loop_options_that_the_user_changed_later(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.loop.max_epochs = 2
     script.fit()
@@ -357,7 +357,7 @@ def test_changes_by_validate_between_two_calls_of_fit_do_not_count_as_changes_by
 
 
 @both_loops
-def test_a_refused_resume_leaves_the_attributes_flags_and_options_of_the_objects_unchanged(tmp_path, kind):
+def test_a_refused_resume_leaves_attributes_and_requires_grad_flags_unchanged(tmp_path, kind):
     def change(script):
         script.net.scale, script.loop.accumulate_grad_batches = 5.0, 2
         script.net.memory = script.net.memory or Buffer()

@@ -91,7 +91,7 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_checkpoint_saved_within_a_step_resumes_after_the_last_optimizer_step(tmp_path, hook, make, batches, options):
+def test_a_run_saved_within_a_step_resumes_after_the_last_optimizer_step(tmp_path, hook, make, batches, options):
     """FabricLoop continues after the last whole accumulation window, and refuses Trainer's file."""
     whole = run("trainer", Saves(), make, **options)
     ends = {}

@@ -374,7 +374,7 @@ class CountsAndSteps(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
-def test_an_edited_step_optimizer_method_does_not_have_to_count_steps(kind):
+def test_an_edited_step_optimizer_method_may_omit_the_increment_of_global_step(kind):
     options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
     loop, net = train(kind, "edited", **options)
     other, expected = train(MiniLoop, **options)
@@ -438,7 +438,7 @@ def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case)
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_after_an_epoch_but_warns_within_one(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_only_after_an_epoch(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]

@@ -1360,7 +1360,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_iterates_over_the_modules_equally_often_for_small_and_large_networks():
+def test_the_number_of_module_traversals_in_a_save_does_not_depend_on_the_model_size():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

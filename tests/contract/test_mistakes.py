@@ -80,7 +80,7 @@ def test_fit_warns_about_a_validation_step_without_a_return_value(name):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 
 
-def test_an_error_about_monitor_suggests_returning_the_loss():
+def test_if_the_monitored_loss_is_not_logged_an_error_suggests_returning_the_loss():
     class Forgets(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -515,7 +515,7 @@ def fit_with_scheduler(name, make_scheduler, **options):
 
 
 @both_loops
-def test_an_error_about_the_monitor_of_a_scheduler_does_not_suggest_resuming_without_a_checkpoint(name):
+def test_an_error_about_an_unknown_scheduler_monitor_does_not_mention_resume(name):
     def plateau(optimizer):
         return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "vall_loss"}
 

@@ -43,7 +43,7 @@ def steps_in(version):
         ("MiniLoop", "MiniLoop", "last"),
     ],
 )
-def test_resume_continues_the_run_that_saved_last(first, second, keyword):
+def test_resume_continues_the_run_that_saved_a_checkpoint_last(first, second, keyword):
     train(first, 1)
     train(second, 1)
     train(first, 2, resume="last", version=0)
@@ -176,7 +176,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_resume_with_a_path_continues_an_older_run_in_the_same_version_folder(first, third):
+def test_only_fabric_loop_resumes_a_replaced_run_from_the_path_of_its_checkpoint(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)

@@ -209,7 +209,7 @@ def test_calling_loss_backward_with_two_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_batch_idx_is_not_passed_to_a_step_function_argument_with_a_default(loop_class):
+def test_a_step_function_argument_with_a_default_value_does_not_get_the_batch_idx(loop_class):
     """Otherwise, the step function would get 0, 1, 2, ... as its factor."""
     seen = []
 

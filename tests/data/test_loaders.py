@@ -356,7 +356,7 @@ def test_the_hooks_of_an_earlier_datamodule_do_not_change_the_batches_of_other_l
 
 
 @pytest.mark.parametrize("stage", STAGE_NAMES)
-def test_only_fit_records_the_attributes_of_a_dataset(stage, monkeypatch):
+def test_only_fit_records_the_attributes_of_a_dataset_for_checkpoints(stage, monkeypatch):
     """Comparing a list of a million paths takes seconds, and only fit saves checkpoints."""
     recorded = []
 

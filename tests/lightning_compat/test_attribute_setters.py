@@ -161,7 +161,7 @@ def test_the_clipping_algorithm_can_be_an_enum_as_in_trainer(value, is_set):
 
 
 @pytest.mark.parametrize(("place", "name"), [("fit_loop", "min_epochs"), ("fit_loop.epoch_loop", "min_steps")])
-def test_a_hook_can_set_min_epochs_and_min_steps_of_the_loops_as_in_trainer(place, name):
+def test_a_hook_can_set_min_epochs_of_fit_loop_and_min_steps_of_epoch_loop_as_in_trainer(place, name):
     ends = []
     for kind in LOOPS.values():
 

@@ -154,7 +154,7 @@ def test_reading_the_progress_bar_callback_attribute_adds_no_callback():
     assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
 
 
-def test_fit_loop_and_validate_loop_match_trainer_before_the_first_run():
+def test_the_loop_counters_before_the_first_run_are_the_same_as_in_trainer():
     """Some packages read the counters of Trainer's loops before the first run."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
     first, second = (

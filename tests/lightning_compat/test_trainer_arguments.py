@@ -62,7 +62,7 @@ def test_weights_only_false_loads_checkpoints_that_contain_arbitrary_objects(tmp
     assert results_of(trained, "validate", ckpt_path=path, weights_only=False)
 
 
-def test_async_checkpoint_io_saves_the_same_weights(tmp_path):
+def test_async_checkpoint_io_saves_the_same_weights_as_the_default_checkpoint_io(tmp_path):
     """AsyncCheckpointIO wraps the CheckpointIO of FabricLoop."""
     plugins = {"plain": None, "async": AsyncCheckpointIO()}
     saved = {}

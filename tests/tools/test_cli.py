@@ -360,7 +360,7 @@ def test_validate_test_and_predict_load_the_run_given_by_the_run_option(capsys):
     assert not Path("logs/run/version_2").exists()
 
 
-def test_fit_resumes_a_run_or_loads_its_weights(capsys):
+def test_the_fit_command_can_resume_a_run_and_load_the_weights_of_a_run(capsys):
     run(capsys, *FIT, *QUIET, *OPTIONS)
     first = Path("logs/run/version_0/config.yaml").read_bytes()
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model

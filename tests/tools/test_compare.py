@@ -547,7 +547,7 @@ def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts
     assert "lr: 0.1 in the first, 0.2 in the second" in capsys.readouterr().out
 
 
-def test_a_module_of_a_package_runs_as_with_python_m(tmp_path, capsys, quick_scripts):
+def test_the_compare_command_runs_a_module_of_a_package_like_python_m(tmp_path, capsys, quick_scripts):
     folder = tmp_path / "project" / "tasks"
     folder.mkdir(parents=True)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -221,7 +221,7 @@ def test_the_learning_rate_finder_records_one_loss_per_optimizer_step():
     assert ramp.losses[0] == pytest.approx(18)
 
 
-def test_the_tune_command_plots_the_curve_and_prints_a_learning_rate(tmp_path, capsys):
+def test_the_tune_command_plots_the_loss_curve_and_suggests_a_learning_rate(tmp_path, capsys):
     options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
     assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
     assert "suggested   " in capsys.readouterr().out
