@@ -128,7 +128,8 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The content of config.yaml. The ``fit`` command adds the model and the data.
+        # The options that config.yaml contains. ``fabric-template fit`` also adds the model and the
+        # data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -136,7 +137,7 @@ class FabricLoop(TrainerAPI):
         self.seed_generators()
 
     def seed_generators(self) -> None:
-        """Seed the random generators with the ``seed`` option. ``fit`` also calls this method."""
+        """Seed the random generators when the loop is created, and again when ``fit`` starts."""
         if self.config.seed is not None:
             Fabric.seed_everything(self.config.seed, workers=True, verbose=False)
 
@@ -459,7 +460,7 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Pass None instead of containers, because Fabric fails to copy some types, such as range.
+        # Replace containers by None, because Fabric.load fails to copy some types, such as range.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -542,7 +543,7 @@ class FabricLoop(TrainerAPI):
 
 
 def make_fabric(given: dict[str, Any]) -> Any:
-    """Return the user's Fabric object, or create a Fabric object from the options."""
+    """Return the user's Fabric object, or create one from the options."""
     fabric, arguments = given["fabric"], {name: given[name] for name in FABRIC_ARGUMENTS}
     if fabric is None:
         check_fabric_arguments(arguments)
@@ -610,7 +611,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 
 
 class StatefulValue:
-    """Wrap a value so that Fabric saves the value unchanged.
+    """Wrap a value so that Fabric saves it unchanged.
 
     Without this wrapper, Fabric copies containers, drops a deque's maxlen, and fails on a range.
     """
@@ -660,7 +661,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether values may be logged now, as in step methods and epoch-end hooks."""
+    """Return whether the running hook is a step method or epoch-end hook, which may log values."""
     hook = str(run.hooks.current)
     # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")

@@ -272,7 +272,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The run's StopCondition or, before the first run, the loop's options."""
+        """The object that stores the current values of max_epochs, min_epochs and max_steps."""
         return self.config if self.run is None else self.run.stop
 
     @property

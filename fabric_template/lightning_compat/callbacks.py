@@ -142,8 +142,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """If a run resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
-    on_train_epoch_start creates the scheduler that weight averaging needs. After the call, set the
-    learning rates and BatchNorm statistics back to the values from the checkpoint.
+    on_train_epoch_start creates the scheduler that weight averaging needs. Because the hook also
+    changes learning rates and BatchNorm statistics, restore their values afterwards.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -168,8 +168,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # With BatchNorm layers, the callback copies the weights before an extra epoch. Do not copy
-        # the weights again if the saved run has already started this extra epoch.
+        # If the model has BatchNorm layers, StochasticWeightAveraging copies the averaged weights
+        # before an extra last epoch. Do not copy them again if the saved run includes this epoch.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

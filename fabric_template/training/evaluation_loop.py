@@ -196,7 +196,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Switch between train and eval mode by calling a hook on the callbacks and the module.
+    """Call a hook such as on_validation_model_eval, which switches between train and eval mode.
 
     If the module does not override the hook, ``default`` switches the mode.
     """

@@ -195,7 +195,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau, check for signals, and save a checkpoint every N steps."""
+    """Step ReduceLROnPlateau, check for signals, and save a checkpoint if due."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end

@@ -160,7 +160,7 @@ class Hooks:
         return self.module if is_lightnings else self.model
 
     def leave(self) -> None:
-        """Set ``current`` to None after an error in a hook."""
+        """After an error in a hook, record that no hook is running."""
         self.current = None
 
     def inside(self, name: str, method: Callable) -> Callable:

@@ -160,7 +160,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Checkpoints contain the attributes that change after this call, for example in on_fit_start.
+    # Record attributes before on_fit_start, so that checkpoints contain what this hook changes.
     run.reset_and_record_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -224,8 +224,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check if the run resumes from a checkpoint. The exception is a
-    # Trainer checkpoint that was saved between two epochs.
+    # A resumed run skips the sanity check. With a Trainer checkpoint that was saved between two
+    # epochs, run the check, because Trainer also does so.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -334,8 +334,8 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Compare names, because a copy of the package has its own classes. Do not compare the name
-    # MiniLoop, because users may rename this class.
+    # Do not use isinstance, because a copy of the package has its own classes. Recognize a MiniLoop
+    # by its attribute ``_added_methods``, because users may rename the class.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
 

@@ -49,7 +49,7 @@ class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
     The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    this base class, and so does training until the on_fit_start hook has returned.
+    the class Optimization itself, and so does ``fit`` until on_fit_start has returned.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
@@ -94,7 +94,7 @@ class Optimization:
     def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
         """Return the arguments of an optimizer or scheduler.
 
-        If the run resumes, ignore changes that earlier fits made to these arguments.
+        In a resumed run, return the arguments from before earlier fits changed them.
         """
 
         def read() -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         self._call_backward = self._run_backward
         if self.is_automatic:
-            # explain_error uses this name to recognize errors in the loop's own backward pass.
+            # explain_error recognizes the loop's own backward pass by the hook name "backward".
             self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
@@ -257,7 +257,7 @@ class AutomaticOptimization(Optimization):
         hooks = self.run.hooks
         self._optimizer = optimizer = self.optimizers[0]
         self._module_zero_grad = hooks.module_method("optimizer_zero_grad")
-        # Do not profile optimizer_step, because the profiled _take_step already includes its time.
+        # The profiler measures optimizer_step as part of _take_step, so do not measure it twice.
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
@@ -441,7 +441,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # training_step may call loss.backward(), which does not clear _stepped_optimizers.
+            # loop.backward(loss) clears _stepped_optimizers, but training_step may call
+            # loss.backward() instead.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A resumed run repeats these phases. Therefore, a checkpoint that is saved during such a phase
-# contains the values of Progress from before the phase.
+# Maps each phase that a resumed run repeats to the values of Progress before this phase. A
+# checkpoint that is saved during the phase contains these values.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},

@@ -106,9 +106,10 @@ class Run:
         self.fit_record = undo_earlier_fits(self)
 
     def reset_and_record_attributes(self) -> None:
-        """After setup(), record all attributes. In a resumed run, undo changes by earlier fits.
+        """Record the attributes of the model, the datamodule and the callbacks.
 
-        Checkpoints contain only the attributes that change after this call.
+        If the run resumes, first reset the attributes that earlier fits have changed. A checkpoint
+        contains only the attributes that change after they are recorded.
         """
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)
