@@ -91,7 +91,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because checkpoints store objects' attributes, not bare lists."""
+    """Wrap a list in an object, because checkpoints contain only the attributes of objects."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -153,7 +153,8 @@ def refers_to_model(loader: Any) -> bool:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A checkpoint does not contain the weights from the start of the epoch.
+    A run resumed within an epoch has the checkpoint's weights, so the sampler may compute a
+    different order.
     """
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
@@ -264,9 +265,9 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders also skip the finished batches in later epochs.
-    Therefore, at the end of the resumed epoch, StreamState resets the loader's position, but keeps
-    other values, such as the epoch number.
+    After ``load_state_dict``, some loaders skip their first batches not only in the resumed epoch,
+    but also in later epochs. Therefore, at the end of the resumed epoch, StreamState resets the
+    loader's position, but keeps other values, such as the epoch number.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -289,7 +290,7 @@ class StreamState:
         self._loaded = None
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Return the attributes that the loader has changed, except for the restored position."""
+        """Return the loader's changed attributes, with the restored position already reset."""
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 

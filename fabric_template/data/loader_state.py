@@ -126,7 +126,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # Return an empty iterator, so that CombinedLoader starts the loader again.
+            # Return an empty iterator, so that CombinedLoader records a finished pass and calls
+            # iter() again.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -147,7 +148,7 @@ class ResumableLoader:
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Do not call _find_model_state in __init__, because run.plain_state may still be empty.
+        # Find the model's state on each access, because it may not exist yet in __init__.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -336,8 +337,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run will not read the finished batches again, save the attributes that have
-        # changed while these batches were read.
+        # A resumed run may skip the finished batches without reading their samples. In this case,
+        # save the attributes that have changed while these samples were read.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -444,7 +445,7 @@ class ResumableLoader:
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
         """Restore a saved state, and reset attributes that the saved run had not changed.
 
-        Closing ``stack`` restores the model's previous attributes.
+        When the caller closes the ExitStack, the model's previous attributes are restored.
         """
         if self._model_state is not None and "model" in captured:
             saved = captured["model"]["attributes"]
@@ -503,7 +504,7 @@ class SkippingSampler:
         self._sampler, self._first, self._loader = sampler, first, loader
 
     def __iter__(self) -> Iterator[Any]:
-        # Restart the sampler in each call, because torch calls iter() twice per epoch.
+        # torch calls this method twice per epoch, so start the wrapped sampler again in each call.
         return self._skip(iter(self._sampler))
 
     def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -513,7 +514,7 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Replaces an incomplete last batch, which is dropped because ``drop_last`` is True."""
+    """Workers send this class instead of an incomplete last batch if ``drop_last`` is True."""
 
 
 class WorkerRecorder:
@@ -543,8 +544,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # To save time, omit objects without random generators, because collate() reads all states
-        # for every batch.
+        # collate() reads the objects' states for every batch, so omit objects without random
+        # generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

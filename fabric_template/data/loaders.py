@@ -139,7 +139,7 @@ class DataConnector:
         if is_limited or config.num_sanity_val_steps == 0:
             return
         for loader in loaders:
-            # The type of a generator or a map object is defined in one of these modules.
+            # Generators, map objects and other iterators of Python come from these two modules.
             is_built_in = type(loader).__module__ in ("builtins", "itertools")
             if is_built_in and isinstance(loader, Iterator):
                 raise ConfigurationTypeError(
@@ -228,8 +228,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        In a resumed run, create the validation loaders before the first epoch only if the saved run
-        did, because creating them may draw random numbers.
+        A resumed run calls val_dataloader() here only if the saved run had called it, because the
+        method may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -550,7 +550,7 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # ``dropped`` also counts the call to next() that reached the end of the loader.
+    # If the loader is exhausted, ``dropped`` also counts the call to next() that found no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # A resumed run computes the same sample order again, so omit the samplers' states. If it also
     # reads the finished batches again, omit the dataset's state.
@@ -586,7 +586,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item is a custom, non-iterable object, which must be a batch."""
+    """Return whether a list item must be a batch, because it is a custom non-iterable object."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -642,7 +642,7 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
 
 def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if batches stay unchanged."""
-    # Like Trainer, ignore a datamodule from an earlier call unless this call uses its loaders.
+    # Like Trainer, use a datamodule's transfer hooks only if the datamodule provides the loaders.
     datamodule = run.datamodule if run.data.source is run.datamodule else None
 
     def find_hook(name: str) -> Callable | None:

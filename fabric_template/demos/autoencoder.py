@@ -61,7 +61,7 @@ class Autoencoder(nn.Module):
     test_step = validation_step
 
     def predict_step(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the code and the label of each image."""
+        """Return the latent code and the label of each image."""
         images, labels = batch
         return {"code": self.encoder(images), "label": labels}
 

@@ -198,7 +198,7 @@ def _run_in_process(
             _write_error(error, folder)
             # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
             raise RuntimeError(repr(error)) from error
-        # A signal stops all processes after the same step, so also return the results now.
+        # A signal stops all processes after the same step, so they can still return their results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
