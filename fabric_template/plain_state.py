@@ -286,7 +286,7 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
     """Return a digest of the numbers and strings in each callback, keyed by the callback's class.
 
-    A resumed run compares the digests, because it restores the callbacks of one class in order.
+    A resumed run compares the digests, because it matches callbacks of one class by their order.
     """
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
@@ -690,7 +690,7 @@ class PlainState:
         return found
 
     def digests_of(self, part: Part) -> dict[str, Any]:
-        """Return a digest or an Identity of each attribute of an object."""
+        """Return a digest of each attribute, or an Identity if the value is not plain."""
         return {name: self._digest_or_identity(value) for name, value in part.attributes().items()}
 
     def _digest_or_identity(self, value: Any) -> Any:

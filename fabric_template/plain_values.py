@@ -93,7 +93,7 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # on the values. In later formats, the output also depends on reference counts.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # The items of a dict are its keys and values in turn. An odd step selects some of both.
+    # The items of a dict alternate between keys and values. An odd step selects some of both.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
     # Reduce the maximum number of items at each nesting level, so that a container that contains
@@ -203,7 +203,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of long strings may have few elements, so the step of the slice must be at least 1.
+    # For an array of a few long strings, the quotient is 0, but the step must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 

@@ -139,8 +139,9 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If "auto" or ``ckpt_path="last"`` finds no
-        checkpoint, return (None, {}). For any other argument, a missing checkpoint is an error.
+        The path and the content of the checkpoint. If the keyword "auto" or ``ckpt_path="last"``
+        finds no checkpoint, return (None, {}). For any other argument, a missing checkpoint is an
+        error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -189,11 +190,11 @@ class Version:
 
 
 def callbacks_of(plan: Plan) -> list[Any]:
-    """Return the loop's callbacks.
+    """Return the callbacks that may have saved the checkpoint.
 
     If the loop has no checkpoint callback, also return the callbacks that the module's
-    configure_callbacks creates. The run does not use these callbacks, because it calls
-    configure_callbacks again.
+    configure_callbacks creates. These callbacks are used only to find the checkpoint, because the
+    run calls configure_callbacks again.
     """
     callbacks = plan.loop.callbacks
     own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
@@ -343,7 +344,7 @@ def list_files(folder: Path, patterns: Collection[str]) -> list[Path]:
 
 
 def newest_first(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield first the ``last*`` files and then the others, each group from newest to oldest."""
+    """Yield the ``last*`` files first, then all other files, each group from newest to oldest."""
     groups: dict[bool, list[Path]] = {True: [], False: []}
     for path in files:
         groups[path.name.startswith("last")].append(path)

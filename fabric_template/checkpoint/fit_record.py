@@ -1,10 +1,10 @@
 """Before a run resumes, reset objects that an earlier call to ``fit`` has changed.
 
-A checkpoint contains only values that have changed since the run started. A script may resume a run
-with objects that an earlier ``fit`` call in the same process has changed, such as the model or a
-callback. Therefore, ``fit`` first resets these objects to their values at the start of the run.
-Values that the user has changed after the earlier ``fit`` call are kept. If no earlier call in this
-process saved to the checkpoint's folder, nothing is reset.
+A checkpoint contains an attribute only if its value has changed since the run started. A script may
+resume a run with objects that an earlier ``fit`` call in the same process has changed, such as the
+model or a callback. Therefore, ``fit`` first resets these objects to their values at the start of
+the run. Values that the user has changed after the earlier ``fit`` call are kept. If no earlier
+call in this process saved to the checkpoint's folder, nothing is reset.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[Any, tuple[Any, Any]]
-# The ObjectRecord of each object, keyed by a kind such as "attributes". This dict holds only weak
-# references to the objects.
+# Maps each object to a dict of its ObjectRecords, keyed by a kind such as "attributes". The
+# references to the objects are weak, so that Python can free the objects.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
 _MOST_RUNS = 4  # The maximum number of runs whose start values are kept for each object.
@@ -74,7 +74,7 @@ class ObjectRecord:
         return found
 
     def _keep_user_changes(self, values: Values) -> None:
-        """Apply the user's changes since the latest ``fit`` call to all recorded start values."""
+        """Replace start values of attributes that the user changed since the last ``fit`` call."""
         for name in {**values, **self.end}:
             if values.get(name, _MISSING)[0] == self.end.get(name, REMOVED):
                 continue
@@ -84,7 +84,7 @@ class ObjectRecord:
                     start[name] = values[name]
 
     def add_fit(self, run: frozenset[Path], start: Values, end: dict[Any, Any]) -> None:
-        """Store the values at the start of a run, and the digests at the end of the call."""
+        """Store an object's values at the start of a ``fit`` call, and their digests at the end."""
         known: Values = next(reversed(self.starts.values()), {})
         self.starts.pop(run, None)
         # Store equal values only once.
@@ -97,14 +97,17 @@ class ObjectRecord:
         self.end = end
 
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
-        """Record an evaluation's changes, so that they do not count as the user's changes."""
+        """Record the changes that a validate, test or predict call has made to an object.
+
+        Otherwise, the next ``fit`` call would treat these changes as the user's changes.
+        """
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
                 self.end[name] = end.get(name, REMOVED)
 
 
 class FitRecord:
-    """Records the state of a run's objects at the start and at the end of a call.
+    """Records the values of a run's objects at the start and at the end of a call such as ``fit``.
 
     Args:
         checkpoint: The path of the checkpoint from which the run resumes, or None for a new run.
@@ -123,8 +126,8 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # Each object, a function that returns its current digests, and its values at the start of
-        # the call. The key contains the object's id and a kind such as "attributes".
+        # Maps an object's id and a kind such as "attributes" to three items: the object, a function
+        # that returns its current digests, and its values at the start of the call.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
         # If the run cannot resume, these functions undo the changes to the objects.
         self._reverts: list[Callable[[], Any]] = []
@@ -209,7 +212,7 @@ class FitRecord:
         """
         name, attribute = place
         path = f"{name}.{attribute}"
-        # If training created an object and the checkpoint restores it, do not reset the attribute.
+        # Do not reset an attribute if it holds an object that the checkpoint restores.
         if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
             return False
         if value != UNKNOWN:
@@ -255,7 +258,7 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the object that a Part wraps, and the kind of values to record, such as "buffers"."""
+    """Return the object whose values are recorded, and the kind of values, such as "buffers"."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
     # PlainState wraps the same list item in a new ListItem in each run.
     if isinstance(owner, ListItem):
@@ -350,9 +353,10 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks that use Lightning's state_dict(), which may leave out attributes.
+    """Return callbacks whose state_dict() is defined in Lightning and may leave out attributes.
 
-    Leave out progress bars, and ModelCheckpoint, which continues to save to the same folder.
+    Skip progress bars. Also skip ModelCheckpoint, because its attributes describe the files that it
+    has saved.
     """
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
@@ -408,7 +412,10 @@ def warn_of_changed_attribute(place: str) -> None:
 
 
 def store_fit_record(run: Run) -> None:
-    """Store the values at the end of a call. Ignore errors, so that they do not stop a script."""
+    """At the end of a run, store its FitRecord for later ``fit`` calls.
+
+    Ignore errors, because they must not stop the user's script.
+    """
     with suppress(Exception):
         callbacks = run.hooks.callbacks_of("Checkpoint")
         folders = [run.checkpoints.folder, *(getattr(part, "dirpath", None) for part in callbacks)]

@@ -80,7 +80,10 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode. If monitor is None, use the checkpoint's values."""
+        """The monitored metric and its mode.
+
+        If the ``monitor`` option is None, take the metric and the mode from the checkpoint.
+        """
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -116,8 +119,8 @@ class CheckpointManager:
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
-        # The first validation run must log a monitored validation metric. A training metric may
-        # still be logged later.
+        # If the monitored metric is a validation metric, the first validation run must log it. A
+        # training metric may still be logged later.
         if str(self.config.monitor).startswith("val"):
             self._check_monitor(run)
 

@@ -29,7 +29,8 @@ _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# The attribute bit of a folder in a zip archive. torch would read a folder as an empty file.
+# The attribute bit that marks a folder in a zip archive. torch would read a folder as an empty
+# file.
 _FOLDER = 0x10
 
 

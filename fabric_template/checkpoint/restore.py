@@ -512,8 +512,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
     # differ from the number of schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    # An on_load_checkpoint hook may have removed all scheduler states. Therefore, warn about
-    # missing states only if the saved run had no schedulers.
+    # Do not warn if an on_load_checkpoint hook has removed all scheduler states. If the saved run
+    # had no schedulers, warn that the new schedulers start from scratch.
     has_new_scheduler = run.plan.start.own.get("arguments", {}).get("schedulers") == []
     if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -604,9 +604,10 @@ def check_parameter_order(run: Run) -> None:
 def warn_of_parameter_order(run: Run) -> None:
     """Warn if an optimizer may have had its parameters in a different order in a Trainer run.
 
-    Trainer does not save this order. If the new optimizer has the parameters in the order of the
-    model, as with ``self.parameters()``, the saved optimizer probably had them in the order of the
-    saved weights. An on_save_checkpoint hook may have sorted the weights, so do not raise an error.
+    Trainer does not save the order of an optimizer's parameters. If the new optimizer has its
+    parameters in the order of the model, as with ``self.parameters()``, compare this order with the
+    order of the saved weights. Warn instead of raising an error, because an on_save_checkpoint hook
+    may have sorted the saved weights.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))

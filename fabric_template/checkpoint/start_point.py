@@ -58,7 +58,7 @@ class StartPoint:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the checkpoint has not been completely restored yet."""
+        """Return whether parts of the checkpoint still have to be restored."""
         return self.checkpoint is not None
 
     @property

@@ -43,8 +43,8 @@ OPTION_TYPES = bool | int | float | str | None
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Do not save these attributes of optimizers. state_dict() already contains "state" and
-# "param_groups", and "defaults" may share their tensors. Schedulers use "_opt_called" and
-# "_step_count" only for a warning.
+# "param_groups". Tensors in "defaults", such as a learning rate, may also be in "param_groups".
+# Schedulers use "_opt_called" and "_step_count" only for a warning.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -263,7 +263,7 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 def pruning_masks(run: Run) -> dict[str, torch.Tensor]:
     """Return the masks of the weights that ModelPruning has pruned, keyed by the weight's name.
 
-    The state_dict contains the pruned weights without their masks, as if they were never pruned.
+    By default, ModelPruning saves the masked weights, but not the masks.
     """
     if not run.hooks.callbacks_of("ModelPruning"):
         return {}
@@ -422,7 +422,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Check the keys of on_save_checkpoint hooks only if an on_load_checkpoint hook may read them.
+    # Hooks may have added keys to the checkpoint. Check these keys only if an on_load_checkpoint
+    # hook may read them.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -467,9 +468,10 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Reset, record and save the attributes of optimizers, and search for new objects to save.
+    """Reset and record the attributes of optimizers, and include them in checkpoints.
 
-    Skip objects whose state is already saved, such as schedulers.
+    Also search for new objects to save. Skip objects whose state is already saved, such as
+    schedulers.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
