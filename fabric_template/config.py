@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The values of options that the user has not set.
+# The defaults of options that are None until the user sets them.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -291,7 +291,7 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Reset check_val_every_n_epoch to 1, because validate_every_n_steps has set it to None.
+            # validate_every_n_steps has set check_val_every_n_epoch to None. Restore the default.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
@@ -305,7 +305,7 @@ class LoopConfig:
 def _convert_option(name: str, value: Any) -> Any:
     """Convert NumPy numbers in an option to Python numbers, and string Enums to strings.
 
-    In options such as limit_train_batches, also convert floats such as 3.0 to an int.
+    Convert a whole number of batches, such as limit_train_batches=3.0, to an int.
     """
     if isinstance(value, str) and isinstance(value, Enum):
         value = value.value
@@ -467,7 +467,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to an int, because Trainer takes this float as all batches.
+# Do not convert overfit_batches=3.0 to an int, because Trainer uses all batches for this value.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -562,7 +562,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # An installed package may lack this source file.
+        # A package installed without its .py files has no field docstrings.
         return {}
     texts = {}
     for node in lines:

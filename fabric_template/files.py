@@ -29,8 +29,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Delete the temporary file of a killed process that had the same process ID. Mode "xb" always
-    # creates a new file, so it never writes through a symbolic link.
+    # Delete the temporary file of a killed process, if its ID was the same as this process's ID.
+    # Mode "xb" always creates a new file, so it never writes through a symbolic link.
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:

@@ -3555,7 +3555,7 @@ def find_direction(metric: str) -> str | None:
 
     If the name does not show whether higher or lower is better, return None.
     """
-    # In a name such as "fpr@recall" or "fpr_at_recall", read only "fpr".
+    # In a name such as "fpr@recall" or "fpr_at_recall", look only at "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):

@@ -122,7 +122,7 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # A resumed run may have reached its best value before it was resumed.
+        # In a resumed run, the best value may be in a row written before the checkpoint.
         best = best_row(run.row.rows, self._monitor, self._mode)
         self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":

@@ -23,7 +23,7 @@ from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# A run's CSV files, from which a resumed run removes the rows written after the checkpoint.
+# The names of a run's CSV files.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 
@@ -338,7 +338,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether the step of a CSV row is missing or is at most ``step``."""
+    """Return whether a CSV row was written at or before ``step``, or has no step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

@@ -127,7 +127,7 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # The setup hook of a new run may already have created an event file, but not hparams.yaml.
+    # The setup hook of a new run may have created an event file, so look for hparams.yaml, too.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 

@@ -96,7 +96,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     headers = [row for row in content.rows if [*row.values()] == [*row]]
     rows = [row for row in content.rows if row not in headers] if headers else content.rows
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
-        # Skip the second line, because it contains the units of the columns.
+        # Skip a second line without numbers, because it contains the units of the columns.
         rows = rows[1:]
     found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
     names = {name: name.strip() for name in found}
@@ -134,8 +134,8 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
     """Return whether a file without a step column has several complete rows in each epoch.
 
-    Return False if epochs before the last one differ in their number of rows. Such files come from
-    restarted runs, which repeat an epoch.
+    Each epoch must have the same number of rows, but the last epoch may have fewer. If a restarted
+    run repeated an epoch, this epoch has more rows than the others.
     """
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False

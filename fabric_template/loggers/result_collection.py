@@ -80,7 +80,7 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the name for loggers, such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
+        """Return the metric's full name, such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
 
         Append ``suffix``, which is "_step" or "_epoch", only if on_step and on_epoch are both set.
         """
@@ -137,7 +137,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(device) again to reset the metric's dtype attribute.
+            # Like Trainer, call to(), which sets the dtype attribute to torch's default dtype.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -267,7 +267,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # An unpickled copy has no instance attributes, so this class attribute turns log() off.
+    # An unpickled copy has no instance attributes. Its is_enabled is False, so log() does nothing.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -381,7 +381,7 @@ class ResultCollection:
         return metric
 
     def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
-        """Return whether the saved run logged a metric with another ``reduce_fx`` or ``on_epoch``.
+        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the saved run's.
 
         Warn if the saved run had already accumulated values of the current epoch.
         """
@@ -528,7 +528,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Return a dict of values for each loader, one for the loggers, and one for the CSV files.
+        """Return one dict per loader, a dict for the loggers, and a dict for the CSV files.
 
         Call this method after the evaluation's last hook.
         """

@@ -102,8 +102,7 @@ class RowWriter:
         try:
             yield
         finally:
-            # A save during validation is part of the validation time, so do not count the time of
-            # this save twice.
+            # A save during validation is already part of the validation time. Count it only once.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Values for the next rows
@@ -184,9 +183,9 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """In a step-based run, write a row for the steps since the last row.
+        """In a step-based run, write a final row for the steps since the previous row.
 
-        A run that resumes from an earlier checkpoint removes this row.
+        If the run later resumes from an earlier checkpoint, it removes the final row.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -200,7 +199,7 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # For a LightningModule, log_train_epoch logs the means at the end of the epoch.
+            # log_train_epoch sends a LightningModule's means to the loggers at the end of an epoch.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 
@@ -340,9 +339,9 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Copy a metrics.csv with another run's rows before the resumed run overwrites the file.
+    """Back up another run's metrics.csv before the resumed run overwrites it.
 
-    Return a sentence that contains the name of the new file, or "" if no file was copied.
+    Return a sentence that names the copy, or "" if no file was copied.
     """
     path = Path(logger.log_dir, "metrics.csv")
     if not is_first_process() or not read_table(path).rows:

@@ -138,7 +138,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
 
 
 def call_or_none(describe: Callable[..., Any], *parts: Any) -> Any:
-    """Call ``describe``, or return None if ``describe`` raises an error."""
+    """Return the result of ``describe``, or None if ``describe`` raises an error."""
     try:
         return describe(*parts)
     except Exception:
