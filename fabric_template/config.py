@@ -109,7 +109,7 @@ class LoopConfig:
     """Set torch.backends.cudnn.benchmark to this value. None keeps the current value, but
     turns benchmarking off if deterministic=True."""
     inference_mode: bool = True
-    """Evaluate in torch.inference_mode. If False, use torch.no_grad instead."""
+    """Evaluate in torch.inference_mode (True) or in torch.no_grad (False)."""
     reload_dataloaders_every_n_epochs: int = 0
     """Get new loaders from the datamodule or the module every N epochs. 0 means never."""
     profiler: Any = None
@@ -155,7 +155,8 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit.
 
-    Like `seed_everything(workers=True)`, this also seeds the workers of later runs in the process.
+    This option also seeds the workers of later runs in the same process, as
+    `seed_everything(workers=True)` does.
     """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or

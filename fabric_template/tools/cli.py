@@ -393,7 +393,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore case, because the capitalization differs between versions of jsonargparse.
+    # Ignore case, because versions of jsonargparse capitalize this message differently.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)

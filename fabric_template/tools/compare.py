@@ -216,7 +216,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no record of the modules in eval mode.
+    # If a step has no backward pass, its record does not list the modules in eval mode.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -516,7 +516,7 @@ def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy an optimizer option with tensors as numbers, because training may modify tensors."""
+    """Copy an optimizer option. Convert tensors to numbers, because training may modify tensors."""
     return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 

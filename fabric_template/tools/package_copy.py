@@ -132,7 +132,8 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if the outcome of any file is "conflict" or "kept", otherwise 0.
+        1 if a file has conflicts, or if the user changed a file that the installed version lacks.
+        Otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -160,8 +161,8 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
     """Return the outcome of updating a file, such as "merged", and the new content of the file.
 
-    If the update does not change the file, the outcome is "". If the copy must not contain the
-    file, the content is None.
+    If there is nothing to update in the file, the outcome is "". If the updated copy does not
+    contain the file, the content is None.
     """
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):

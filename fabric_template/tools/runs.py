@@ -39,8 +39,8 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
     killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
-    values differ between runs with the same name. Settings in hparams= that every run has also
-    appear in `changed` if their values differ.
+    values differ between runs with the same name. `changed` also contains each setting in hparams=
+    that exists in every run and differs between runs.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -113,7 +113,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Some runs' models or optimizers may lack this argument, so ignore these runs.
+            # Ignore runs without this option, such as runs whose optimizer has no momentum.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -136,7 +136,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from a folder. Name the run after the path from ``root`` to the parent folder."""
+    """Read a run from a folder. The run's name is the path from ``root`` to the folder's parent."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -350,7 +350,7 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts with the options from config.yaml and hparams.yaml and the "about" section.
+    """Return the options in config.yaml and hparams.yaml, and the "about" section, as two dicts.
 
     The "about" section of config.yaml describes the model, the machine and the package versions.
     """

@@ -129,7 +129,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
     """Return the speed-up of the settings ``after`` relative to the settings ``before``.
 
-    Return 0.0 if the speed-up may be noise in the measured times.
+    Return 0.0 if the speed-up may be due to noise.
     """
     slow: list[float] = []
     fast: list[float] = []
