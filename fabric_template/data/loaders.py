@@ -510,7 +510,8 @@ class StageLoaders:
         progress, dropped = self.run.progress.state_dict(), 0
         is_in_epoch = self.stage == "train" and progress["is_in_epoch"]
         if is_in_epoch:
-            # A resumed run reads the batches of an unfinished accumulation window again.
+            # If a checkpoint is saved during a batch, such as in training_step, a resumed run reads
+            # the batches of the accumulation window again.
             dropped = self._num_given - progress["batches_done"]
         if is_in_epoch and self._is_prefetching and (dropped or self._prefetched is not END):
             positions, rng_state = self._before_prefetch
