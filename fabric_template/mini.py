@@ -50,6 +50,7 @@ import warnings
 import weakref
 import zipfile
 import zlib
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -3494,9 +3495,11 @@ def is_same(first: Any, second: Any) -> bool:
 def get_rng_state() -> dict[str, Any]:
     numpy_state: Any = np.random.get_state()
     name, keys, *position = numpy_state
+    version, values, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": random.getstate(),
+        # Saving 625 separate numbers would take longer than saving a small model.
+        "python": (version, array("I", values).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), *position),
     }
     if torch.cuda.is_initialized():
@@ -3506,7 +3509,8 @@ def get_rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    random.setstate(state["python"])
+    version, values, gauss = state["python"]
+    random.setstate((version, tuple(array("I", values)), gauss))
     name, keys, *position = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():

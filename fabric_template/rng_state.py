@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ def capture_rng_state() -> dict[str, Any]:
     name, keys, *position = numpy_state
     state: dict[str, Any] = {
         "torch": get_generator_state(torch.default_generator),
-        "python": random.getstate(),
+        "python": get_generator_state(_OF_RANDOM),
         "numpy": (name, keys.tobytes(), *position),
     }
     if torch.cuda.is_initialized():
@@ -82,7 +83,9 @@ def get_generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        version, values, gauss = generator.getstate()
+        # Saving 625 separate numbers would take longer than saving a small model.
+        return version, array("I", values).tobytes(), gauss
     if isinstance(generator, np.random.RandomState):
         return _without_arrays(generator.get_state(legacy=False))
     return _without_arrays(generator.bit_generator.state)
@@ -94,8 +97,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         version, values, gauss = state
-        # Convert back to a tuple, because DataLoader(pin_memory=True) turns tuples into lists.
-        generator.setstate((version, tuple(values), gauss))
+        generator.setstate((version, tuple(array("I", values)), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))
     else:
