@@ -206,10 +206,13 @@ class FrozenLater(Script):
         return super().loss(net, batch)
 
 
-class ClippedInReverse(Clipping):
+class RoundedUp(Clipping):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.loss(net, batch).backward()
-        nn.utils.clip_grad_norm_([*net.parameters()][::-1], self.clip, foreach=False)
+        nn.utils.clip_grad_norm_(net.parameters(), self.clip)
+        # Change the last bit of each number, as another order of additions would do.
+        for parameter in net.parameters():
+            parameter.grad = parameter.grad.nextafter(torch.tensor(torch.inf))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -319,7 +322,7 @@ MISTAKES = [
     (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
     (Script, InOrder, {}, 0, "digest of a sample", "a different order", "shuffle="),
-    (Clipping, ClippedInReverse, None, None, "norm of a gradient", "rounding", "none if the last bits may differ"),
+    (Clipping, RoundedUp, None, None, "norm of a gradient", "rounding", "none if the last bits may differ"),
     (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
     (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),
