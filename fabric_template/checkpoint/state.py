@@ -218,8 +218,8 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # A resumed run repeats the batches of an unfinished accumulation window. Therefore, count these
-    # batches as "ready", but not as "completed".
+    # If the checkpoint is saved during a batch, a resumed run repeats the batches since the last
+    # optimizer step. Therefore, count these batches as "ready", but not as "completed".
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:

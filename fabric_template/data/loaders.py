@@ -520,13 +520,28 @@ class StageLoaders:
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
             rng_state = self._restored_rng
+        is_known = not dropped or len(positions) == 1 or all(map(self._is_in_first_pass, positions))
         if dropped:
+            self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
             "loaders": positions,
+            "is_known": is_known,
             "rng_before_following": rng_state,
         }
+
+    def _is_in_first_pass(self, position: dict[str, Any]) -> bool:
+        """Return whether a loader has yielded all batches of this epoch so far, or none of them."""
+        is_usual = position["batches"] in (0, self._num_given) and position["passes"] <= 1
+        return is_usual and not position["is_finished"]
+
+    def _warn_of_repeated_batches(self) -> None:
+        self.run.warn_once(
+            "save_checkpoint: got a call during a batch. A resumed run repeats the batches since"
+            " the last optimizer step, but draws other random numbers for dropout and for random"
+            " samples. To resume exactly, call save_checkpoint() in on_train_batch_end."
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.stage == "train" and len(state["loaders"]) != len(self.resumable):
@@ -534,6 +549,13 @@ class StageLoaders:
                 f"resume: got a checkpoint of a run with {len(state['loaders'])} training loaders,"
                 f" expected {len(self.resumable)}. Pass the same loaders as in the saved run, or"
                 " start a new run from the weights with load=."
+            )
+        if not state["is_known"]:
+            raise CheckpointError(
+                "resume: got a checkpoint saved during a batch, after one of several loaders had"
+                " yielded its last batch, expected a checkpoint saved between batches. Call"
+                " save_checkpoint() in on_train_batch_end, or use load= to start a new run from the"
+                " weights."
             )
         self.loaded_in_epoch = state["loaded_in_epoch"]
         self._restored_rng = state["rng_before_following"]

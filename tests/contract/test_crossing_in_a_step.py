@@ -4,9 +4,13 @@ import warnings
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from both import LOOPS
+from lightning.pytorch.utilities import CombinedLoader
 from modules import Classifier, assert_same_weights, by_step, make_loader, quiet
 from runs import Record, same, val_loader
+from torch import nn
+from torch.utils.data import DataLoader
 
 from fabric_template import FabricLoop
 from fabric_template.errors import CheckpointError
@@ -109,3 +113,53 @@ def test_a_run_saved_within_a_step_resumes_after_the_last_optimizer_step(tmp_pat
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
         assert_equals_uninterrupted_run(ends["trainer", "trainer"], ends["loop", "trainer"])
+
+
+@pytest.mark.parametrize(("hook", "options"), [("on_train_batch_start", {}), ("on_after_backward", WINDOW)])
+def test_saving_within_a_step_warns_that_a_resumed_run_draws_other_random_numbers(tmp_path, hook, options):
+    callback = pl.Callback()
+    setattr(callback, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "saved.ckpt"))
+    trainer = FabricLoop(**quiet(max_epochs=1, callbacks=[callback], **options))
+    with pytest.warns(UserWarning, match="last optimizer step, but draws other random") as found:
+        trainer.fit(automatic(), make_loader())
+    assert len([one for one in found if "save_checkpoint" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
+def test_resume_refuses_a_file_saved_within_a_step_after_one_of_several_loaders_has_ended(tmp_path, hook, mode):
+    """A file saved between two batches resumes exactly."""
+
+    def train(path=None, saves=()):
+        seen = []
+
+        def training_step(model, batch):
+            parts = [part for part in (batch if isinstance(batch, list) else [batch]) if part is not None]
+            seen.append([part.item() for part in parts])
+            return sum(model(part).sum() for part in parts)
+
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        loaders = [DataLoader(torch.arange(5.0)[:, None]), DataLoader(torch.arange(12.0)[:, None] + 100)]
+        loop = FabricLoop(**quiet(max_epochs=1, callbacks=[*saves], **WINDOW))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        loop.fit(model, CombinedLoader(loaders, mode), optimizer=optimizer, training_step=training_step, resume=path)
+        return seen, model
+
+    def save(trainer, *args):
+        if args[-1] == 7:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    whole, model = train()
+    callback = pl.Callback()
+    setattr(callback, hook, save)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(saves=[callback])
+    if hook == "on_train_batch_start":
+        with pytest.raises(CheckpointError, match="after one of several loaders had yielded its last batch"):
+            train(tmp_path / "saved.ckpt")
+    else:
+        rest, resumed = train(tmp_path / "saved.ckpt")
+        assert rest == whole[8:]
+        assert_same_weights(model, resumed)
