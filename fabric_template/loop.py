@@ -294,9 +294,9 @@ class FabricLoop(TrainerAPI):
     def setup(self, model: Any, optimizer: Any = None, *loaders: Any) -> Any:
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
-        On one device in float32, the model and the optimizer are returned unchanged. On several
-        devices, or in a precision such as bf16, Fabric wraps the model and the optimizer. If Fabric
-        wraps the model, ``model.module`` is the original model. Clip gradients with
+        On one device in float32, setup returns the model and the optimizer unchanged. On several
+        devices, or with a precision such as "bf16-mixed", setup returns Fabric's wrappers of both.
+        In this case, ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         With several processes, each process gets its share of a DataLoader's or a TensorLoader's

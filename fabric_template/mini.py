@@ -1135,8 +1135,9 @@ class MiniLoop:
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Check the loop's own entry only once per run. Leave out the RNG states and the encoded
-            # attributes, which are always readable and may be large.
+            # Check only before the first save of a run whether torch.load could read MiniLoop's own
+            # entry. Do not check the RNG states and the attributes of objects, because they may be
+            # large, and torch.load can always read them.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -3187,10 +3188,11 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # `marks` covers only a sample of the items, so also use the version counters of all tensors.
+    # `marks` covers only a sample of the items. To detect changes of the other tensors, compare the
+    # version counters of all tensors, too.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
-    # Python may use the id of a deleted object again, so also compare weak references.
+    # Python may reuse the id of a deleted object, so also compare weak references.
     references = [weakref.ref(i) for i in items if type(i).__weakrefoffset__]
     return kind, len(items), hash(tuple(map(id, items))), references, versions, marks
 
@@ -3437,7 +3439,7 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether FabricLoop has saved attributes of loaders or of their datasets."""
     if isinstance(state, dict):
-        # The model's attributes at the start of an epoch are needed only within the epoch.
+        # FabricLoop needs its record of the model's attributes only to resume within an epoch.
         parts = (part for name, part in state.items() if name != "model")
         return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -3498,7 +3500,8 @@ def get_rng_state() -> dict[str, Any]:
     version, values, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        # Saving 625 separate numbers would take longer than saving a small model.
+        # The state has 625 numbers. To save them one by one would take longer than to save a small
+        # model.
         "python": (version, array("I", values).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), *position),
     }

@@ -250,7 +250,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 def name_of_key(key: Any) -> str:
     """Return the text for a dict key, index or attribute name in a path such as "model.pools.0".
 
-    ``key_of_name`` converts the text back.
+    ``key_of_name`` converts such a text back to the key.
     """
     if isinstance(key, str):
         # Quote a string of digits, because digits without quotes are an int.

@@ -84,7 +84,8 @@ def get_generator_state(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         version, values, gauss = generator.getstate()
-        # Saving 625 separate numbers would take longer than saving a small model.
+        # The state has 625 numbers. To save them one by one would take longer than to save a
+        # small model.
         return version, array("I", values).tobytes(), gauss
     if isinstance(generator, np.random.RandomState):
         return _without_arrays(generator.get_state(legacy=False))

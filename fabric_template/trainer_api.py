@@ -233,7 +233,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # If the attribute `recipe` exists, the constructor has set all attributes.
+        # The constructor sets `recipe` last, so if it exists, the loop has been created.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"

@@ -139,9 +139,8 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If the keyword "auto" or ``ckpt_path="last"``
-        finds no checkpoint, return (None, {}). For any other argument, a missing checkpoint is an
-        error.
+        The path and the content of the checkpoint. If there is no checkpoint, the keyword "auto"
+        and ``ckpt_path="last"`` return (None, {}), and every other keyword raises an error.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)

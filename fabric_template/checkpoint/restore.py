@@ -604,10 +604,10 @@ def check_parameter_order(run: Run) -> None:
 def warn_of_parameter_order(run: Run) -> None:
     """Warn if an optimizer may have had its parameters in a different order in a Trainer run.
 
-    Trainer does not save the order of an optimizer's parameters. If the new optimizer has its
-    parameters in the order of the model, as with ``self.parameters()``, compare this order with the
-    order of the saved weights. Warn instead of raising an error, because an on_save_checkpoint hook
-    may have sorted the saved weights.
+    Trainer does not save the order of an optimizer's parameters. If the new optimizer was
+    created from ``self.parameters()``, its parameters have the order of the model's weights. In
+    this case, warn if the saved weights have a different order. Do not raise an error, because an
+    on_save_checkpoint hook may have sorted the saved weights.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))

@@ -544,8 +544,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() reads the objects' states for every batch, so omit objects without random
-        # generators.
+        # collate() reads the states of these objects for every batch. To save time, omit objects
+        # without random generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

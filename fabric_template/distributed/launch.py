@@ -251,8 +251,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file, unless another process has already written an error."""
-    # Do not write an error that cannot be pickled. The launcher still reports the text of the
-    # error.
+    # If the error cannot be pickled, write no file. In this case, the launcher reports only the
+    # error's text.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -175,9 +175,9 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Register run_step as a forward method, so that FSDP gathers the parameters before each
-        # call. Then delete the attribute run_step, so that copies and saved attributes of the
-        # network do not contain run_step.
+        # Register _call as a forward method, so that FSDP gathers the parameters before each call.
+        # Registration replaces the attribute run_step by a wrapped function. Keep this function,
+        # and delete the attribute, because copies of the network would contain it.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")

@@ -198,7 +198,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
     """Call a hook such as on_validation_model_eval, which switches between train and eval mode.
 
-    If the module does not override the hook, ``default`` switches the mode.
+    If the module does not override the hook, call ``default``, which switches the mode instead.
     """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()

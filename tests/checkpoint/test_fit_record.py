@@ -94,7 +94,7 @@ def test_resuming_keeps_a_value_that_the_user_replaced_after_fit(tmp_path, make)
     assert holder.value is mine
 
 
-def test_resuming_an_older_run_also_keeps_changes_made_by_the_user(tmp_path):
+def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_fits(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8

@@ -529,7 +529,7 @@ def test_coming_from_md_lists_each_trainer_option_that_is_refused():
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
 
 
-def test_coming_from_md_lists_each_argument_of_fabric_loop_that_trainer_lacks():
+def test_the_page_for_trainer_users_lists_each_argument_that_only_fabric_loop_has():
     """The table shows how to write each of these arguments with Trainer."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))

@@ -68,7 +68,7 @@ def test_both_processes_stop_if_one_gets_a_signal_before_training(hook, rank, nu
     ("who", "hook", "number"),
     [("parent", "setup", "SIGINT"), ("child", "setup", "SIGINT")],
 )
-def test_a_signal_before_training_stops_all_forked_processes(who, hook, number):
+def test_all_forked_processes_stop_after_a_signal_that_arrives_before_training(who, hook, number):
     """The parent or one child gets the signal. The script ends, and no process is left."""
     (code,), (error,) = run_processes(set_up, who, hook, 0, number, ranks=1, is_launched=False)
     assert code == CODES[number], error

@@ -59,7 +59,7 @@ def test_run_names_that_contain_numbers_are_sorted_numerically(tmp_path):
 
 @pytest.mark.parametrize("path", ["digits/version_10", "digits/version_10/metrics.csv"])
 @pytest.mark.parametrize("make", [str, lambda path: path], ids=["str", "path"])
-def test_read_logs_reads_a_single_version(three_runs, path, make):
+def test_read_logs_accepts_the_folder_or_csv_file_of_one_version(three_runs, path, make):
     found = read_logs(make(three_runs / path))
     assert found["version"].tolist() == [10, 10]
     assert found["loss"].tolist() == [1.0, 0.5]

@@ -215,7 +215,7 @@ def test_read_logs_splits_a_table_of_several_runs(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_runs_with_the_same_name_from_two_files_separately():
+def test_plot_logs_draws_one_curve_per_file_if_two_files_contain_runs_of_the_same_name():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")
