@@ -118,12 +118,15 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
 
 
 EXIT = """
+import gc
 import sys
 
 import torch
 import fabric_template
 from lit import Data, Lit
 
+# The forking server has frozen its objects. Python exits too early for this test if it does not free them.
+gc.unfreeze()
 loop = getattr(fabric_template, sys.argv[1])(accelerator="cpu", max_epochs=1)
 loop.fit(Lit(), Data().train_dataloader())
 # A thread of gloo waits for Python while it frees the tensors of the next call.
@@ -134,11 +137,11 @@ loop.fabric.broadcast(1)
 
 @pytest.mark.parametrize("loop", keep(["FabricLoop", "MiniLoop"], "FabricLoop"))
 def test_a_process_that_exits_right_after_a_collective_call_returns_exit_code_0(loop, tmp_path):
-    """Without a pause at the exit, every second run of this test aborted."""
+    """Without a pause at the exit, two of five runs of this test aborted."""
     (tmp_path / "lit.py").write_text(LIT)
     (tmp_path / "train.py").write_text(EXIT)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    # Only torchrun is forked. The two processes that it starts exit as they do outside of this test.
+    environment["FORKING_PYTHON"] = forking_python()
     command = fork_command([*TORCHRUN, "train.py", loop])
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
