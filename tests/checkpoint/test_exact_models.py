@@ -264,7 +264,7 @@ CASES = {
 def train(kind, root, make, kill_at=None, resume=None):
     model, loader = make()
     model.kill_at = kill_at
-    options = {SAVES[kind]: 1, "log_every_n_steps": 1}
+    options = {SAVES[kind]: 3, "log_every_n_steps": 1}
     loop = kind(max_epochs=2, default_root_dir=root, accelerator="cpu", name="run", **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found .* module")
@@ -280,7 +280,7 @@ def assert_same(resumed, whole):
     assert resumed[1] == whole[1]
 
 
-@pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [2, 6]))
+@pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [3, 6]))
 def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path, name, kind, kill_at):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])

@@ -32,7 +32,7 @@ pytestmark = [
 X = torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
 Y = torch.arange(24) % 3
 WORKERS = {"num_workers": 2}
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 
 
 class NumpySampler(Sampler):
@@ -230,8 +230,8 @@ class TakesAll(Classifier):
           "datasets in datasets, workers", "stream, workers", "collate, persistent", "collate, workers", "collate, method"),
 )  # fmt: skip
 def test_a_run_with_stateful_samplers_or_datasets_resumes_exactly(tmp_path, name):
-    options = {"max_epochs": 3, "save_every_n_steps": 1, "train": LOADERS[name]}
-    snapshots = Snapshots(tmp_path / "whole", tmp_path)
+    options = {"max_epochs": 3, "save_every_n_steps": 2, "train": LOADERS[name]}
+    snapshots = Snapshots(tmp_path / "whole", tmp_path, (5, 6, 8, 10))
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
     batches = whole[0].global_step
     for batch in (batches // 3, batches // 2 + 1):

@@ -173,15 +173,18 @@ RESUMES = {
     "limit": (with_generator, {"limit_train_batches": 5}),
     "reload": (with_generator, {"reload_dataloaders_every_n_epochs": 1}),
     "overfit": (with_generator, {"overfit_batches": 3}),
-    "drop_last": (lambda: labeled(shuffle=True, drop_last=True), {"accumulate_grad_batches": 2}),
+    "drop_last": (
+        lambda: labeled(shuffle=True, drop_last=True),
+        {"accumulate_grad_batches": 2, "save_every_n_steps": 1},
+    ),
 }
 
 
 @pytest.mark.parametrize(("name", "devices"), [*[(name, 1) for name in RESUMES], ("own generator", 2), ("overfit", 2)])
 def test_a_killed_run_with_a_tensor_loader_resumes_exactly(tmp_path, name, devices):
     make, options = RESUMES[name]
-    options = {"max_epochs": 3, "save_every_n_steps": 1, "train": make, **options}
-    kills = [3, 8] if devices == 1 else [5]
+    options = {"max_epochs": 3, "save_every_n_steps": 2, "train": make, **options}
+    kills = [3, 8] if devices == 1 else [7]
     if devices == 2:
         options.update(FORK)
     snapshots = Snapshots(tmp_path / "whole", tmp_path, kills)

@@ -313,7 +313,7 @@ def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
 # Checkpoints
 
 FOLDER = "checkpoints/run/version_0"
-SAVING = {"max_epochs": 2, "monitor": "val_loss", "save_every_n_steps": 2}
+SAVING = {"max_epochs": 2, "monitor": "val_loss", "save_every_n_steps": 4}
 
 
 def save_and_resume(rank):

@@ -138,7 +138,7 @@ def stream_and_short_loader():
 
 
 WORKERS = {"num_workers": 2}
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 LOADERS = {
     "no workers": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
