@@ -135,7 +135,7 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(tmp_
 
 
 @pytest.mark.parametrize(("loops", "save_top_k"), once(["FF", "FM", "MF", "MM"], [1, 2, -1]))
-def test_resuming_without_a_monitor_keeps_the_best_checkpoints(loops, save_top_k):
+def test_best_checkpoints_remain_if_a_run_resumes_without_the_monitor_option(loops, save_top_k):
     """If monitor= is passed again later, new checkpoints compete with the earlier best checkpoints."""
 
     def run(index, max_epochs, monitor=None, resume=None):

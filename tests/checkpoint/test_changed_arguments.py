@@ -151,7 +151,7 @@ def cyclic(optimizer):
 
 @both_loops
 @pytest.mark.parametrize("make_scheduler", [None, reducing, cyclic, one_cycle, lambda o: StepLR(o, 2)])
-def test_resuming_with_the_same_objects_does_not_warn_about_arguments_changed_by_fit(tmp_path, kind, make_scheduler):
+def test_resume_does_not_warn_about_optimizer_and_scheduler_arguments_changed_by_fit(tmp_path, kind, make_scheduler):
     """Schedulers and hooks change arguments, such as the learning rate, and a later fit resumes with them."""
 
     def make_parts():

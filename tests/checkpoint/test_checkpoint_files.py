@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_resume_auto_starts_a_new_run_without_a_checkpoint_but_resume_last_is_refused(tmp_path):
+def test_without_a_checkpoint_resume_auto_starts_a_new_run_but_resume_last_is_refused(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None

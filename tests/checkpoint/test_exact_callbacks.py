@@ -93,7 +93,7 @@ def weights_only(name):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_a_killed_run_with_each_callback_resumes_exactly(tmp_path, name):
+def test_a_killed_run_with_a_lightning_callback_resumes_exactly(tmp_path, name):
     make, make_callback = CALLBACKS[name]
     options = {"max_epochs": 3, "val": val_loader, "log_every_n_steps": 2, "save_every_n_steps": 1}
     train = lambda: make_loader(12)  # noqa: E731

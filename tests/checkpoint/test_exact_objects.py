@@ -958,7 +958,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copied_package_restores_objects_of_classes_that_the_users_project_defines(tmp_path):
+def test_a_copy_of_fabric_template_restores_objects_of_user_defined_classes(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
@@ -981,7 +981,7 @@ class ModelWithSharedMemory(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_mini_loop_refuses_shared_memory_of_a_different_size_and_fabric_loop_warns(tmp_path, kind):
+def test_on_resume_mini_loop_refuses_a_resized_multiprocessing_array_but_fabric_loop_warns(tmp_path, kind):
     """MiniLoop raises an error. FabricLoop warns about each attribute that it cannot restore."""
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithSharedMemory(64)), kill_at=6)

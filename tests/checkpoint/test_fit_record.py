@@ -239,7 +239,7 @@ def test_a_failed_resume_leaves_attributes_and_requires_grad_flags_unchanged(tmp
     assert not next(model.parameters()).requires_grad
 
 
-def test_resuming_keeps_the_attributes_of_a_dataset_from_an_installed_package(tmp_path, monkeypatch):
+def test_resuming_does_not_delete_attributes_of_a_dataset_from_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "installed_data.py").write_text("class Data(list):\n    pass\n")

@@ -132,7 +132,7 @@ def test_resume_last_prefers_runs_of_this_package_to_trainer_checkpoints(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "1\nstarted\nsaved nan\n", "saved 99999999999", "\0\n" * 99, "finished"])
-def test_resume_ignores_a_lock_file_without_valid_times(tmp_path, text):
+def test_resume_ignores_a_lock_file_whose_timestamps_are_missing_or_invalid(tmp_path, text):
     for epochs in (1, 2):
         fit(tmp_path, Plain, max_epochs=epochs)
     (folder(tmp_path, 0) / ".lock").write_text(text)
@@ -227,7 +227,7 @@ def test_the_first_save_of_a_new_run_removes_the_checkpoints_of_the_run_it_repla
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_does_not_continue_an_older_run_after_its_replacement_was_killed(tmp_path, step):
+def test_resume_auto_never_continues_the_older_of_two_runs_in_one_version_folder(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

@@ -116,7 +116,7 @@ def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_
     assert new.one[0] is new.last
 
 
-def test_modules_functions_and_unchanged_attributes_are_not_saved():
+def test_plain_state_omits_networks_functions_and_attributes_that_have_not_changed():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []

@@ -192,7 +192,7 @@ class Grows(cb.Callback):
         self.bytes.append(1)
 
 
-def test_a_resumed_run_restores_dates_fractions_and_decimals(tmp_path):
+def test_resuming_restores_dates_fractions_and_decimals_in_callback_attributes(tmp_path):
     callbacks = [Grows() for _ in range(3)]
     given = iter(callbacks)
     assert_resumes_exactly(tmp_path, Classifier, lambda: [next(given)])

@@ -171,7 +171,7 @@ def test_a_run_resumed_several_times_with_the_same_objects_equals_an_uninterrupt
 
 
 @both_loops
-def test_a_new_loop_resumes_with_the_same_model_and_loader(tmp_path, kind):
+def test_a_new_loop_resumes_exactly_with_the_model_and_loader_of_the_killed_run(tmp_path, kind):
     expected = Script(kind, tmp_path / "whole", scale).fit()
     script = Script(kind, tmp_path / "killed", scale)
     script.fit(kill_at=(2, 3))

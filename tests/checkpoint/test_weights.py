@@ -116,7 +116,7 @@ def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, befor
 @pytest.mark.parametrize(
     ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
 )
-def test_a_run_resumes_exactly_even_if_different_submodules_are_compiled(tmp_path, before, after):
+def test_a_run_resumes_exactly_if_a_submodule_is_compiled_only_before_or_after_resume(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")

@@ -95,7 +95,9 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_run_saved_within_a_step_resumes_after_the_last_optimizer_step(tmp_path, hook, make, batches, options):
+def test_a_checkpoint_saved_within_a_training_step_resumes_after_the_last_optimizer_step(
+    tmp_path, hook, make, batches, options
+):
     """FabricLoop continues after the last whole accumulation window, and refuses Trainer's file."""
     whole = run("trainer", Saves(), make, **options)
     ends = {}
@@ -127,7 +129,7 @@ def test_saving_within_a_step_warns_that_a_resumed_run_draws_other_random_number
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_resume_refuses_a_file_saved_within_a_step_after_one_of_several_loaders_has_ended(tmp_path, hook, mode):
+def test_a_checkpoint_saved_within_a_step_is_refused_if_one_of_several_loaders_has_ended(tmp_path, hook, mode):
     """A file saved between two batches resumes exactly."""
 
     def train(path=None, saves=()):

@@ -569,7 +569,7 @@ class AddsPathToMetrics(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
-def test_the_first_save_refuses_an_unreadable_value_in_the_state_of_the_loop(kind):
+def test_the_first_save_refuses_loop_state_that_cannot_be_loaded_with_weights_only(kind):
     with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
         train(kind, max_epochs=1)
 

@@ -173,7 +173,7 @@ def test_setup_refuses_objects_passed_in_place_of_a_loader(make, name):
         loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), LOADER, make())
 
 
-def test_setup_returns_an_iterable_of_batches_unchanged_in_one_process():
+def test_loop_setup_returns_an_iterable_of_batches_unchanged_if_there_is_one_process():
     batches = (torch.ones(2, 4) for _ in range(3))
     assert FabricLoop(**quiet()).setup(make_net(), None, batches)[1] is batches
 

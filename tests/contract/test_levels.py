@@ -148,7 +148,7 @@ def test_setup_moves_a_tensor_loader_to_the_gpu():
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_step_functions_train_like_a_hand_written_loop(expected, with_idx):
+def test_fit_with_a_training_step_function_gives_the_weights_of_a_hand_written_loop(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):

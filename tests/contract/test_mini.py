@@ -74,7 +74,7 @@ def test_mini_loop_ends_with_the_same_weights_as_a_hand_written_loop(case, level
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, steps)
 
 
-def test_max_steps_can_end_training_within_an_epoch_of_a_tensor_loader():
+def test_mini_loop_with_tensor_loader_can_stop_at_max_steps_within_an_epoch():
     x, y = make_data(40).tensors
     torch.manual_seed(1)
     expected = make_net(dropout=0.0)
@@ -243,7 +243,7 @@ def test_each_loop_resumes_a_run_of_the_other_loop(before, after):
     ("optimizer", "options"),
     halve([by_epoch, by_step], [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}]),
 )
-def test_trainer_resumes_a_mini_loop_run_after_an_epoch(optimizer, options):
+def test_trainer_resumes_from_a_mini_loop_checkpoint_saved_at_the_end_of_an_epoch(optimizer, options):
     def train(epochs, path=None):
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", num_sanity_val_steps=0, **quiet, **options)
@@ -286,7 +286,7 @@ class Freezes(Classifier):
 
 
 @pytest.mark.parametrize(("before", "after", "make_module"), halve(LOOPS, LOOPS, [Moves, Freezes]))
-def test_resume_restores_attributes_changed_in_the_saved_run(before, after, make_module):
+def test_resume_restores_model_attributes_that_the_saved_run_changed(before, after, make_module):
     _, expected, rows = fit("FabricLoop", "whole", 4, make_module=make_module)
     fit(before, "parts", 2, make_module=make_module)
     _, module, again = fit(after, "parts", 4, resume="last", make_module=make_module)
@@ -453,7 +453,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_only_the_loop_that_saved_a_random_generator_can_restore_it():
+def test_a_random_generator_saved_by_one_loop_class_is_refused_by_the_other():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)

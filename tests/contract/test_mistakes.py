@@ -525,7 +525,7 @@ def test_an_error_about_an_unknown_scheduler_monitor_does_not_mention_resume(nam
 
 
 @both_loops
-def test_an_error_lists_the_keys_of_a_returned_dict_without_a_loss(name):
+def test_the_error_about_a_returned_dict_without_a_loss_lists_the_keys_of_the_dict(name):
     with pytest.raises((TypeError, ValueError), match=r"training_step: got .*\['Loss', 'acc'\]"):
         fit(name, lambda net, batch: {"Loss": loss_of(net, batch), "acc": 1.0})
 

@@ -51,7 +51,7 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_random_programs_give_the_same_result_as_trainer_or_a_plain_loop(found, name):
+def test_generated_programs_give_equal_results_in_both_loops_and_a_reference_loop(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}

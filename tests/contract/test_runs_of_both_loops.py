@@ -43,7 +43,7 @@ def steps_in(version):
         ("MiniLoop", "MiniLoop", "last"),
     ],
 )
-def test_resume_continues_the_run_that_saved_a_checkpoint_last(first, second, keyword):
+def test_resume_continues_the_run_with_the_most_recently_saved_checkpoint(first, second, keyword):
     train(first, 1)
     train(second, 1)
     train(first, 2, resume="last", version=0)

@@ -165,7 +165,7 @@ CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_a_run_whose_loader_does_not_restart_each_epoch_can_resume_only_within_epoch_0(tmp_path, make):
+def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_epoch(tmp_path, make):
     options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed" / "2"

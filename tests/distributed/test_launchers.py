@@ -136,7 +136,7 @@ loop.fabric.broadcast(1)
 
 
 @pytest.mark.parametrize("loop", keep(["FabricLoop", "MiniLoop"], "FabricLoop"))
-def test_a_process_that_exits_right_after_a_collective_call_returns_exit_code_0(loop, tmp_path):
+def test_a_process_that_exits_right_after_a_collective_call_has_exit_code_0(loop, tmp_path):
     """Without a pause at the exit, two of five runs of this test aborted."""
     (tmp_path / "lit.py").write_text(LIT)
     (tmp_path / "train.py").write_text(EXIT)

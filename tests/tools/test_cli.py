@@ -197,7 +197,7 @@ def test_help_of_fit_documents_every_option(capsys):
 # Options
 
 
-def test_the_fit_command_applies_options_of_the_model_the_data_and_fabric(capsys):
+def test_options_of_the_fit_command_configure_the_loop_and_the_model_and_the_data(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
@@ -417,7 +417,7 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
     assert expected in error
 
 
-def test_a_model_is_refused_if_the_default_value_of_an_argument_cannot_be_imported(capsys):
+def test_fit_refuses_a_model_class_whose_argument_default_has_no_import_path(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))

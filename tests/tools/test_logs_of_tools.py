@@ -259,7 +259,7 @@ def test_a_log_without_epochs_is_plotted_against_row_numbers():
         plot_logs(path, x="epoch")
 
 
-def test_plot_logs_draws_only_the_given_file_of_a_folder():
+def test_plot_logs_draws_only_the_given_file_and_no_other_files_of_its_folder():
     Path("a").mkdir()
     write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):

@@ -111,7 +111,7 @@ def test_a_monitored_metric_that_is_not_logged_raises_an_error_at_the_first_vali
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_a_monitored_training_metric_may_be_logged_after_a_validation(make):
+def test_monitor_may_name_a_training_metric_first_logged_after_the_first_validation(make):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(max_epochs=2, validate_every_n_steps=1, monitor="train_loss", accelerator="cpu")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

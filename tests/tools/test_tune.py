@@ -102,7 +102,7 @@ def test_tune_keeps_a_setting_only_if_it_is_faster_in_each_round(gains):
     assert list(remaining) == []
 
 
-def test_tune_measures_with_the_chosen_batch_size_precision_and_fused_option():
+def test_tune_measures_with_the_chosen_batch_size_and_precision_and_a_fused_optimizer():
     class Model(LightningModule):
         def __init__(self):
             super().__init__()
@@ -143,7 +143,7 @@ def test_change_loader_does_not_change_the_samples():
     assert sorted(sum((batch[0] for batch in batches_of(changed)), [])) == list(range(10))
 
 
-def test_change_loader_refuses_a_loader_that_it_cannot_change():
+def test_change_loader_refuses_an_unsupported_loader_and_a_too_large_batch_size():
     loader = DataLoader(TensorDataset(torch.arange(10)), 4, collate_fn=list)
     with pytest.raises(ValueError, match="not read a TensorDataset with torch's samplers"):
         change_loader(loader, {"tensor_loader": True})
