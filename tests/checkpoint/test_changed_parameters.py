@@ -147,7 +147,7 @@ class SortsWeights(Layers):
 
 
 @pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_a_trainer_run_resumes_with_a_warning_if_a_hook_sorted_its_saved_weights(shapes):
+def test_resume_warns_if_a_hook_sorted_the_state_dict_keys_of_a_trainer_checkpoint(shapes):
     save_with_trainer(SortsWeights("cba", shapes=shapes))
     with pytest.warns(UserWarning, match=f"resume: got 'c.weight' {ORDER_WARNING} 'a.bias'"):
         train("FabricLoop", SortsWeights("cba", shapes=shapes), 2, resume="trainer.ckpt")

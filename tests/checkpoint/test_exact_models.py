@@ -293,7 +293,7 @@ def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path,
 
 @pytest.mark.parametrize("writer", SAVES)
 @pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
-def test_fabric_loop_and_mini_loop_resume_each_others_runs_with_container_attributes(tmp_path, name, writer):
+def test_each_loop_resumes_the_other_loops_runs_if_the_model_has_list_or_dict_attributes(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")

@@ -631,7 +631,7 @@ class OptimizerReplacement(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_if_a_hook_replaces_the_optimizer_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
+def test_a_hook_that_replaces_the_optimizer_leads_to_an_error_at_the_latest_on_resume(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="a hook changed the list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))

@@ -124,7 +124,7 @@ def test_changes_made_by_validate_do_not_count_as_changes_by_the_user(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_resuming_does_not_reset_an_object_that_the_checkpoint_restores(tmp_path, saved):
+def test_resuming_keeps_an_object_created_in_training_if_the_checkpoint_contains_its_state(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -132,7 +132,7 @@ def test_resuming_does_not_reset_an_object_that_the_checkpoint_restores(tmp_path
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_resuming_resets_readable_objects_even_if_one_object_cannot_be_read(tmp_path):
+def test_resuming_resets_changed_attributes_even_if_another_object_cannot_be_read(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):
@@ -169,7 +169,7 @@ def test_a_refused_resume_leaves_the_attributes_as_they_were(tmp_path):
     assert holder.items is items
 
 
-def test_fit_record_reads_each_object_only_once_and_does_not_copy_large_lists():
+def test_fit_record_reads_attributes_only_once_and_does_not_copy_large_lists():
     class Counted:
         reads = 0
 
@@ -187,7 +187,7 @@ def test_fit_record_reads_each_object_only_once_and_does_not_copy_large_lists():
     assert PlainState({"a": Part(counted)}).start_values(["a"])["a"]["value"][1] == UNKNOWN
 
 
-def test_a_warning_about_an_attribute_never_ends_the_run(tmp_path):
+def test_resume_succeeds_even_if_the_user_turns_warnings_about_attributes_into_errors(tmp_path):
     holder = Holder(value=torch.zeros(300_000))
     record_fit(holder, tmp_path, lambda holder: holder.value.add_(1))
     for _ in range(2):

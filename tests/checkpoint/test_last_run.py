@@ -150,7 +150,7 @@ def test_resume_warns_about_a_newer_run_without_a_checkpoint(tmp_path):
     fit(tmp_path, Plain, max_epochs=3, resume="last")
 
 
-def test_the_lock_file_records_when_a_run_started_and_saved_checkpoints(tmp_path):
+def test_the_lock_file_records_when_the_run_started_and_when_each_checkpoint_was_saved(tmp_path):
     before = time.time()
     fit(tmp_path, Plain, max_epochs=2)
     started, saved = read_times(folder(tmp_path, 0))

@@ -164,7 +164,7 @@ def test_both_loops_detect_a_replaced_list_item_even_if_its_memory_address_is_re
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])
-def test_up_to_500_objects_are_saved_and_more_objects_cause_a_warning(number, recwarn):
+def test_a_warning_appears_if_attributes_contain_more_than_500_objects(number, recwarn):
     groups = [[Holder(count=0) for _ in range(min(number, 200))] for _ in range(-(-number // 200))]
     holder = Holder(groups=groups, other=Holder(inner=Holder(count=0)))
     state = PlainState({"a": Part(holder)}, network=nn.Linear(2, 2))

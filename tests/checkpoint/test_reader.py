@@ -263,7 +263,7 @@ def test_a_pickled_module_is_refused_as_a_checkpoint(tmp_path):
         read_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_weights_only_false_reads_any_object(tmp_path):
+def test_read_checkpoint_reads_any_object_if_weights_only_is_false(tmp_path):
     torch.save({"mine": functools.partial}, tmp_path / "a.ckpt")
     assert read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["mine"] is functools.partial
 
@@ -357,7 +357,7 @@ def test_a_checkpoint_with_a_crafted_pickle_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("depth", [1, 5000])
-def test_an_error_shows_the_class_of_an_object_saved_under_a_nested_tuple_key(tmp_path, depth):
+def test_an_error_names_the_class_of_an_unreadable_object_whose_dict_key_is_a_nested_tuple(tmp_path, depth):
     key = b")" + b"\x85" * depth
     content = b"\x80\x02}X\x01\x00\x00\x00a}" + key + b"cunknown\nObject\nss."
     write_pickle(content, tmp_path / "a.ckpt")
@@ -383,7 +383,7 @@ class ObjectArray:
 
 
 @pytest.mark.parametrize("part", ["hyper_parameters", "callbacks", "state_dict"])
-def test_reading_a_checkpoint_does_not_recreate_a_crafted_numpy_array(tmp_path, part):
+def test_reading_a_checkpoint_does_not_unpickle_a_maliciously_crafted_numpy_array(tmp_path, part):
     found = write_and_read({part: {"a": ObjectArray(), "b": np.float64(1)}}, tmp_path / "a.ckpt")
     values = list(dict.values(found))[0]
     assert all(map(is_placeholder, values.values()))
@@ -422,7 +422,7 @@ def test_a_truncated_checkpoint_is_reported_as_damaged(tmp_path):
             read_checkpoint(path)
 
 
-def test_resume_uses_the_previous_checkpoint_if_the_zip_directory_is_damaged(tmp_path):
+def test_resume_uses_the_previous_checkpoint_if_the_newest_zip_file_has_a_damaged_index(tmp_path):
     """The directory at the end of a zip archive lists the names and positions of its entries."""
     options = {"monitor": "train_loss", "save_top_k": -1}
     fit(tmp_path, max_epochs=2, **options)

@@ -88,7 +88,7 @@ def test_resume_finds_the_checkpoints_of_a_callback_from_configure_callbacks(tmp
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_continues_the_newest_version_with_a_checkpoint(tmp_path):
+def test_resume_auto_continues_the_newest_version_that_has_a_checkpoint(tmp_path):
     """With a version argument, only the checkpoints of this version are used."""
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[ModelCheckpoint(save_last=True)])

@@ -220,7 +220,7 @@ def test_two_runs_of_the_same_model_each_resume_with_their_own_initial_attribute
 
 
 @both_loops
-def test_a_new_run_with_the_same_objects_starts_with_their_current_values(tmp_path, kind):
+def test_a_new_run_with_the_same_model_keeps_the_attribute_that_the_previous_run_changed(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.fit(kill_at=(2, 3))
     script.fit(kill_at=(0, 0))
@@ -333,7 +333,7 @@ def test_fit_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objec
 
 
 @both_loops
-def test_resuming_an_older_run_keeps_the_loop_options_that_the_user_changed_later(tmp_path, kind):
+def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fits(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.loop.max_epochs = 2
     script.fit()

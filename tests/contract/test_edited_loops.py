@@ -316,7 +316,7 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 
 
 @pytest.mark.parametrize("resume", [None, "last"])
-def test_the_csv_columns_of_an_edited_loop_keep_text_bools_and_ints(resume):
+def test_an_edited_loop_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
         train(kind, max_epochs=2)

@@ -782,7 +782,7 @@ def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_p
 
 
 @ignores_weights
-def test_a_resumed_model_keeps_an_attribute_that_shares_memory_with_a_weight(tmp_path):
+def test_an_attribute_that_shares_memory_with_a_weight_still_shares_it_after_resume(tmp_path):
     class Shares(RanksSamples):
         def __init__(self, *arguments):
             super().__init__(*arguments)

@@ -136,7 +136,7 @@ def setup_other_loaders(fabric, loop):
     Path(f"done{loop.fabric.global_rank}").touch()
 
 
-def test_setup_warns_about_loaders_that_it_does_not_divide_among_two_processes(monkeypatch):
+def test_setup_warns_about_a_loader_whose_samples_it_does_not_divide_among_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork"))
     loop.fabric.launch(setup_other_loaders, loop)

@@ -210,7 +210,7 @@ def test_an_object_with_step_methods_gets_the_same_weights_as_in_a_hand_written_
     assert_history(history, expected[1])
 
 
-def test_checkpoint_path_finds_last_ckpt_after_validate_loaded_best_ckpt():
+def test_checkpoint_path_still_returns_last_ckpt_after_validate_has_loaded_best_ckpt():
     model = PlainModule()
     train, val = make_loaders()
     loop = make_loop("known", monitor="val_loss")
@@ -263,7 +263,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_a_lightning_module_trains_like_a_hand_written_loop(expected, package, with_datamodule):
+def test_a_lightning_module_gets_the_same_weights_as_in_a_hand_written_loop(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()

@@ -305,7 +305,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_a_checkpoint_that_contains_loader_attributes():
+def test_mini_loop_refuses_a_checkpoint_in_which_fabric_loop_saved_attributes_of_a_loader():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -381,7 +381,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_loop_options_changed_by_hooks(writer, reader):
+def test_resume_restores_the_loop_options_that_a_hook_changed(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -980,7 +980,7 @@ def test_an_edited_copy_of_mini_py_resumes_within_an_epoch(name, ranks):
     assert codes == [0] * ranks, errors
 
 
-def test_an_edited_copy_of_mini_py_logs_the_gradient_norm():
+def test_mini_py_can_be_edited_to_log_the_gradient_norm():
     fit("MiniLoop", "run", 1, loop_class=changed_loop(GRADIENT_NORM), log_every_n_steps=1)
     assert csv_of("run", "steps.csv")["grad_norm"].gt(0).sum() == 10
 
@@ -1360,7 +1360,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_the_number_of_module_traversals_in_a_save_does_not_depend_on_the_model_size():
+def test_saving_traverses_the_modules_equally_often_for_small_and_large_models():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

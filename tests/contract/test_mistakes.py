@@ -515,7 +515,7 @@ def fit_with_scheduler(name, make_scheduler, **options):
 
 
 @both_loops
-def test_an_error_about_an_unknown_scheduler_monitor_does_not_mention_resume(name):
+def test_the_error_about_a_misspelled_monitor_in_a_new_run_does_not_mention_resume(name):
     def plateau(optimizer):
         return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "vall_loss"}
 
@@ -592,7 +592,7 @@ def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
     assert results[0] == results[1]
 
 
-def test_limit_val_batches_allows_a_generator_as_validation_loader():
+def test_a_generator_is_accepted_as_validation_loader_if_limit_val_batches_is_set():
     options = {"limit_val_batches": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
     _, history = fit("FabricLoop", options=options, val=iter(list(make_loader())), validation_step=loss_of)
     assert history["val_loss"].notna().all()

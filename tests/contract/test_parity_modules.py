@@ -139,7 +139,7 @@ def test_each_kind_of_module_ends_with_the_same_weights_as_with_trainer(module, 
         {"precision": "bf16-true"},
     ],
 )
-def test_each_option_gives_the_same_weights_as_with_trainer(options):
+def test_fabric_loop_and_trainer_end_with_the_same_weights_for_each_option(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 

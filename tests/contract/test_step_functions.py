@@ -237,7 +237,7 @@ class IteratesItself(nn.Linear):
         return self(torch.ones(1, 8)).square().mean()
 
 
-def test_a_builtin_step_function_without_a_signature_gets_model_and_batch():
+def test_a_step_function_whose_signature_cannot_be_inspected_gets_model_and_batch():
     """Compiled functions such as next(model, batch) have no signature, and get model and batch."""
     net = IteratesItself(8, 3)
     before = net.weight.clone()

@@ -147,7 +147,7 @@ def test_two_processes_share_the_batches_of_a_tensor_loader(tmp_path, case):
     assert_same_batches(tmp_path, *case, FORK)
 
 
-def test_two_processes_predict_each_shuffled_sample_once(tmp_path):
+def test_two_processes_together_predict_each_sample_of_a_shuffled_loader_once(tmp_path):
     options = {"shuffle": True, "drop_last": True}
     found = run_stage(FabricLoop, tensor_loader, tmp_path / "loop", "predict", options, FORK)
     predicted = [json.loads(line)[0] for rank in (0, 1) for line in found[f"predict{rank}.jsonl"]]

@@ -192,7 +192,7 @@ def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_spawned_and_forked_processes_end_with_the_same_weights():
+def test_training_in_spawned_processes_gives_the_same_weights_as_in_forked_processes():
     """Spawned processes get the weights in shared memory, and must train on copies."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)

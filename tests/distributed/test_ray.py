@@ -103,7 +103,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["run", "mini"])
-def test_ray_workers_end_with_the_same_weights_as_with_torchrun(runs, name):
+def test_training_with_ray_gives_the_same_weights_as_training_with_torchrun(runs, name):
     expected = weights_of(runs / "torchrun" / f"{name}0.pt")
     for rank in (0, 1):
         assert torch.equal(weights_of(runs / "whole" / "ray_results" / f"{name}{rank}.pt"), expected)

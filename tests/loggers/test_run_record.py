@@ -198,7 +198,7 @@ def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, 
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_list_runs_compares_only_arguments_that_both_optimizers_have():
+def test_list_runs_compares_only_arguments_that_the_optimizers_of_both_runs_have():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]

@@ -121,7 +121,7 @@ def test_samples_per_second_of_a_resumed_epoch_excludes_validation_time():
     assert resumed["samples_per_second"].tolist() == [200.0]
 
 
-def test_list_runs_does_not_rank_runs_by_the_waiting_column():
+def test_list_runs_does_not_rank_runs_by_the_time_they_wait_for_batches():
     assert not is_metric("waiting")
     assert not is_metric("gpu_memory")
     train(Slow(0.0))

@@ -487,7 +487,7 @@ def test_compare_refuses_an_invalid_number_of_steps(steps):
         compare("old.py", "new.py", steps=steps)
 
 
-def test_recording_a_training_loop_changes_neither_its_results_nor_functions_of_torch(tmp_path):
+def test_recording_a_training_loop_keeps_its_results_and_leaves_no_torch_function_patched(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:

@@ -98,7 +98,7 @@ def test_read_logs_reads_csv_files_written_by_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 
-def test_read_logs_reads_the_steps_of_rows_with_empty_cells():
+def test_read_logs_reads_step_numbers_from_rows_with_empty_cells():
     table = read_logs(FOLDER / "lightning.csv", steps=True)
     assert table["step"].tolist() == [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119]
     assert table["train_loss_step"].notna().all()
@@ -115,7 +115,7 @@ def write(text, name="log.csv"):
     return name
 
 
-def test_read_logs_keeps_the_steps_of_several_validations_per_epoch():
+def test_read_logs_returns_a_row_for_each_of_several_validations_in_an_epoch():
     rows = "".join(f"0,{step},{9 - step / 10},\n0,{step},,{8 - step / 10}\n" for step in (10, 20, 30))
     path = write(f"epoch,step,train_loss,val_loss\n{rows}0,40,1.0,\n1,50,0.5,\n1,50,,0.4\n")
     table = read_logs(path)

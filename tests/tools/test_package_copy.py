@@ -130,7 +130,7 @@ CASES = {  # (your file, upstream's new file, the outcome, the exit code, the fi
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_update_command_merges_edited_added_and_deleted_files(release, capsys, case):
+def test_the_update_command_combines_changes_of_the_user_with_changes_of_the_new_version(release, capsys, case):
     yours, theirs, outcome, code, expected = CASES[case]
     copy_command("mine")
     write("mine", {"loop.py": yours, "extra.py": "extra\n"})

@@ -75,7 +75,7 @@ def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
         (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_the_metrics_argument_of_plot_logs_accepts_columns_and_quantities(metrics, labels):
+def test_plot_logs_accepts_column_names_such_as_val_acc_and_quantities_such_as_accuracy(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()

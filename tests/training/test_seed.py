@@ -38,7 +38,7 @@ def draw():
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def test_both_loops_give_the_same_losses_with_the_same_seed():
+def test_fabric_loop_and_mini_loop_give_the_same_losses_with_the_same_seed():
     losses = []
     for kind in LOOPS:
         loop = make_loop(kind, max_epochs=2, name=kind, seed=5)

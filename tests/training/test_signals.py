@@ -203,7 +203,7 @@ def test_an_exception_raised_by_the_users_signal_handler_reaches_the_caller(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_fit_keeps_the_ctrl_c_handler_of_the_user_and_does_not_handle_ignored_signals(tmp_path, received, number):
+def test_ctrl_c_handled_by_the_user_or_an_ignored_sigterm_does_not_stop_the_run(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
