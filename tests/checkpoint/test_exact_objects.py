@@ -608,7 +608,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_warns_about_a_new_optimizer_class_and_refuses_it_if_its_options_differ(tmp_path, kind):
+def test_resume_accepts_a_new_optimizer_class_with_a_warning_only_if_the_options_match(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -690,7 +690,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_if_a_hook_replaces_a_layer_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
+def test_if_a_hook_replaces_a_layer_mini_loop_raises_in_fit_and_fabric_loop_on_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):

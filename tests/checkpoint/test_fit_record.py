@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_resuming_resets_a_value_that_only_fit_has_changed(tmp_path, name):
+def test_resuming_restores_the_value_that_an_attribute_had_before_fit_changed_it(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -84,7 +84,7 @@ def test_resuming_resets_a_value_that_only_fit_has_changed(tmp_path, name):
 
 
 @pytest.mark.parametrize("make", [lambda: lambda x: x, lambda: [Holder()], lambda: {"a": Holder()}, lambda: 5])
-def test_resuming_keeps_a_value_that_the_user_replaced_after_fit(tmp_path, make):
+def test_resuming_keeps_an_attribute_that_the_user_reassigned_after_fit(tmp_path, make):
     holder = Holder(value=None)
     record_fit(holder, tmp_path, set_value(make()))
     mine = [make(), make()][1]
@@ -103,7 +103,7 @@ def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_fits
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_resuming_resets_changed_attributes_only_for_the_four_newest_runs(tmp_path):
+def test_resuming_resets_attributes_changed_by_fit_only_for_the_four_newest_runs(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -112,7 +112,7 @@ def test_resuming_resets_changed_attributes_only_for_the_four_newest_runs(tmp_pa
     assert record_fit(holder, tmp_path / "3", resumes=True) == {"value": 3}
 
 
-def test_changes_made_by_validate_do_not_count_as_changes_by_the_user(tmp_path):
+def test_resuming_does_not_treat_attributes_changed_by_validate_as_changed_by_the_user(tmp_path):
     holder = Holder(value=0)
     record_fit(holder, tmp_path, add_one)
     record_fit(holder, tmp_path, add_one, is_training=False)
@@ -217,7 +217,7 @@ def make_loop(root, epochs=2, **options):
     return FabricLoop(accelerator="cpu", max_epochs=epochs, default_root_dir=root, **options)
 
 
-def test_resuming_resets_no_attribute_if_no_earlier_fit_saved_into_the_checkpoint_folder(tmp_path):
+def test_resuming_from_a_file_outside_the_checkpoint_folder_resets_no_model_attributes(tmp_path):
     model, loop, loader = Counting(), make_loop(tmp_path), make_loader()
     loop.fit(model, loader)
     loop.save_checkpoint(tmp_path / "mine.ckpt")
@@ -291,7 +291,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_resuming_resets_a_dataset_stored_in_an_attribute_of_the_model(tmp_path, name):
+def test_resuming_restores_the_initial_state_of_a_dataset_that_is_a_model_attribute(tmp_path, name):
     dataset = Noisy(*make_loader().dataset.tensors)
     model = AddsNoise(dataset, WRAPPERS[name](dataset))
     make_loop(tmp_path, 3, monitor="train_loss", mode="min", save_top_k=-1, seed=1).fit(model)

@@ -69,7 +69,7 @@ def make_empty_folders(root):
 @pytest.mark.parametrize(
     ("keyword", "change"), halve(["last", "auto"], [touch, copy, copy_older_files, make_empty_folders])
 )
-def test_resume_continues_the_run_that_saved_a_checkpoint_last(tmp_path, change, keyword):
+def test_resume_continues_the_run_with_the_most_recently_saved_checkpoint(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
     fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)
@@ -182,7 +182,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     halve([{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], [0, "tuned"]),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(tmp_path, first, version):
+def test_resume_last_is_refused_if_the_newest_run_of_a_version_folder_has_no_checkpoint(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}

@@ -435,7 +435,7 @@ def test_a_datamodule_is_restored_before_its_loaders_are_reloaded(tmp_path):
         assert rows[0] == rows[1]
 
 
-def test_each_process_restores_its_own_random_generator_and_attributes(tmp_path):
+def test_each_process_restores_its_own_model_attributes_such_as_a_random_generator(tmp_path):
     class PerRank(Remembers):
         def on_train_start(self):
             if not self.losses:

@@ -124,7 +124,7 @@ def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_an_error_about_a_missing_model_checkpoint_callback_mentions_the_saved_version(tmp_path):
+def test_the_error_about_a_missing_model_checkpoint_callback_names_the_version_folder(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"

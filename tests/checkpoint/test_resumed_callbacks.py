@@ -124,7 +124,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_a_resumed_run_restores_metrics_outside_of_the_model(tmp_path, name):
+def test_a_resumed_run_restores_torchmetrics_objects_stored_in_a_callback(tmp_path, name):
     _, (_, _, history) = assert_resumes_exactly(tmp_path, Classifier, lambda: [Metrics(*METRICS[name])])
     assert "of callback" in history
 

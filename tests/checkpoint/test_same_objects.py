@@ -180,7 +180,7 @@ def test_a_new_loop_resumes_exactly_with_the_model_and_loader_of_the_killed_run(
 
 
 @both_loops
-def test_a_resumed_run_also_saves_attributes_changed_by_an_earlier_call_of_fit(tmp_path, kind):
+def test_checkpoints_of_a_resumed_run_contain_model_attributes_changed_by_an_earlier_fit(tmp_path, kind):
     def scale_once(script):
         script.net.scale = 2.0
 
@@ -206,7 +206,7 @@ def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fi
 
 
 @both_loops
-def test_two_runs_of_the_same_model_each_resume_with_their_own_initial_attributes(tmp_path, kind):
+def test_resuming_one_of_two_runs_restores_the_initial_model_attributes_of_that_run(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=1)
     script.fit(kill_at=(1, 3))
     assert script.net.scale == 2.0
@@ -413,7 +413,7 @@ class ScriptWithGenerators(Script):
 
 
 @both_loops
-def test_resume_within_an_epoch_resets_the_random_generators_of_the_loader(tmp_path, kind):
+def test_resuming_within_an_epoch_restores_the_random_generators_of_the_loader(tmp_path, kind):
     expected = ScriptWithGenerators(kind, tmp_path / "whole", remember).fit()
     script = ScriptWithGenerators(kind, tmp_path / "parts", remember)
     script.loop.max_steps = 13

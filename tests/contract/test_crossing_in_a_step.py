@@ -118,7 +118,7 @@ def test_a_checkpoint_saved_within_a_training_step_resumes_after_the_last_optimi
 
 
 @pytest.mark.parametrize(("hook", "options"), [("on_train_batch_start", {}), ("on_after_backward", WINDOW)])
-def test_saving_within_a_step_warns_that_a_resumed_run_draws_other_random_numbers(tmp_path, hook, options):
+def test_saving_within_a_step_warns_that_a_resumed_run_draws_different_random_numbers(tmp_path, hook, options):
     callback = pl.Callback()
     setattr(callback, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "saved.ckpt"))
     trainer = FabricLoop(**quiet(max_epochs=1, callbacks=[callback], **options))

@@ -473,12 +473,12 @@ class SavesEveryThirdBatch(SavesOften):
         (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
     ],
 )
-def test_an_edited_loop_may_not_train_a_batch_twice_or_save_within_an_accumulation_window(kind, every, message):
+def test_edited_loops_that_train_a_batch_twice_or_save_during_accumulation_are_refused(kind, every, message):
     with pytest.raises(ValueError, match=message):
         train(kind, accumulate_grad_batches=every)
 
 
-def test_an_edited_loop_can_save_within_an_epoch():
+def test_an_edited_loop_can_save_a_checkpoint_within_an_epoch():
     assert_resumes(SavesEveryThirdBatch, kill=13)
 
 
@@ -574,7 +574,7 @@ def test_the_first_save_refuses_loop_state_that_cannot_be_loaded_with_weights_on
         train(kind, max_epochs=1)
 
 
-def test_the_check_before_the_first_save_skips_large_attributes(monkeypatch):
+def test_mini_loop_saves_large_attributes_without_checking_if_they_can_be_loaded(monkeypatch):
     """Checking each item of a list with a million items would take 5 seconds."""
     sizes = []
 

@@ -223,13 +223,13 @@ class FetchesInObject(Plain):
     ("stage", "step"),
     [("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
 )
-def test_a_step_method_with_dataloader_iter_is_refused(tmp_path, make, stage, step):
+def test_a_step_method_with_a_dataloader_iter_parameter_is_refused(tmp_path, make, stage, step):
     loop, name = FabricLoop(**with_files(tmp_path, max_epochs=1)), f"{step}_step"
     message = f"{name}: got the argument dataloader_iter, expected a batch. Write {name}(self, batch, batch_idx)."
     check_error(TypeError, message, lambda: getattr(loop, stage)(make(), make_loader()), tmp_path)
 
 
-def test_a_step_function_with_dataloader_iter_is_refused(tmp_path):
+def test_a_step_function_with_a_dataloader_iter_parameter_is_refused(tmp_path):
     net, functions = nn.Linear(8, 3), {}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for name in ("training_step", "validation_step"):

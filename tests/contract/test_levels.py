@@ -201,7 +201,7 @@ class PlainModule(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_an_object_with_step_methods_gets_the_same_weights_as_in_a_hand_written_loop(expected, cls, given):
+def test_fit_with_a_training_step_method_gives_the_weights_of_a_hand_written_loop(expected, cls, given):
     torch.manual_seed(1)
     model = cls()
     given = {name: make(model.net) for name, make in given.items()}

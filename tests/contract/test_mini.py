@@ -422,7 +422,7 @@ def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
 
 @pytest.mark.parametrize("value", [None, [1.0, 2.0], "high"], ids=str)
 @pytest.mark.parametrize("options", [{}, {"on_epoch": True}, {"on_step": False, "on_epoch": True}], ids=str)
-def test_mini_loop_refuses_to_log_a_value_that_is_not_a_number(value, options):
+def test_mini_loop_refuses_to_log_a_list_a_string_or_none(value, options):
     class Module(Plain):
         def training_step(self, batch):
             self.log("recall", value, **options)
@@ -743,7 +743,7 @@ class Unsized:
 
 
 @pytest.mark.parametrize(("make", "every"), halve([lambda: DataLoader(Stream(), 4), Unsized], [None, 2, 4]))
-def test_a_validation_loader_without_a_length_gives_the_same_rows_as_fabric_loop(make, every):
+def test_both_loops_return_equal_rows_if_the_validation_loader_has_no_length(make, every):
     """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
     results = {}
     for name, (loop_class, quiet) in LOOPS.items():

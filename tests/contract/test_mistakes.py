@@ -308,7 +308,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 @both_loops
 @pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
-def test_a_step_that_calls_backward_is_refused_in_two_processes(name, step, accumulated):
+def test_a_step_that_calls_backward_is_refused_in_runs_with_two_processes(name, step, accumulated):
     codes, errors = run_processes(fit_in_process, name, step, accumulated, ranks=2)
     assert codes == [0, 0], errors
 

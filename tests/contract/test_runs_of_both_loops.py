@@ -69,7 +69,7 @@ def test_resume_continues_the_newest_run_if_folders_were_copied_without_hidden_f
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_mini_loop_reads_the_save_time_in_best_ckpt_if_last_ckpt_is_unusable(is_damaged):
+def test_mini_loop_finds_the_newest_run_even_if_only_best_ckpt_of_that_run_is_readable(is_damaged):
     train("MiniLoop", 2, monitor="val_loss", version=5)
     train("MiniLoop", 2, monitor="val_loss", version=1)
     folder = Path("checkpoints/run/version_1")
@@ -146,7 +146,7 @@ class Dies(Classifier):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "version"), sample(3, LOOPS, LOOPS, LOOPS, [0, "tuned"]))
-def test_resume_last_does_not_continue_an_older_run_in_the_same_version_folder(first, second, third, version):
+def test_resume_last_is_refused_if_the_newest_run_of_a_version_folder_has_no_checkpoint(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":

@@ -187,7 +187,7 @@ def test_fabric_loop_refuses_to_resume_a_mini_loop_run_whose_loader_does_not_res
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
-def test_a_run_with_a_stateful_loader_and_persistent_workers_can_resume_only_within_epoch_0(tmp_path):
+def test_resuming_after_epoch_0_is_refused_for_a_stateful_loader_with_persistent_workers(tmp_path):
     def make():
         return StatefulDataLoader(make_data(24), 4, num_workers=2, persistent_workers=True)
 

@@ -403,7 +403,7 @@ class LogsNothing(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_returned_values_are_averaged_over_all_processes(tmp_path):
+def test_values_returned_by_step_methods_are_averaged_over_all_processes(tmp_path):
     """A module that logs nothing cannot pass sync_dist=True."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)

@@ -189,7 +189,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_read_table_reads_all_lines_of_a_file_with_one_damaged_line(tmp_path, name, end, start):
+def test_read_table_reads_a_damaged_line_and_all_other_lines_of_a_csv_file(tmp_path, name, end, start):
     text, cells = LINES[name]
     lines = lines_of(8)
     lines[4] = text

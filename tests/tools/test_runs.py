@@ -124,7 +124,7 @@ def test_list_runs_reads_a_run_logged_by_lightning():
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"<html>\n", b"", b"x: !!python/object/apply:os.mkdir [bad]\n"])
-def test_list_runs_reads_damaged_files_as_empty_and_executes_no_code(content):
+def test_list_runs_treats_damaged_files_as_empty_and_never_executes_code_in_them(content):
     make_run()
     folder = make_run(version=1)
     for name in ("metrics.csv", "hparams.yaml", "config.yaml"):
@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_the_runs_best_command_prints_the_path_of_a_csv_file_from_another_tool(capsys):
+def test_runs_best_prints_the_path_of_a_csv_file_that_another_tool_wrote(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")

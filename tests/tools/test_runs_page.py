@@ -119,7 +119,7 @@ def test_the_runs_page_shows_html_in_a_run_name_as_text():
     assert text.count("https:") == text.count("https://example.com")
 
 
-def test_the_runs_page_shows_long_values_and_extra_options_in_one_column():
+def test_the_runs_page_collects_long_values_and_surplus_options_in_one_shared_column():
     for version in (0, 1):
         options = {f"option_{i}": version for i in range(10)}
         write_run(version=version, hparams={"path": f"/data/{version}" * 9} | options)

@@ -156,7 +156,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_trains_like_a_hand_written_loop_and_resumes(tmp_path, name):
+def test_each_optimizer_gives_the_weights_of_a_hand_written_loop_even_after_resuming(tmp_path, name):
     make = OPTIMIZERS[name]
     expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
     whole, net = train(make, tmp_path / "whole")

@@ -54,7 +54,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_a_nan_loss_ends_training_but_keeps_a_good_checkpoint_if_on_nan_is_stop(tmp_path, options, stops_at, saved_at):
+def test_on_nan_stop_ends_training_but_keeps_the_checkpoint_before_the_nan_loss(tmp_path, options, stops_at, saved_at):
     """Training stops at the first step that reads the loss, to log or save. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
