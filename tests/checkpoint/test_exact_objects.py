@@ -668,7 +668,7 @@ class UntiedModel(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_if_a_hook_unties_weights_mini_loop_fails_and_fabric_loop_cannot_resume(tmp_path):
+def test_a_hook_that_unties_weights_leads_to_an_error_at_the_latest_on_resume(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
@@ -811,7 +811,7 @@ def test_objects_in_a_defaultdict_are_restored_under_their_keys(tmp_path, kind, 
 
 @pytest.mark.parametrize("keys", [[(0, 1)], [0.5], [None], [SlowWeights]])
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_warns_about_an_object_whose_key_is_neither_a_string_nor_an_integer(tmp_path, kind, keys):
+def test_resume_warns_about_a_dict_value_whose_key_is_neither_a_string_nor_an_integer(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
     with pytest.raises(KilledError):
         train(kind, tmp_path, make, kill_at=5)
@@ -863,7 +863,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_keeps_the_new_socket_number_in_an_object_of_an_installed_package(tmp_path, monkeypatch, kind):
+def test_resume_does_not_overwrite_a_socket_number_in_an_object_of_an_installed_package(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -1153,7 +1153,7 @@ SHARED = [(FabricLoop, HasSharedTensor), (FabricLoop, HasSharedState), (MiniLoop
 
 
 @pytest.mark.parametrize(("kind", "model"), SHARED)
-def test_a_resumed_run_restores_shared_lists_and_tensors(tmp_path, kind, model):
+def test_two_attributes_that_share_a_list_or_tensor_still_share_it_after_resume(tmp_path, kind, model):
     whole = train(kind, tmp_path / "whole", shuffled(model))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "cut", shuffled(model), kill_at=5)

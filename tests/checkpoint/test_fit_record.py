@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_resuming_resets_attributes_of_objects_that_do_not_support_weak_references(tmp_path, kind):
+def test_resuming_resets_an_object_without_weak_reference_support_to_its_state_before_fit(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)
@@ -147,7 +147,7 @@ def test_resuming_resets_changed_attributes_even_if_another_object_cannot_be_rea
     assert record_fit(holder, tmp_path, resumes=True) == {"value": 0}
 
 
-def test_a_refused_resume_leaves_the_attributes_as_they_were(tmp_path):
+def test_a_refused_resume_does_not_change_the_attributes_of_user_objects(tmp_path):
     before = {"number": 1, "items": [1, 2], "tensor": torch.ones(2), "created": Holder()}
     holder = Holder(number=0, items=[], tensor=torch.zeros(2), deleted=3)
     items = holder.items

@@ -144,7 +144,7 @@ def test_a_single_changed_number_in_a_large_attribute_is_detected():
     assert sorted(changed) == ["array", "items", "large", "small", "texts"]
 
 
-def test_both_loops_detect_a_change_to_one_tensor_in_a_long_list():
+def test_fabric_loop_and_mini_loop_detect_an_in_place_change_of_one_tensor_in_a_long_list():
     tensors = [torch.ones(1) for _ in range(60_000)]
     for mark in (digest, mark_value):
         before = mark(tensors)

@@ -116,7 +116,7 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
     assert place != "in_the_run_directory" or list(last.parent.glob(".*.tmp")) == []
 
 
-def test_resume_last_is_refused_if_model_checkpoint_did_not_save_last(tmp_path):
+def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
         MissingCheckpointError, match=r"got 'last'.*Train with ModelCheckpoint\(save_last=True\), or pass the path"
@@ -138,7 +138,7 @@ def test_the_error_about_a_missing_model_checkpoint_callback_names_the_version_f
     assert len(history) == 2
 
 
-def test_resume_auto_finds_the_run_if_validate_used_the_same_model_checkpoint_callback(tmp_path):
+def test_resume_auto_finds_a_run_even_if_validate_has_used_the_model_checkpoint_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

@@ -152,7 +152,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_resume_warns_about_moved_or_removed_callbacks_of_the_same_class(tmp_path, name, recwarn):
+def test_resume_warns_if_one_of_several_callbacks_of_a_class_was_moved_or_removed(tmp_path, name, recwarn):
     saved, steps, is_warned = CHANGES[name]
     interrupt(tmp_path, Classifier, lambda: map(Counts, saved))
     fit(tmp_path, callbacks=[*map(Counts, steps)], resume="auto", **OPTIONS)
@@ -207,7 +207,7 @@ class Iterates(cb.Callback):
         next(self.values["a"])
 
 
-def test_fit_warns_that_the_position_of_an_iterator_in_a_container_is_not_saved(tmp_path):
+def test_fit_warns_that_resume_cannot_restore_the_position_of_an_iterator_in_a_dict(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
 
@@ -227,7 +227,7 @@ class ReadsSettings(SavesSettings):
 
 
 @pytest.mark.parametrize("kind", [SavesSettings, ReadsSettings])
-def test_fit_warns_about_a_saved_object_that_on_load_checkpoint_could_not_read(tmp_path, kind, recwarn):
+def test_fit_warns_if_a_callback_saves_an_object_that_its_on_load_checkpoint_cannot_read(tmp_path, kind, recwarn):
     fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
     found = [warning for warning in recwarn if "Settings" in str(warning.message)]
     assert len(found) == (kind is ReadsSettings)

@@ -228,7 +228,7 @@ def test_a_new_run_with_the_same_model_keeps_the_attribute_that_the_previous_run
 
 
 @both_loops
-def test_resume_warns_about_a_large_attribute_changed_by_an_earlier_call_of_fit(tmp_path, kind):
+def test_resume_warns_if_an_earlier_fit_call_changed_a_large_attribute_of_the_dataset(tmp_path, kind):
     def change(script):
         script.dataset.large.add_(0.5)
 
@@ -325,7 +325,7 @@ class RecordedScript(Script):
 
 @both_loops
 @pytest.mark.parametrize(("change", "first"), halve(RECORDED, [1, 2]))
-def test_fit_resets_attributes_of_any_kind_before_it_resumes_with_the_same_objects(tmp_path, kind, change, first):
+def test_resuming_with_the_model_object_of_a_killed_run_equals_an_uninterrupted_run(tmp_path, kind, change, first):
     expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
     script = RecordedScript(kind, tmp_path / "killed", change, first)
     script.fit(kill_at=(2, 3))
@@ -344,7 +344,7 @@ def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fi
 
 
 @both_loops
-def test_changes_by_validate_between_two_calls_of_fit_do_not_count_as_changes_by_the_user(tmp_path, kind):
+def test_resume_resets_attributes_that_a_validation_step_changed_between_two_calls_of_fit(tmp_path, kind):
     def validation_step(net, batch):
         net.scale += 10.0
         return torch.zeros(())

@@ -242,7 +242,7 @@ def test_resume_auto_does_not_continue_a_run_that_an_edited_loop_ended_early():
     assert loop.current_epoch == len(loop.losses) == 7
 
 
-def test_resuming_is_refused_if_an_edited_loop_has_not_created_a_saved_object():
+def test_resume_is_refused_if_an_edited_loop_lacks_an_object_whose_state_was_saved():
     class Forgets(CreatesLate):
         _build_checkpoint, _restore = MiniLoop._build_checkpoint, MiniLoop._restore
 
@@ -334,7 +334,7 @@ def test_an_edited_loop_can_write_text_and_bools_and_ints_to_the_csv_file(resume
     assert all(type(row["epoch"]) is type(row["step"]) is type(row["seen"]) is int for row in loop.history)
 
 
-def test_an_edited_loop_can_write_another_csv_file():
+def test_an_edited_loop_can_write_an_additional_csv_file():
     class WritesFile(MiniLoop):
         def _end_row(self, epoch):
             super()._end_row(epoch)
@@ -344,7 +344,7 @@ def test_an_edited_loop_can_write_another_csv_file():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
-def test_a_resumed_run_removes_the_rows_of_a_custom_csv_file_created_after_the_checkpoint():
+def test_resume_removes_old_rows_from_a_csv_file_created_after_the_checkpoint():
     class WritesLate(MiniLoop):
         def _train_batch(self, batch):
             super()._train_batch(batch)
@@ -438,7 +438,7 @@ def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case)
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_only_after_an_epoch(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_only_after_a_whole_epoch(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
@@ -525,7 +525,7 @@ class Changed(MiniLoop):
     decay: float = 0.9
 
 
-def test_options_of_a_loop_subclass_take_their_given_or_default_values():
+def test_an_option_of_a_loop_subclass_has_its_default_value_unless_a_value_is_passed():
     assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
     with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):

@@ -106,7 +106,7 @@ def traced(tmp_path_factory):
     return module.batch - {"demos/digits.py"}, module.log_call, resume
 
 
-def test_how_it_works_md_lists_the_files_used_for_training_for_logging_and_for_resuming(traced):
+def test_how_it_works_md_lists_the_files_that_a_batch_and_a_log_call_and_a_resume_use(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10

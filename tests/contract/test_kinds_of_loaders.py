@@ -992,7 +992,7 @@ LISTS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, LISTS, LIMITS_OF_STATE))
-def test_resume_restores_lists_of_batches_or_indices_changed_in_training(tmp_path, loop_name, name, limit):
+def test_resume_restores_batches_and_sampler_indices_that_training_changed_in_place(tmp_path, loop_name, name, limit):
     make_model, make_loader = LISTS[name]
 
     def run(root, resume=None, **options):

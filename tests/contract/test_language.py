@@ -94,7 +94,7 @@ def worse_language(repository, limits):
     return found
 
 
-def test_no_folder_has_more_banned_expressions_than_its_limit():
+def test_the_number_of_banned_expressions_in_each_folder_is_within_its_limit():
     assert worse_language(REPOSITORY, LANGUAGE_LIMITS) == []
 
 

@@ -140,7 +140,7 @@ def test_setup_applies_the_precision_and_wraps_a_dataloader():
 
 
 @pytest.mark.gpu
-def test_setup_moves_a_tensor_loader_to_the_gpu():
+def test_setup_moves_the_batches_of_a_tensor_loader_to_the_gpu():
     loop = FabricLoop(accelerator="gpu", devices=1, logger=False)
     net = make_net()
     _, _, batches = loop.setup(net, make_optimizer(net), make_loaders()[0])

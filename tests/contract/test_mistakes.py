@@ -540,7 +540,7 @@ def test_an_error_suggests_the_mean_of_a_loss_with_several_elements(name):
 
 
 @both_loops
-def test_returned_bools_are_logged_as_numbers(name):
+def test_bools_returned_by_a_training_step_are_logged_as_numbers(name):
     def step(net, batch):
         return {"loss": loss_of(net, batch), "is_small": len(batch[0]) < 4, "name": "x"}
 

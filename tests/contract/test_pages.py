@@ -353,7 +353,7 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_compare_finds_no_difference_in_the_readme_example(tmp_path):
+def test_compare_finds_no_difference_between_the_old_and_new_code_in_the_readme(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
@@ -524,7 +524,7 @@ def test_reference_md_lists_all_arguments_of_fit():
     assert named >= set(inspect.signature(MiniLoop.fit).parameters) - {"self", "others"}
 
 
-def test_coming_from_md_lists_each_trainer_option_that_is_refused():
+def test_the_page_for_trainer_users_lists_each_trainer_option_that_fabric_loop_refuses():
     refused = set(re.findall(r"^\| `(?:fit\()?([a-z_]+)=?\)?` \|", TRAINER_PAGE, re.M))
     assert refused >= OF_TRAINER - OWN - OF_FABRIC
 

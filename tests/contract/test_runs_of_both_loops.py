@@ -176,7 +176,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_only_fabric_loop_resumes_a_replaced_run_from_the_path_of_its_checkpoint(first, third):
+def test_only_fabric_loop_resumes_a_checkpoint_of_a_run_that_a_newer_run_replaced(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)

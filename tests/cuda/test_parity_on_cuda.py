@@ -43,7 +43,7 @@ def test_a_tensor_loader_on_the_gpu_gives_the_same_weights_as_with_trainer(preci
     pair(Drawing, on_device, val_on_device, precision=precision)
 
 
-def test_pinned_memory_gives_the_same_weights_as_with_trainer():
+def test_fabric_loop_and_trainer_end_with_the_same_weights_if_the_loader_pins_memory():
     pair(Drawing, lambda: make_loader(num_workers=2, pin_memory=True), max_epochs=1)
 
 

@@ -337,7 +337,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_the_hooks_of_an_earlier_datamodule_do_not_change_the_batches_of_other_loaders(stage):
+def test_hooks_of_a_datamodule_passed_to_fit_do_not_change_batches_of_later_loaders(stage):
     """As in Trainer, for example if the datamodule normalizes the images on the GPU."""
 
     class Scaled(pl.LightningDataModule):
@@ -375,7 +375,7 @@ def test_only_fit_records_the_attributes_of_a_dataset_for_checkpoints(stage, mon
 
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
-def test_predict_refuses_to_combine_loaders(mode):
+def test_predict_refuses_a_combined_loader_whose_mode_is_not_sequential(mode):
     """As in Trainer. The predictions of several loaders are a list for each loader."""
 
     class Doubles(pl.LightningModule):
@@ -400,7 +400,7 @@ def test_predict_does_not_change_the_given_loader():
 
 
 @pytest.mark.parametrize("kind", ["plain", "channels_last", "a subclass"])
-def test_a_shuffled_tensor_loader_gives_the_same_batches_as_tensor_indexing(kind):
+def test_a_shuffled_tensor_loader_gives_the_same_batches_as_indexing_by_randperm(kind):
     x = torch.randn(10, 3, 4, 4).to(memory_format=torch.channels_last)
     if kind != "channels_last":
         x = x.contiguous()

@@ -142,7 +142,7 @@ WITH_TWO_PROCESSES += [(call, name) for call, names in EVALUATED.items() for nam
 
 
 @pytest.mark.parametrize("case", sample(2, WITH_TWO_PROCESSES), ids=" ".join)
-def test_two_processes_share_the_batches_of_a_tensor_loader(tmp_path, case):
+def test_two_processes_get_the_same_batches_from_a_tensor_loader_as_from_a_dataloader(tmp_path, case):
     """All processes draw the shuffled order from the same seed."""
     assert_same_batches(tmp_path, *case, FORK)
 

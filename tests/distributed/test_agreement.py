@@ -180,7 +180,7 @@ def resume_with_own_buffers(rank, kind):
 
 
 @both_loops
-def test_resume_warns_if_each_process_has_its_own_buffers(kind):
+def test_resume_warns_about_ddp_with_broadcast_buffers_false(kind):
     codes, errors = run_processes(resume_with_own_buffers, kind)
     assert codes == [0, 0], errors
 

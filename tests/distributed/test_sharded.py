@@ -300,7 +300,7 @@ def test_fsdp2_refuses_a_model_that_is_not_sharded_completely():
     assert "got a new Linear as the return value, expected the same Classifier object" in other
 
 
-def test_an_existing_optimizer_is_refused_for_a_sharded_model(tmp_path):
+def test_fit_refuses_an_optimizer_created_before_the_model_is_sharded(tmp_path):
     net = nn.Linear(8, 3)
     given = {"training_step": lambda net, batch: net(batch[0]).sum(), "optimizer": torch.optim.SGD(net.parameters())}
     with pytest.raises(

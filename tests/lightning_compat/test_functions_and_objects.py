@@ -117,7 +117,7 @@ def test_validate_test_and_predict_use_the_step_functions_passed_to_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-def test_a_new_loop_evaluates_with_step_functions_passed_to_its_methods():
+def test_validate_test_and_predict_accept_step_functions_on_a_loop_that_never_trained():
     _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)
@@ -173,9 +173,7 @@ CALLBACKS = {
 
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", LEVELS)
-def test_training_with_lightning_callbacks_gives_the_same_weights_without_a_lightning_module(
-    kind, name, capsys, tmp_path
-):
+def test_lightning_callbacks_work_the_same_with_and_without_a_lightning_module(kind, name, capsys, tmp_path):
     """Weights, optimizer states and printed output equal those of a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out

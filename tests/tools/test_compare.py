@@ -461,7 +461,7 @@ def test_compare_shows_a_learning_rate_stored_in_a_tensor_as_a_number():
 
 
 @pytest.mark.parametrize("steps", keep([7, 50], 7))
-def test_compare_finds_a_change_right_after_the_last_recorded_step(steps):
+def test_compare_detects_a_weight_that_changes_immediately_after_the_last_recorded_step(steps):
     def train(should_change):
         net, optimizer, _, loader, _ = Script().make()
         batch = next(iter(loader))

@@ -185,7 +185,7 @@ def test_read_logs_reads_a_second_header_with_more_columns():
         ("step,split,metric,value\n5,train,loss,3\n5,val,loss,4\n9,train,loss,2\n9,val,loss,3\n", "val_loss"),
     ],
 )
-def test_read_logs_reads_a_table_with_a_row_per_value(text, columns):
+def test_read_logs_reads_a_table_with_a_row_for_each_stage_or_metric(text, columns):
     path = write(text)
     ax = plot_logs(path, metrics="loss")
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines()}

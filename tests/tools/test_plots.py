@@ -82,7 +82,7 @@ def test_plot_logs_accepts_column_names_such_as_val_acc_and_quantities_such_as_a
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
-def test_the_best_value_is_marked_only_if_its_direction_is_known(metric, best):
+def test_a_plot_marks_the_best_value_only_if_lower_or_higher_is_known_to_be_better(metric, best):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
     assert lines(ax, "best") == ([best] if best else [])
     assert ("best" in legend(ax)[1]) == bool(best)

@@ -169,7 +169,7 @@ def test_calling_validate_on_a_second_loop_does_not_change_the_first_run(tmp_pat
 
 
 @pytest.mark.parametrize(("inner", "hook"), halve(KINDS, CALLING_HOOKS))
-def test_calling_validate_on_a_loop_in_a_hook_does_not_change_a_run_of_trainer(tmp_path, inner, hook):
+def test_validating_with_a_loop_inside_a_trainer_hook_does_not_change_the_trainer_run(tmp_path, inner, hook):
     def train(call):
         module = seeded(Classifier)
         setattr(module, hook, lambda *_: call(module))
@@ -191,7 +191,9 @@ def test_calling_validate_on_a_loop_in_a_hook_does_not_change_a_run_of_trainer(t
 
 
 @pytest.mark.parametrize(("outer", "inner", "make_module", "is_in_hook"), combine([True, False]))
-def test_a_model_copied_in_a_hook_logs_to_the_loop_that_trains_it(tmp_path, outer, inner, make_module, is_in_hook):
+def test_a_model_copy_made_in_a_hook_logs_to_the_loop_that_trains_the_copy(
+    tmp_path, outer, inner, make_module, is_in_hook
+):
     class Trained(make_module):
         def on_train_start(self):
             if hasattr(self, "lr_schedulers"):
