@@ -144,7 +144,8 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # Attribute names are strings, so skip the other keys of a user's dict subclass.
+        # An object that is a dict may also have keys that are not strings. Skip these keys, because
+        # an attribute name is always a string.
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
@@ -163,7 +164,8 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
     # Exclude this package's objects, even if a user has renamed a copy of the package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
-    # Search torch's datasets, because a Subset, for example, may contain a user's dataset.
+    # Search the attributes of torch's own dataset classes, because a Subset, for example, may wrap
+    # a user's dataset.
     is_library = is_library and not isinstance(value, Dataset)
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
@@ -250,16 +252,19 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 def name_of_key(key: Any) -> str:
     """Return the text for a dict key, index or attribute name in a path such as "model.pools.0".
 
-    ``key_of_name`` converts such a text back to the key.
+    ``key_of_name`` converts the returned text back to the dict key.
     """
     if isinstance(key, str):
-        # Quote a string of digits, because digits without quotes are an int.
+        # Quote a string of digits, because ``key_of_name`` reads digits without quotes as an int.
         return repr(key) if is_integer(key) else key
     return str(key) if type(key) is int or isinstance(key, np.integer) else f"<{key}>"
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Return the int or string that ``name_of_key`` converted, or None for other keys."""
+    """Convert text that ``name_of_key`` returned back to an int or a string.
+
+    If the original key is neither an int nor a string, return None.
+    """
     if name.startswith("<"):
         return None
     if is_integer(name):
@@ -273,7 +278,10 @@ def is_integer(text: str) -> bool:
 
 
 def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
-    """Return the torchmetrics objects in a module. Their state_dict() lacks most of their state."""
+    """Return the torchmetrics objects in a module.
+
+    By default, the state_dict() of a torchmetrics object does not contain the metric's state.
+    """
     modules = value.named_modules() if isinstance(value, nn.Module) else ()
     return {
         f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
@@ -286,7 +294,7 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
     """Return a digest of the numbers and strings in each callback, keyed by the callback's class.
 
-    A resumed run compares the digests, because it matches callbacks of one class by their order.
+    A resumed run uses the digests to detect that callbacks of the same class have been reordered.
     """
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
@@ -368,7 +376,7 @@ class PlainState:
                     self._warn("the last of the objects in attributes", reason)
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects that were found in attributes of the given objects, keyed by path.
+        """Return the objects found in attributes, keyed by an attribute path such as "model.pool".
 
         Args:
             names: The paths of the objects in a checkpoint. If a path refers to an item of a
@@ -491,14 +499,15 @@ class PlainState:
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
-                # Forget the attribute's initial value, so that the next checkpoint also contains
-                # the attribute.
+                # An attribute without an initial value counts as changed. Forget the initial value,
+                # so that the next checkpoint also contains the attribute.
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the state of callbacks that this run lacks.
+        """Return a saved state without the state of callbacks that this run lacks.
 
-        Warn about the missing callbacks, and about reordered callbacks of the same class.
+        Warn if this run lacks a callback of the saved run, or if callbacks of the same class are in
+        a different order than in the saved run.
         """
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
@@ -561,7 +570,7 @@ class PlainState:
                 namespace[attribute] = decoder.decode(encoded)
 
     def _without_hiding(self, saved: dict[Place, Any]) -> dict[Place, Any]:
-        """Leave out attributes that would hide a parameter and thereby stop its training."""
+        """Return ``saved`` without attributes that would hide a parameter, buffer or submodule."""
         parts = self._parts
         hiding = [(n, name) for n, name in saved if n in parts and parts[n].would_hide(name)]
         if hiding:
@@ -604,10 +613,11 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each attribute's current value to the ids of its saved values.
+        """Map the id of each attribute's current value to the ids of the values that replace it.
 
-        If two attributes share a list now, but not in the checkpoint, this list has two saved
-        values.
+        If two attributes share a list, but the checkpoint has a separate list for each of them, two
+        values replace the shared list. A list that two values replace must not be changed in
+        place.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -627,7 +637,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy each attribute of at most 256 MB, for ``changed_start_values``."""
+        """Copy all attributes up to 256 MB, so that ``changed_start_values`` can return them."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
@@ -636,9 +646,9 @@ class PlainState:
     def changed_start_values(self, saved: Collection[Place]) -> dict[Place, Any]:
         """Return the start values of attributes that have changed in this run.
 
-        A checkpoint contains only the attributes that have changed since the start of the run. In a
-        resumed run, on_train_start and set_epoch() may have changed an attribute that the
-        checkpoint lacks.
+        A checkpoint contains only attributes that the saved run has changed. If on_train_start or
+        set_epoch() changes another attribute in the resumed run, the loop resets that attribute to
+        its start value.
 
         Args:
             saved: The attributes in the checkpoint, which are left out.
@@ -657,7 +667,7 @@ class PlainState:
         return changed
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and encoded value of each attribute of at most 10 MB."""
+        """Return the digest and the encoded value of each attribute that has at most 10 MB."""
         found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
@@ -690,7 +700,7 @@ class PlainState:
         return found
 
     def digests_of(self, part: Part) -> dict[str, Any]:
-        """Return a digest of each attribute, or an Identity if the value is not plain."""
+        """Return a digest of each attribute. Values that are not plain are compared by identity."""
         return {name: self._digest_or_identity(value) for name, value in part.attributes().items()}
 
     def _digest_or_identity(self, value: Any) -> Any:
@@ -708,7 +718,8 @@ class PlainState:
     def _guarded(self, what: str) -> Iterator[None]:
         """Suppress errors in a `with` block that saves or restores the object ``what``.
 
-        Warn once about each object that causes an error, unless its type is not supported.
+        Warn about the first error of each object. Objects of unsupported types are skipped without
+        a warning.
         """
         try:
             yield

@@ -44,10 +44,10 @@ _VALUES: dict[str, Any] = {
 # Limits that keep checkpoints small and quick to save.
 MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
 MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
-COMPARED_BYTES = 2**20  # The maximum size of a GPU tensor that is compared as a whole.
-_COMPARED_ITEMS = 50_000  # The maximum number of container items or array elements in a digest.
+COMPARED_BYTES = 2**20  # The digest of a larger GPU tensor covers only a sample of elements.
+_COMPARED_ITEMS = 50_000  # The approximate number of elements in a sample of a large value.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
-MOST_SEARCHED = 500  # Containers with more items are not searched for objects.
+MOST_SEARCHED = 500  # Larger lists and dicts are not searched for objects with attributes.
 
 
 class NotPlainError(Exception):
@@ -89,15 +89,16 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     items = _items_of(value)
     is_atomic = set(map(type, items)) <= ATOMS
     if is_atomic or most < len(items) <= MOST_ITEMS:
-        # marshal raises a ValueError for tensors and objects. In format 2, its output depends only
-        # on the values. In later formats, the output also depends on reference counts.
+        # Use marshal's format 2, because the output of later formats also depends on reference
+        # counts. If the items contain tensors or other objects, marshal raises a ValueError.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # The items of a dict alternate between keys and values. An odd step selects some of both.
+    # The list of a dict's items alternates between keys and values. Make the step odd, so that the
+    # sample contains both keys and values.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
-    # Reduce the maximum number of items at each nesting level, so that a container that contains
-    # itself is rejected.
+    # Lower the maximum for each nested container. If a container contains itself, the maximum
+    # reaches 0, and digest() raises a NotPlainError.
     most_inside = min(most - 1, max(most // len(found), 8))
     marks = [] if len(found) == len(items) else [_mark(item) for item in items]
     return kind, len(items), [digest(item, most_inside) for item in found], marks
@@ -172,9 +173,10 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
 
 
 class Identity:
-    """Replaces the digest of a value that is not plain.
+    """Compares values by identity if they cannot be compared by a digest.
 
-    Two Identities are equal if they refer to the same object and, for a container, the same items.
+    Two Identity instances are equal if they were created from the same object. Instances that were
+    created from a container are equal only if its items are also the same objects.
     """
 
     def __init__(self, value: Any) -> None:
@@ -226,8 +228,8 @@ def is_stateful(value: Any) -> bool:
 def arguments_of(value: Any) -> list[Any] | None:
     """Return the arguments for creating a copy of a range, date, bytearray, Fraction or Decimal.
 
-    Return None for a value of another type, and for a time with a time zone. Paths are not saved,
-    because the folder of a run may have moved.
+    Return None if the value's type is not supported, or if the value is a datetime with a time
+    zone. Paths are not saved, because the folder of a run may have moved.
     """
     kind = type(value)
     if kind is range:
@@ -368,7 +370,7 @@ class Encoder:
 
 
 class Decoder:
-    """Convert the tuples of an Encoder back to values.
+    """Convert tuples that an Encoder has created back to the original values.
 
     If several attributes share an object, decode the object only once.
 
@@ -472,8 +474,8 @@ def load_object(current: Any, state: Any) -> None:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's exact state into its existing dicts, which other objects may share.
 
-    For example, a wrapper around an optimizer often shares the optimizer's parameter groups.
-    load_state_dict() alone would create new groups, and change the dtype of some tensors.
+    load_state_dict() alone would create new parameter groups, but a wrapper around the optimizer
+    may still use the old groups. load_state_dict() would also change the dtype of some tensors.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

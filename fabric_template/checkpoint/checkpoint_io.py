@@ -121,17 +121,15 @@ def describe_content(content: Any) -> str:
 
 # Conversion of NumPy values
 
-# For safety, NumPy objects are never unpickled. Therefore, checkpoints store NumPy values as
-# tensors and Python values, which Trainer can also read. The NUMPY_KEY entry stores the
-# original dtypes.
+# For safety, NumPy objects are never unpickled. Therefore, checkpoints store each NumPy value as
+# a tensor or a Python value, and its dtype under NUMPY_KEY. Trainer can also read these values.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Replace the NumPy values in a checkpoint with Python values and tensors.
 
     Returns:
-        A copy of the checkpoint. The copy's NUMPY_KEY entry stores the dtypes of the replaced
-        values.
+        A copy of the checkpoint, whose NUMPY_KEY entry contains the dtypes of the replaced values.
     """
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -224,7 +222,7 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
 
     Returns:
         The converted value, and its NumPy dtype as text. If the value is not a NumPy value, or
-        cannot be restored exactly, it is returned unchanged, and the dtype is None.
+        cannot be restored exactly, return the unchanged value and None.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

@@ -47,7 +47,8 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Convert NumPy values here, because a custom CheckpointIO might not convert them.
+    # Replace NumPy values with tensors and Python values here, because a custom CheckpointIO
+    # might save NumPy objects unchanged.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -71,8 +72,8 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
     """Write a checkpoint's sharded tensors to a new folder. All processes must call this function.
 
     Returns:
-        A copy of the checkpoint, with a placeholder for each sharded tensor. The copy's SHARDS_KEY
-        entry contains the name of the shard folder, and the sizes of the files in that folder.
+        A copy of the checkpoint, with a placeholder for each sharded tensor. The SHARDS_KEY entry
+        of the returned dict contains the name of the shard folder and the sizes of its files.
     """
     if not run.steps.is_model_parallel:
         return checkpoint

@@ -139,8 +139,11 @@ def find_checkpoint(
     """Find and read a checkpoint, given a path or a keyword such as "last".
 
     Returns:
-        The path and the content of the checkpoint. If there is no checkpoint, the keyword "auto"
-        and ``ckpt_path="last"`` return (None, {}), and every other keyword raises an error.
+        The path and the content of the checkpoint. If ``resume="auto"``, ``ckpt_path="auto"`` or
+        ``ckpt_path="last"`` finds no checkpoint, return (None, {}).
+
+    Raises:
+        MissingCheckpointError: There is no checkpoint for an argument such as ``resume="last"``.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -387,9 +390,10 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
-    """Return a checkpoint that ModelCheckpoint saved in an earlier run, or None.
+    """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None.
 
-    If this run has a checkpoint callback, return None.
+    If this run has a checkpoint callback, return None, because the files of that callback have
+    already been searched.
     """
     if find_callbacks(callbacks, "Checkpoint"):
         return None

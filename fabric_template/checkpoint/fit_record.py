@@ -2,9 +2,10 @@
 
 A checkpoint contains an attribute only if its value has changed since the run started. A script may
 resume a run with objects that an earlier ``fit`` call in the same process has changed, such as the
-model or a callback. Therefore, ``fit`` first resets these objects to their values at the start of
-the run. Values that the user has changed after the earlier ``fit`` call are kept. If no earlier
-call in this process saved to the checkpoint's folder, nothing is reset.
+model or a callback. Before ``fit`` restores a checkpoint, it resets changed attributes to their
+values at the start of the saved run. If the user has changed an attribute between two ``fit``
+calls, the attribute keeps the user's value. ``fit`` resets attributes only if an earlier ``fit``
+call in the same process saved to the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Values = dict[Any, tuple[Any, Any]]
 # references to the objects are weak, so that Python can free the objects.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
-_MOST_RUNS = 4  # The maximum number of runs whose start values are kept for each object.
+_MOST_RUNS = 4  # Keep the start values of an object for at most this many runs.
 
 
 class ObjectRecord:
@@ -46,7 +47,7 @@ class ObjectRecord:
 
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.
-        end: The digests at the end of the latest call.
+        end: The digests of the values at the end of the latest call.
     """
 
     def __init__(self) -> None:
@@ -56,11 +57,11 @@ class ObjectRecord:
     def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
         """Return the original values of all attributes that earlier ``fit`` calls have changed.
 
-        Leave out attributes that the user has changed since the latest ``fit`` call.
+        The returned dict omits attributes that the user has changed since the latest ``fit`` call.
 
         Args:
             checkpoint: The path of the checkpoint from which the run resumes, or None.
-            values: The current values.
+            values: The object's current values.
         """
         self._keep_user_changes(values)
         folder = None if checkpoint is None else Path(checkpoint).resolve().parent
@@ -74,7 +75,11 @@ class ObjectRecord:
         return found
 
     def _keep_user_changes(self, values: Values) -> None:
-        """Replace start values of attributes that the user changed since the last ``fit`` call."""
+        """If the user changed an attribute after the latest ``fit`` call, keep the user's value.
+
+        Store the user's value as the attribute's start value, so that no ``fit`` call resets the
+        attribute.
+        """
         for name in {**values, **self.end}:
             if values.get(name, _MISSING)[0] == self.end.get(name, REMOVED):
                 continue
@@ -99,7 +104,8 @@ class ObjectRecord:
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
         """Record the changes that a validate, test or predict call has made to an object.
 
-        Otherwise, the next ``fit`` call would treat these changes as the user's changes.
+        Without this record, the next ``fit`` call would treat changes that a validate, test or
+        predict call has made as changes by the user.
         """
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
@@ -113,8 +119,8 @@ class FitRecord:
         checkpoint: The path of the checkpoint from which the run resumes, or None for a new run.
         saved: The state of this process in the checkpoint.
         model: The run's model.
-        is_training: Whether the call is a call to ``fit``. Otherwise, only objects of earlier
-            ``fit`` calls are recorded.
+        is_training: Whether the call is a call to ``fit``. A validate, test or predict call records
+            only objects that an earlier ``fit`` call has recorded.
     """
 
     def __init__(
@@ -126,15 +132,17 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # Maps an object's id and a kind such as "attributes" to three items: the object, a function
-        # that returns its current digests, and its values at the start of the call.
+        # Maps an object's id and a kind of values, such as "attributes", to the object, a function
+        # that returns digests of its current values, and its values at the start of the run.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # If the run cannot resume, these functions undo the changes to the objects.
+        # If the run ends before its checkpoint is restored, ``store`` calls these functions to undo
+        # the resets of attributes and flags.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
-        """Reset the attributes that earlier ``fit`` calls have changed, and record all attributes.
+        """Record attributes at the start of a run, so that later ``fit`` calls can reset them.
 
+        If the run resumes, also undo changes that earlier ``fit`` calls made to the attributes.
         Skip objects whose attributes are already recorded.
 
         Args:
@@ -154,7 +162,7 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Reset and record the attributes of objects that the run's PlainState does not contain."""
+        """Call ``reset_and_record_attributes`` for objects that the run's PlainState lacks."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -165,12 +173,15 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Record an object's flags or options, and reset those that earlier ``fit`` calls changed.
+        """Record an object's flags, options or arguments at the start of a run.
 
-        Skip an object whose values of this kind are already recorded.
+        If the run resumes, also reset values that earlier ``fit`` calls have changed. If the object
+        already has a record of the given ``kind``, do nothing.
 
         Args:
-            restore: Sets the values. If it is None, the values are only recorded.
+            kind: The kind of values, such as "flags" or "options".
+            read: Returns the object's current values.
+            restore: Sets the object's values. If ``restore`` is None, no values are reset.
         """
         if (id(owner), kind) in self._objects:
             return
@@ -191,11 +202,14 @@ class FitRecord:
         return {name: parts[name] for name in found.values()}
 
     def _record(self, owner: Any, kind: str, read: Callable[[], Any], values: Values) -> Values:
-        """Record the values at the start of the run, and return those that must be reset.
+        """Record an object's values at the start of the run.
 
         Args:
-            read: Returns the object's current digests.
-            values: The current values.
+            read: Returns digests of the object's current values.
+            values: The object's current values.
+
+        Returns:
+            The original values that earlier ``fit`` calls have changed, which the caller restores.
         """
         found: Values = {}
         if self._is_training and (record := find_record(owner, kind)):
@@ -205,7 +219,9 @@ class FitRecord:
         return found
 
     def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
-        """Return whether to reset an attribute to ``value``. Warn if a change cannot be undone.
+        """Return whether to reset an attribute to ``value``.
+
+        Warn if an attribute cannot be reset because its original value was not recorded.
 
         Args:
             current: The digest of the attribute's current value.
@@ -225,13 +241,17 @@ class FitRecord:
         return False
 
     def keep_resets(self) -> None:
-        """Discard the functions that undo the resets, because the checkpoint has been restored."""
+        """Discard the functions that could undo the resets of attributes and flags.
+
+        Call this method after the checkpoint has been restored.
+        """
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
-        """Store the recorded start values and the current digests for later ``fit`` calls.
+        """Store each object's start values and digests, so that later ``fit`` calls can reset it.
 
-        If the run could not resume, first restore the values that the objects had before the run.
+        If the run ended before its checkpoint was restored, undo the resets of attributes and flags
+        before storing.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -258,13 +278,14 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the object whose values are recorded, and the kind of values, such as "buffers"."""
+    """Return the key of a Part's record, which is an object and a kind such as "buffers"."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # PlainState wraps the same list item in a new ListItem in each run.
+    # Use the list item itself, because PlainState wraps the item in a new ListItem in each run.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # Objects of some classes, such as SimpleNamespace, do not support weak references. Record these
-    # objects by name, together with the model.
+    # Objects of some classes, such as SimpleNamespace, do not support weak references. Store the
+    # record of such an object with the model's records, under a kind that contains the object's
+    # name.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 
@@ -327,7 +348,7 @@ def copy_content(value: Any) -> Any:
 
 
 def undo_earlier_fits(run: Run) -> FitRecord:
-    """If the run resumes, undo changes that earlier ``fit`` calls made to its objects.
+    """If a run resumes, undo changes that earlier ``fit`` calls made to objects such as the model.
 
     Returns:
         A new FitRecord, to which other objects such as optimizers are added later.
@@ -353,10 +374,10 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return callbacks whose state_dict() is defined in Lightning and may leave out attributes.
+    """Return the callbacks that use Lightning's state_dict(), which may leave out attributes.
 
-    Skip progress bars. Also skip ModelCheckpoint, because its attributes describe the files that it
-    has saved.
+    Leave out progress bars and checkpoint callbacks. The attributes of a checkpoint callback
+    describe the files that it has saved, so they must not be reset.
     """
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
@@ -368,7 +389,10 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Reset and record the train mode of each module, and requires_grad of its parameters."""
+    """Record the train mode of each module and requires_grad of each parameter.
+
+    If the run resumes, also undo changes that earlier ``fit`` calls made to these flags.
+    """
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)
@@ -414,7 +438,7 @@ def warn_of_changed_attribute(place: str) -> None:
 def store_fit_record(run: Run) -> None:
     """At the end of a run, store its FitRecord for later ``fit`` calls.
 
-    Ignore errors, because they must not stop the user's script.
+    Ignore all errors, because a FitRecord that cannot be stored must not stop the user's script.
     """
     with suppress(Exception):
         callbacks = run.hooks.callbacks_of("Checkpoint")

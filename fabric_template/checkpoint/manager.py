@@ -169,8 +169,9 @@ class CheckpointManager:
     def replace_last(self, run: Run) -> None:
         """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
 
-        Call this method before newer rows are removed from the CSV files. Otherwise, if the run
-        were killed before its first save, the old last.ckpt would refer to the removed rows.
+        Call this method before CSV rows that were written after the checkpoint are removed. Without
+        the copy, a run that is killed before its first save would leave an old last.ckpt that
+        refers to removed CSV rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return

@@ -38,7 +38,8 @@ class Placeholder:
     """Replaces a saved object that could run arbitrary code when it is loaded.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    If the file calls the class or function, the unpickler creates an instance of this subclass.
+    If the file calls the unknown class or function, the unpickler creates an instance of the
+    Placeholder subclass instead.
     Methods that are called during unpickling, such as append and __setstate__, do nothing.
     """
 
@@ -172,9 +173,10 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each key of a checkpoint, describe the first placeholder in the value.
+    """For each key of a checkpoint, describe the first object that became a placeholder.
 
-    Leave out hyperparameters, and keys whose values contain no placeholder.
+    Hyperparameters are not searched, because a resumed run does not need them. The returned dict
+    omits keys whose values contain no placeholder.
     """
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
@@ -308,7 +310,8 @@ class PlainUnpickler(pickle.Unpickler):
 class Builder:
     """Wraps a function that a pickle may call.
 
-    If an argument is a placeholder, the result is a placeholder.
+    If the pickle passes a placeholder as an argument, return a placeholder instead of calling the
+    function.
     """
 
     __slots__ = ("_function",)

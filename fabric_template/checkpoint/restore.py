@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The order in which fit restores a checkpoint:
 #
-# | function         | restores                          | reason for waiting                  |
+# | function         | restores                          | why not earlier                     |
 # |------------------|-----------------------------------|-------------------------------------|
 # | restore_model    | datamodule, weights, callbacks    | setup() and configure_model() may   |
 # |                  |                                   | still create layers                 |
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 # | restore_states   | other options, flags, gradients,  | on_train_start must see the values  |
 # |                  | running means, loader positions,  | that the script sets, and may draw  |
 # |                  | and finally the RNG states        | random numbers                      |
-# | restore_position | iterators of the loaders,         | iterators need their positions and  |
-# |                  | and then attributes               | the RNG states, and may read the    |
-# |                  |                                   | attributes' values from the start   |
-# |                  |                                   | of the epoch                        |
+# | restore_position | iterators of the loaders,         | a new iterator starts from the      |
+# |                  | and then attributes               | restored position and RNG states,   |
+# |                  |                                   | and may read attributes, which must |
+# |                  |                                   | still have their values from the    |
+# |                  |                                   | start of the epoch                  |
 #
 # Validate, test and predict call only restore_model.
 
@@ -59,9 +60,11 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights match the model. If the weights do not match, fit tries again after
-        on_fit_start, because this hook may add modules. If the weights do not match in validate,
-        test or predict, raise an error instead.
+        Whether the weights match the model. If the weights do not match, fit tries to load them
+        again after on_fit_start, because this hook may add modules.
+
+    Raises:
+        OtherModelError: In validate, test or predict, the weights do not match the model.
     """
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
@@ -138,8 +141,8 @@ def checkpointed_module(run: Run) -> nn.Module:
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     """Raise an error if a trained parameter's dtype differs from the saved dtype.
 
-    Otherwise, the first step would fail, because the optimizer states have the saved dtypes. For a
-    buffer or a frozen parameter, only warn that the results will differ.
+    An optimizer step fails if a parameter and its restored optimizer state have different dtypes.
+    If the dtype of a buffer or a frozen parameter differs, warn instead of raising an error.
     """
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
@@ -294,7 +297,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore the options that hooks changed in the saved run.
+    """Restore FabricLoop options, such as max_epochs, that hooks of the saved run changed.
 
     If the user has passed a new value for an option, keep the new value.
     """
@@ -374,8 +377,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore the attributes only after the iterators have been created, because an iterator may
-    # read the values that the attributes had at the start of the epoch.
+    # Restore the attributes only now. A loader's iterator may read attributes when it is created,
+    # and must read the values from the start of the epoch, not those from the time of the save.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -384,8 +387,9 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     """Restore all saved states except attributes, before the loaders' iterators are created.
 
     Returns:
-        The saved attributes, such as those of the model, or None. The caller restores the
-        attributes after it has created the iterators.
+        The saved attributes of the model, the callbacks and other objects, or None if the
+        checkpoint contains none. The caller restores the returned attributes after it has created
+        the loaders' iterators.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -512,8 +516,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
     # differ from the number of schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    # Do not warn if an on_load_checkpoint hook has removed all scheduler states. If the saved run
-    # had no schedulers, warn that the new schedulers start from scratch.
+    # An on_load_checkpoint hook may have removed all scheduler states on purpose. If there are no
+    # scheduler states, warn about new schedulers only if the saved run had no schedulers.
     has_new_scheduler = run.plan.start.own.get("arguments", {}).get("schedulers") == []
     if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -528,8 +532,8 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
     """Warn if an argument of an optimizer or scheduler differs from the saved argument.
 
-    Raise an error if a scheduler's class or interval has changed. Otherwise, torch would load the
-    saved state into the wrong scheduler.
+    Raise an error if a scheduler's class or interval has changed. Without this error, torch would
+    load the saved state into the wrong scheduler.
 
     Args:
         kind: "optimizers" or "schedulers".
@@ -571,7 +575,8 @@ def add_missing_groups(run: Run, states: list[Any]) -> None:
 def check_replaced_parameters(run: Run) -> None:
     """Raise an error if a hook of the saved run replaced a trained parameter.
 
-    The saved optimizer state belongs to the original parameter, which is not in the model.
+    The saved optimizer state belongs to the original parameter, not to the parameter that replaced
+    it in the model.
     """
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
@@ -589,7 +594,7 @@ def check_replaced_parameters(run: Run) -> None:
 def check_parameter_order(run: Run) -> None:
     """Raise an error if an optimizer has the parameters in a different order than in the saved run.
 
-    Optimizer states contain no names, so they would be restored for the wrong parameters.
+    Optimizer states contain no parameter names, so torch assigns them to parameters by position.
     """
     saved = run.plan.start.own.get("parameter_groups", ())
     if difference := find_other_parameter(run, [names_in_order(groups) for groups in saved]):
@@ -602,12 +607,12 @@ def check_parameter_order(run: Run) -> None:
 
 
 def warn_of_parameter_order(run: Run) -> None:
-    """Warn if an optimizer may have had its parameters in a different order in a Trainer run.
+    """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed.
 
-    Trainer does not save the order of an optimizer's parameters. If the new optimizer was
-    created from ``self.parameters()``, its parameters have the order of the model's weights. In
-    this case, warn if the saved weights have a different order. Do not raise an error, because an
-    on_save_checkpoint hook may have sorted the saved weights.
+    Trainer does not save the order of an optimizer's parameters. If an optimizer was created from
+    ``self.parameters()``, compare the order of the model's weights with the order of the saved
+    weights. A different order causes only a warning, because an on_save_checkpoint hook may have
+    sorted the saved weights.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
@@ -652,14 +657,14 @@ def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, st
 
 
 def names_in_order(groups: list[list[str | None]]) -> list[str]:
-    """Return the names in all parameter groups, without the components that wrappers add."""
+    """Return the names of an optimizer's parameters, without components such as "_orig_mod"."""
     return [plain_name(str(name)) for name in chain(*groups)]
 
 
 def check_state_shapes(optimizer: Any) -> None:
     """Raise an error if tensors in the restored state of a torch optimizer have wrong shapes.
 
-    Without this check, torch would raise an error only in the first step.
+    Without this check, torch would not raise an error until the first optimizer step.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):
@@ -680,15 +685,16 @@ def check_state_shapes(optimizer: Any) -> None:
 def groups_of_state(state: Any) -> list[dict[str, Any]]:
     """Return the parameter groups in the saved state of an optimizer.
 
-    Return an empty list if the optimizer saves its state in a format of its own.
+    If the optimizer saves its state in its own format, without parameter groups, return an empty
+    list.
     """
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return groups if isinstance(groups, list) else []
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
-    # Compare only the options of the optimizer's class, because a scheduler may have added
-    # "initial_lr" to the parameter groups.
+    # Check only the options that the optimizer's class defines, such as "betas", because a
+    # scheduler may have added others, such as "initial_lr", to the parameter groups.
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
     saved = groups_of_state(state)

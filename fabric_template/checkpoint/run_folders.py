@@ -96,7 +96,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """When a replaced run is resumed, mark its checkpoints as valid again."""
+        """When the user resumes a run that a newer run has replaced, mark its checkpoints valid."""
         self._write("started 0.0", is_synced=True)
         # Remove the old CSV files only after the next save, because the resumed run first copies
         # rows from them.
@@ -108,7 +108,8 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Write the time of a save to the .lock files, and remove files of the previous run."""
-        # Remove the old CSV files even if a ModelCheckpoint saved to a different folder.
+        # Remove the replaced run's CSV files, even if a ModelCheckpoint has saved this checkpoint
+        # outside of the run's folders.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -150,7 +151,9 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Even a new run that saves no checkpoints replaces an older run of the same version.
+        # Even if FabricLoop saves no checkpoints, a new run replaces an older run of the same
+        # version. Lock the older run's checkpoint folder, so that the new start time is written to
+        # that folder.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)

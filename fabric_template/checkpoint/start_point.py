@@ -26,8 +26,8 @@ class StartPoint:
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
             empty unless the run resumes.
         sampler_seed: The seed with which the saved run shuffled samples, or None.
-        restarts_epoch: For a Trainer checkpoint, whether Trainer would finish the saved epoch
-            before it starts the next one.
+        restarts_epoch: For a Trainer checkpoint, whether a resumed Trainer would first finish the
+            epoch in which the checkpoint was saved.
     """
 
     path: str | None = None
@@ -65,7 +65,8 @@ class StartPoint:
     def saved_at(self) -> float | None:
         """The time at which the checkpoint was saved.
 
-        The value is None if the time is unknown, or if the checkpoint has already been restored.
+        ``saved_at`` is None if the checkpoint contains no save time, or if the run has already
+        restored the checkpoint.
         """
         return self.own.get("saved_at")
 
@@ -193,9 +194,9 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether Trainer would finish the saved epoch before it starts the next one.
+    """Return whether a resumed Trainer would first finish the epoch in which it saved a checkpoint.
 
-    Otherwise, Trainer would run its sanity check, and then start the next epoch.
+    If this function returns False, Trainer would run its sanity check and start the next epoch.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:

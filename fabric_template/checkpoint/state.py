@@ -192,7 +192,7 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that affect the results.
+    """Return settings that affect the results of training, such as the batch size.
 
     A resumed run compares the saved settings with its own settings.
     """
@@ -290,7 +290,7 @@ class _TrialUnpickler(PlainUnpickler):
     """Reads the pickles that _TrialPickler writes."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Return None for a tensor, because _TrialPickler writes no tensors."""
+        """Return None in place of a tensor, because _TrialPickler does not write tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -379,7 +379,8 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run, states: list[Any]) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    A resumed run would replace the parameters with copies, which are not trained.
+    A resumed run would give the scheduler copies of the parameters, which the optimizer does not
+    train.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -422,8 +423,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Hooks may have added keys to the checkpoint. Check these keys only if an on_load_checkpoint
-    # hook may read them.
+    # on_save_checkpoint hooks may have added keys, which only on_load_checkpoint hooks read. If the
+    # run has no on_load_checkpoint hook, do not warn about objects under these keys.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -468,10 +469,11 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Reset and record the attributes of optimizers, and include them in checkpoints.
+    """Record the attributes of optimizers, so that checkpoints contain those that change later.
 
-    Also search for new objects to save. Skip objects whose state is already saved, such as
-    schedulers.
+    If the run resumes, also undo changes that earlier ``fit`` calls made to the attributes. Search
+    all attributes again for objects to save, because hooks may have created new objects. Skip
+    objects whose state is already saved, such as schedulers.
     """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
@@ -537,8 +539,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip a network that shares modules with the trained model, because the buffers of the
-            # shared modules are already saved.
+            # Save no buffers of a network that shares modules with the trained model, because the
+            # trained model's buffers are already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
