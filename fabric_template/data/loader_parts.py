@@ -1,7 +1,7 @@
-"""Find the stateful objects in a loader, and restore loaders that have a ``state_dict``.
+"""Find the objects in a loader whose state belongs in a checkpoint.
 
 In this module, a "stream" is a loader or an IterableDataset with ``state_dict`` and
-``load_state_dict`` methods.
+``load_state_dict`` methods. StreamState saves and restores the position of a stream.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def refers_to_model(loader: Any) -> bool:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    A run resumed within an epoch has the checkpoint's weights, so the sampler may compute a
-    different order.
+    If a sampler computes the order from weights, a run that is resumed within an epoch may get a
+    different order, because it has the checkpoint's weights, not those from the start of the epoch.
     """
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
@@ -191,7 +191,7 @@ def referenced_values(value: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return the reason why a run cannot resume after its first epoch, or "" if it can.
+    """Return the reason why checkpoints saved after the first epoch cannot be resumed, or "".
 
     Args:
         hides_workers: Whether the loader has workers whose RNG states are not saved.
@@ -229,7 +229,7 @@ def is_restartable(iterator: Iterator[Any]) -> bool:
 def find_values(
     owner: Any, enters_iterators: bool = True, enters_data: bool = True
 ) -> dict[str, Any]:
-    """Return an object and the values nested in it, keyed by a name such as "stream.dataset".
+    """Return a dict of an object and the values nested in it, with keys such as "stream.dataset".
 
     Args:
         enters_iterators: Also search the attributes of iterators.
@@ -266,8 +266,8 @@ class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
     After ``load_state_dict``, some loaders skip their first batches not only in the resumed epoch,
-    but also in later epochs. Therefore, at the end of the resumed epoch, StreamState resets the
-    loader's position, but keeps other values, such as the epoch number.
+    but also in later epochs. To prevent this, StreamState resets the loader's position at the end
+    of the resumed epoch. The loader's other attributes, such as its epoch number, are not reset.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -277,28 +277,35 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # For each attribute to reset: a digest of the loaded value, and the value to reset it to.
+        # Maps each attribute that end_pass() resets to a pair: the digest of its loaded value, and
+        # its value after the reset.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # The state from the checkpoint, or None after the first batch is requested.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the loader's state. Before the first batch is read, return the loaded state."""
+        """Return the loader's state.
+
+        In a resumed run, return the checkpoint's state until the first batch is requested.
+        """
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
         self._loaded = None
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Return the loader's changed attributes, with the restored position already reset."""
+        """Return the loader's changed attributes.
+
+        For an attribute that end_pass() will reset, return the value after the reset.
+        """
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
-        # Collect the saved run's values and their digests. An attribute that is missing from the
-        # checkpoint still had its initial value when the checkpoint was saved.
+        # Collect the digest and the value that each attribute had in the saved run. If an attribute
+        # is missing from the checkpoint, the saved run had not changed the initial value.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():
@@ -309,7 +316,8 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # If the saved run's value is unknown, keep the value that load_state_dict() has set.
+            # If an attribute's value in the saved run is unknown, keep the value that
+            # load_state_dict() has set.
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._attributes_to_reset[place] = loaded, saved[1]

@@ -6,9 +6,9 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads these batches again.
 
-If a loader uses the same iterator, such as a generator, in every epoch, a run cannot resume after
-its first epoch. If a sampler draws random numbers for each batch, a resumed run may read different
-samples.
+If a loader uses the same iterator, such as a generator, in every epoch, a run cannot resume from a
+checkpoint that was saved after its first epoch. If a sampler draws random numbers between batches,
+a resumed run cannot repeat these numbers, and may read other samples than an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ STICKY_POSITION = (
 class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    A shuffled order depends on the RNG states at the start of the epoch. A resumed run restores
-    these RNG states before it creates the loader's iterator.
+    A shuffled order depends on the RNG states at the start of the epoch. To repeat the order, a
+    resumed run restores the RNG states before it creates the loader's iterator.
 
     Args:
         find_model_state: Returns the attributes of the model. If the loader refers to the model,
@@ -66,7 +66,8 @@ class ResumableLoader:
             short loader several times.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
-        restart_problem: The reason why a run cannot resume after its first epoch, or "" if it can.
+        restart_problem: The reason why checkpoints that are saved after the first epoch cannot be
+            resumed, or "" if they can.
         workers: The RNG state of each worker after its last batch, or None before its first batch.
             Persistent workers keep their RNG states between epochs.
     """
@@ -90,8 +91,9 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The RNG states before the iterator was created, and before the first batch was requested.
+        # The RNG states and the loader's attributes just before the iterator was created.
         self._at_start: dict[str, Any] | None = None
+        # The RNG states and the loader's attributes just before the first batch was requested.
         self._at_first_batch: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._reader: Generator[Any] | None = None
@@ -126,8 +128,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # Return an empty iterator, so that CombinedLoader records a finished pass and calls
-            # iter() again.
+            # The saved run had started this loader several times in the epoch. With an empty
+            # iterator, CombinedLoader marks the loader as exhausted, and calls iter() again.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -148,7 +150,7 @@ class ResumableLoader:
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Find the model's state on each access, because it may not exist yet in __init__.
+        # Do not store the model's state in __init__, because the run may not have created it yet.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -173,9 +175,10 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) already draws the first sample indices.
+        """Return whether iter(loader), and not the first next(), draws the first sample indices.
 
-        If ``__iter__`` is a generator function, the first call to next() draws the first indices.
+        If a sampler's ``__iter__`` is a generator function, next() draws the first indices, unless
+        the loader has workers.
         """
         source = self.loader
         if isinstance(self.loader, DataLoader):
@@ -268,7 +271,8 @@ class ResumableLoader:
                 self.batches += 1
                 yield batch
         except Exception:
-            # Shut down the workers, because the error's traceback would keep them alive.
+            # Shut down the workers explicitly, because the exception's traceback refers to their
+            # iterator and thereby keeps the workers alive.
             if self.workers and not self._is_persistent:
                 iterator._shutdown_workers()
             raise
@@ -337,8 +341,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # A resumed run may skip the finished batches without reading their samples. In this case,
-        # save the attributes that have changed while these samples were read.
+        # If a resumed run skips the finished batches by index, it does not read their samples. Save
+        # the attributes that reading samples changes, even if is_per_batch is True.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -358,7 +362,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's current attributes to a saved position."""
+        """Add the loader's current attributes to a position that was recorded without them."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -367,7 +371,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader cannot resume after the first epoch."""
+        """Raise an error if the loader can be resumed only within the first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -443,7 +447,7 @@ class ResumableLoader:
         return states if self._model_state is None else [*states, self._model_state]
 
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore a saved state, and reset attributes that the saved run had not changed.
+        """Restore a saved state, and undo this run's changes to attributes that the state lacks.
 
         When the caller closes the ExitStack, the model's previous attributes are restored.
         """
@@ -477,8 +481,8 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     """Return the next items of a sampler.
 
-    Warn if the sampler draws random numbers during the epoch. A resumed run cannot repeat these
-    random numbers, because code such as dropout draws from the same generator.
+    Warn if the sampler draws random numbers during the epoch. A resumed run cannot repeat a
+    sampler's numbers if other code, such as dropout, draws from the same generator in between.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -514,16 +518,16 @@ class SkippingSampler:
 
 
 class DroppedBatch:
-    """Workers send this class instead of an incomplete last batch if ``drop_last`` is True."""
+    """A marker that workers send in place of an incomplete last batch if ``drop_last`` is True."""
 
 
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    Workers prefetch batches, so a worker's current RNG state may be several batches ahead. The RNG
-    state includes random generators in the dataset and the collate_fn. Recording the RNG state
-    costs 80 microseconds per batch. A worker sends its RNG state (10 kB) only if the state has
-    changed.
+    Workers prefetch batches, so a worker's current RNG state may be several batches ahead. A
+    worker's RNG state includes the states of random generators in the dataset and the collate_fn.
+    Recording the RNG state costs 80 microseconds per batch. A worker sends its RNG state (10 kB)
+    only if the state has changed.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.
@@ -544,8 +548,8 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() reads the states of these objects for every batch. To save time, omit objects
-        # without random generators.
+        # collate() reads the states of all ``parts`` for every batch. To save time, leave out
+        # objects inside the dataset that have no random generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

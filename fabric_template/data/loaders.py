@@ -67,8 +67,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # For each stage: the RNG states and the model's attributes just before its loaders were
-        # created.
+        # The RNG states and the model's attributes just before the loaders of each stage were
+        # created, keyed by stage.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -91,7 +91,7 @@ class DataConnector:
         return self._common_seed
 
     def request(self, stage: str) -> Any:
-        """Return the loaders that the user passed, or call a method such as train_dataloader()."""
+        """Return the user's loaders, or those that a hook such as train_dataloader() returns."""
         if stage in self.given:
             # The user's loaders have already been checked in make_plan.
             return self.given[stage]
@@ -122,7 +122,8 @@ class DataConnector:
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
-                # Like Trainer, call iter() here, because the call may draw random numbers.
+                # Call iter() at the same point as Trainer, so that a loader whose iter() draws
+                # random numbers yields the same batches.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -130,16 +131,14 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error for a generator, because the sanity check would use up its first batches.
-
-        Allow generators if limit_val_batches or reload_dataloaders_every_n_epochs is set.
-        """
+        """Raise an error for a generator whose first batches the sanity check would use up."""
         config = self.run.config
         is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
         if is_limited or config.num_sanity_val_steps == 0:
             return
         for loader in loaders:
-            # Generators, map objects and other iterators of Python come from these two modules.
+            # The classes of Python's own iterators, such as generators and map objects, are defined
+            # in builtins or itertools.
             is_built_in = type(loader).__module__ in ("builtins", "itertools")
             if is_built_in and isinstance(loader, Iterator):
                 raise ConfigurationTypeError(
@@ -186,7 +185,8 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # Do not warn if there are only CSV loggers, which write a row in every epoch anyway.
+        # CSV loggers write a row in every epoch anyway, so warn about log_every_n_steps only if
+        # there is another logger.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -201,7 +201,8 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # Like Trainer, create a second iterator for an epoch that is restarted.
+            # Like Trainer, start_train_batches creates another iterator, except in the first epoch
+            # of a run.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -217,8 +218,8 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # After a reload, count evaluation batches from 0, because loggers use this count as the
-            # step.
+            # When evaluation loaders are reloaded, restart the batch count that loggers use as the
+            # step, as Trainer does.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -262,12 +263,12 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a training loader cannot resume after the first epoch."""
+        """Raise an error if a training loader can be resumed only within the first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
     def stateful_loaders(self) -> list[Any]:
-        """Return the training loaders whose states Trainer saves."""
+        """Return the training loaders whose states are part of a Trainer checkpoint."""
         loaders = self.train.loaders if "train" in self.created else []
         return list(filter(has_state, loaders))
 
@@ -275,8 +276,8 @@ class DataConnector:
         """Restore the states of training loaders from a Trainer checkpoint."""
         for loader, state in zip(self.stateful_loaders(), states, strict=False):
             loader.load_state_dict(state)
-            # The first iterator continues the saved epoch. Create and discard this iterator, so
-            # that the next iterator starts a new epoch.
+            # After load_state_dict(), a loader's first iterator continues the saved epoch. Create
+            # and discard this iterator, so that the next iterator starts a new epoch.
             iter(loader)
 
 
@@ -329,7 +330,7 @@ class StageLoaders:
         resumable: A ResumableLoader for each loader.
         limits: The number of batches to read from each loader.
         num_batches: The number of batches from all loaders, or infinity if it is unknown.
-        names: The keys if the loaders are in a dict. Otherwise, an empty list.
+        names: The keys of a dict of loaders, or an empty list if the loaders are not in a dict.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
     """
 
@@ -400,15 +401,16 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # In the first epoch, the saved run called iter() before set_epoch(). If iter()
-                    # draws the order, skip set_epoch() to get the same order again.
+                    # In its first epoch, the saved run called iter() before set_epoch(). If iter()
+                    # draws the sample order, set_epoch() came too late to change this order, so a
+                    # resumed run skips set_epoch().
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
                         part.set_epoch(epoch)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators. If the run resumes, start at the restored positions."""
+        """Create the loaders' iterators. In a resumed epoch, start at the restored positions."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._prefetched = END
@@ -532,7 +534,6 @@ class StageLoaders:
         }
 
     def _is_in_first_pass(self, position: dict[str, Any]) -> bool:
-        """Return whether a loader has yielded all batches of this epoch so far, or none of them."""
         is_usual = position["batches"] in (0, self._num_given) and position["passes"] <= 1
         return is_usual and not position["is_finished"]
 
@@ -573,16 +574,17 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # If the loader is exhausted, ``dropped`` also counts the call to next() that found no batch.
+    # ``dropped`` counts calls to next(), including the last call to an exhausted loader, which
+    # found no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resumed run computes the same sample order again, so omit the samplers' states. If it also
-    # reads the finished batches again, omit the dataset's state.
+    # Leave out the samplers' states, because a resumed run computes the sample order again. Also
+    # leave out the dataset's state if the resumed run reads the finished batches again.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
 
 
-# Combined loaders and their lengths
+# Creating CombinedLoaders and counting batches
 
 
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
@@ -609,7 +611,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item must be a batch, because it is a custom non-iterable object."""
+    """Return whether a list item is a custom object that is not iterable, and thus no loader."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 

@@ -86,7 +86,7 @@ def turn_off_shuffling(run: Run, stage: str) -> bool:
 
 
 def replicas_and_rank(run: Run) -> tuple[int, int]:
-    """Return DistributedSampler's num_replicas and rank arguments."""
+    """Return the ``num_replicas`` and ``rank`` of a DistributedSampler for this process."""
     if run.fabric.world_size == 1:
         return 1, 0
     # The processes of a tensor-parallel group get the same rank, and therefore the same samples.

@@ -23,7 +23,7 @@ class TensorLoader:
             tensor, so in-place operations on a batch do not change the tensors.
         batch_size: Number of samples per batch.
         shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
-            With several processes, the order depends on the seed and on the epoch.
+            With several processes, the order depends on the seed and on the epoch number.
         drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
         device: The device to which the tensors are moved when the loader is created.
@@ -96,9 +96,9 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. With several processes, the sample order depends on the epoch.
+        """Set the epoch number, which determines the shuffled order if there are several processes.
 
-        Each pass over a loader from ``loop.setup`` increases the epoch by one.
+        A loader that ``loop.setup`` has returned increases its epoch number by one in each pass.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)

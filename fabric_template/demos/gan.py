@@ -22,14 +22,14 @@ SPREAD = 0.05
 
 
 def make_points(count: int, seed: int = 0) -> Tensor:
-    """Sample points of shape ``(count, 2)`` around the eight centers."""
+    """Draw random points around the eight centers, as a tensor of shape ``(count, 2)``."""
     generator = torch.Generator().manual_seed(seed)
     center = torch.randint(len(CENTERS), (count,), generator=generator)
     return CENTERS[center] + SPREAD * torch.randn(count, 2, generator=generator)
 
 
 class RingData(SplitData):
-    """Sample points around eight centers. A batch is a float32 tensor of shape ``(batch, 2)``."""
+    """Generate random points around eight centers. A batch is a float32 tensor ``(batch, 2)``."""
 
     def __init__(self, count: int = 25_600, batch_size: int = 256, seed: int = 0) -> None:
         super().__init__(batch_size)
@@ -38,10 +38,10 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of centers with enough points, and the fraction of points near a center.
+    """Return the fraction of centers that are covered, and the fraction of points near a center.
 
-    A point is near a center if it is less than four standard deviations away. A center has enough
-    points if at least 2.5% of all points are near this center.
+    A point is near a center if it is less than four standard deviations away. A center is covered
+    if at least 2.5% of the generated points are near the center.
     """
     distance, nearest = torch.cdist(points, CENTERS.to(points)).min(dim=1)
     is_good = distance < 4 * SPREAD

@@ -1,7 +1,7 @@
 """Classify MNIST's 70,000 handwritten digits with a small fully connected network.
 
 The model has no base class, only step methods and configure_optimizers. The first run downloads
-MNIST's files. Without internet access, copy MNIST's files to ``data/mnist``.
+MNIST's files. If this machine is offline, put MNIST's files in ``data/mnist``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def read_idx(path: Path) -> Tensor:
     """Read a compressed IDX file that contains bytes.
 
     An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
-    dimensions. These four bytes are followed by the sizes of the dimensions as big-endian integers,
-    and then by the values.
+    dimensions. After the first four bytes of an IDX file come the sizes of the dimensions as
+    big-endian integers, and then the values of the array.
     """
     content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]

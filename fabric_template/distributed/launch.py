@@ -110,8 +110,9 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # If the address still belongs to an old store, retry until rank 0 has written the new
-        # address. Retry without a limit, because torchrun kills this process if rank 0 fails.
+        # torchrun's store may still contain the address of a TCPStore from an earlier attempt.
+        # Retry until rank 0 has written the address of the new TCPStore. A time limit is not
+        # needed, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -196,9 +197,11 @@ def _run_in_process(
         run = loop.run
         if run is None or run.stop.signal is None or isinstance(error, Exception):
             _write_error(error, folder)
-            # Raise RuntimeError, because torch treats KeyboardInterrupt as a regular exit.
+            # Raise a RuntimeError, because torch would treat a process that ends with a
+            # KeyboardInterrupt as successful.
             raise RuntimeError(repr(error)) from error
-        # A signal stops all processes after the same step, so they can still return their results.
+        # After a signal, all processes stop after the same step. None of them waits for another, so
+        # the results can still be returned.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -251,8 +254,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file, unless another process has already written an error."""
-    # If the error cannot be pickled, write no file. In this case, the launcher reports only the
-    # error's text.
+    # Write no file for an error that cannot be pickled, because the launcher reports the error's
+    # text anyway.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -45,7 +45,7 @@ class SignalHandler:
         self._is_main = fabric is not None and fabric.is_global_zero
         self._has_others = self.is_check_due = fabric is not None and fabric.world_size > 1
         # On Ctrl-C, a launched process gets one signal from the terminal and another from its
-        # launcher. Therefore, ignore a second signal within two seconds.
+        # launcher, so ignore a second signal within two seconds.
         is_launched = self._has_others or "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = 2.0 if is_launched else 0.0
         self._received_at = 0.0
@@ -99,8 +99,8 @@ class SignalHandler:
         """Return a signal that at least one process has received, or None.
 
         All processes must stop after the same training step, so they exchange received signals
-        about once a second. Rank 0 chooses the number of batches until the next exchange. Between
-        two exchanges of signals, a call to ``agree`` only compares two integers.
+        about once a second. Rank 0 chooses after how many batches the processes exchange signals
+        again. Most calls to ``agree`` are cheap, because they only compare two batch counts.
 
         Args:
             known: The result of the previous call.

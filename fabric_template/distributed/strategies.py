@@ -103,7 +103,7 @@ def has_mesh(strategy: Any) -> bool:
     try:
         return isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh is not None
     except RuntimeError:
-        # Lightning raises a RuntimeError if a strategy has not created its device mesh yet.
+        # Reading device_mesh raises a RuntimeError if the strategy has not created its mesh yet.
         return False
 
 
@@ -175,9 +175,9 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Register _call as a forward method, so that FSDP gathers the parameters before each call.
-        # Registration replaces the attribute run_step by a wrapped function. Keep this function,
-        # and delete the attribute, because copies of the network would contain it.
+        # Register _call as a forward method of the network, so that FSDP gathers the parameters
+        # before each call. Registration stores a wrapped function in the attribute run_step. Keep
+        # the wrapped function, but delete the attribute, so that copies of the network lack it.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
