@@ -20,9 +20,9 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-Checkpoints contain the attributes that an edit adds to the loop. If an edit needs another module,
-optimizer or loader, create it in `_reset` or `_set_up_optimizer`, so that a resumed run can restore
-its state.
+Checkpoints also contain attributes that you add to the loop. If you add a module, an optimizer or a
+loader to the loop, create this object in `_reset` or `_set_up_optimizer`, so that a resumed run can
+restore its state.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({})
 UNREADABLE_STATE += " state_dict()."
 UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
 UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
-# The keys of a checkpoint, without the keys that an edit of `_build_checkpoint` adds.
+# The standard keys of a checkpoint. If you edit `_build_checkpoint`, you can add other keys.
 CHECKPOINT_KEYS = """
     epoch global_step pytorch-lightning_version loops state_dict optimizer_states lr_schedulers
     hyper_parameters hparams_name fabric_template
@@ -164,8 +164,10 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# The values that objects had at the start of recent runs and at the end of the latest fit. The keys
-# are an object's id and the kind of values, such as "attributes".
+# If you call fit again in the same process to resume a run, fit first undoes the changes that
+# earlier calls have made to the model, the loaders and the loop. For example,
+# EARLIER_FITS[id(model)]["attributes"] contains the model's attributes at the start of the latest
+# runs, and at the end of the latest call.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -173,7 +175,8 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
-# All attributes of the loop. Attributes that an edit adds are saved like those of the model.
+# The names of MiniLoop's own attributes. If you add another attribute to the loop, checkpoints also
+# contain your attribute.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -343,7 +346,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # The RNG states and attributes from the checkpoint.
+        self._resumed_state: Any = None  # RNG states and object attributes from the checkpoint.
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -360,7 +363,7 @@ class MiniLoop:
         val_dataloaders: Any = None,
         # "auto" continues the newest run, or starts a new run if there is no checkpoint.
         resume: str | Path | None = None,  # Resume from a path, "last", "best" or "auto".
-        load: str | Path | None = None,  # Load weights from a path, "last" or "best".
+        load: str | Path | None = None,  # Load only weights. Pass a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
@@ -443,11 +446,12 @@ class MiniLoop:
         return self.should_stop
 
     def _train_epoch(self) -> None:
-        """Train on the rest of an epoch, validate, write rows and save.
+        """Train on the rest of an epoch, validate, write rows to CSV files and save checkpoints.
 
         If a run is killed and resumed, code before or after a call to this method may run twice or
-        not at all. Put code for the end of an epoch into on_train_epoch_end. Run code for the start
-        of an epoch only if batches_done is 0.
+        not at all. Put code for the end of an epoch into on_train_epoch_end. If you add code for
+        the start of an epoch, run it only if batches_done is 0, because a resumed run may start in
+        the middle of an epoch.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -479,9 +483,10 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of ``_train_batches``.
+        """Yield the batches of ``_train_batches``, and check the loop after each batch.
 
-        Raise an error if ``_is_last`` is wrong, or ``_train_batch`` is not called once per batch.
+        Raise an error if ``_is_last`` is not True for exactly the last batch of the epoch, or if
+        ``_train_batch`` is not called exactly once for each batch.
         """
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
@@ -535,9 +540,9 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward pass and the backward pass, which accumulates the gradients.
 
-        For the first batch of an accumulation window, a second call of this method clears the
-        gradients of the first call. To add the gradients of another loss, return the sum of both
-        losses from the step.
+        To add the gradients of another loss, return the sum of both losses from the step. Do not
+        call this method twice for a batch, because each call for the first batch of an
+        accumulation window clears the gradients.
         """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
@@ -576,7 +581,10 @@ class MiniLoop:
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
-        """Clip the gradients, and call optimizer.step(). ``_train_batch`` counts the steps."""
+        """Clip the gradients, and call optimizer.step().
+
+        ``_train_batch`` increases ``global_step`` after each call of ``_step_optimizer``.
+        """
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
@@ -610,8 +618,8 @@ class MiniLoop:
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch.
 
-        If an edit skips, repeats, reorders or combines batches, no run can resume exactly within an
-        epoch.
+        If you edit this method to skip, repeat, reorder or combine batches, a run that was killed
+        in the middle of an epoch cannot be resumed exactly.
         """
         self._is_last, length = False, self.num_training_batches
         is_started = self._batches is not None
@@ -705,7 +713,10 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step. Refuse a step that calls backward() or optimizer.step()."""
+        """Run the first training step.
+
+        Raise an error if training_step calls loss.backward() or optimizer.step().
+        """
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
@@ -730,8 +741,8 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        Otherwise, garbage collection would end the worker processes later, and take five seconds
-        per process.
+        Without ``_stop_batches``, garbage collection would end the worker processes later, and take
+        five seconds per process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -810,8 +821,9 @@ class MiniLoop:
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
-        To validate with other weights, load them into the model, and load the old weights at the
-        end. Do not replace ``self.network``, because the steps would not use the new network.
+        To validate with other weights, load them into the model, and load the original weights at
+        the end. Do not assign another module to ``self.network``, because validation_step would
+        still use the modules of ``self.model``.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -970,7 +982,7 @@ class MiniLoop:
         return values
 
     def _update_metrics(self) -> dict[str, Tensor]:
-        """Return the means over the epoch so far, and add them to ``callback_metrics``."""
+        """Return each logged metric's mean over the epoch so far, and update callback_metrics."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
             # Like Trainer, leave out values that a LightningModule returns but does not log.
@@ -1036,7 +1048,7 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        # An edit may add tensors or NumPy numbers to a row, or write rows to another CSV file.
+        # If you edit `_end_row` or `_log_step`, you may add tensors or NumPy numbers to a row.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         # If another program has deleted the file, write it again with its header.
@@ -1044,7 +1056,8 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # Skip the rows of a file that a killed run created after its last checkpoint.
+            # If `_tables` has no entry for an existing CSV file, a killed run created the file
+            # after its last checkpoint. Do not keep the rows of this file.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1078,7 +1091,8 @@ class MiniLoop:
         if is_in_epoch and self._batches_read != self.batches_done:
             text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
             warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
-        # Compare a validation metric after each validation, and a training metric after each epoch.
+        # Compare the monitored metric with its best value after each validation or, if it is a
+        # training metric, after each epoch.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -1121,8 +1135,8 @@ class MiniLoop:
         checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._weights)
-            # Check only the first checkpoint, because optimizers create their state in the first
-            # optimizer step.
+            # Check the optimizer's and the schedulers' states only before the first save of a run,
+            # because the states in later checkpoints contain values of the same types.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
@@ -1130,7 +1144,10 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse an edit's values that a checkpoint cannot contain. Convert its NumPy numbers."""
+        """Raise an error if an edited ``_build_checkpoint`` adds values that cannot be saved.
+
+        Convert NumPy numbers among the added values to Python numbers.
+        """
         known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
@@ -1247,8 +1264,8 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # Restore simple attributes now, because an edit of `_is_done` may read them. `_train`
-        # restores objects later, because an edit of `_restore` may create them.
+        # Restore the loop's simple attributes now, because an edited `_is_done` may read them.
+        # `_train` restores the loop's objects later, because an edited `_restore` may create them.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1284,7 +1301,8 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # Keep only rows with a step, because rows without a step come from another program.
+            # Remove rows that have no value in the step column, because the loop has not written
+            # these rows.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1356,7 +1374,7 @@ class MiniLoop:
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
-        """Return the version of the run. For a new run, None means the next free version."""
+        """Return the run's version, or None if a new run should get the next free version."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
             text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
@@ -1451,8 +1469,9 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Record the iterators in the loader's attributes. `_warn_of_iterators` warns if iter() does
-        # not replace them.
+        # Remember which attributes of the loader contain an iterator. If iter(loader) does not
+        # assign a new iterator to such an attribute, `_warn_of_iterators` warns that the iterator's
+        # position cannot be saved.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1468,8 +1487,8 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put the original lists and tensors back into the loaders, because the model may also
-            # refer to them.
+            # Put the original list and tensor objects back into the loaders, because the model may
+            # refer to the same objects.
             for part, values in kept:
                 current = namespace_of(part)
                 # Skip an attribute if its type has changed, for example from None to a list.
@@ -1480,10 +1499,10 @@ class MiniLoop:
         self._large_values.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Restore the state that the loaders had at the start of the epoch.
+        """Restore the loaders' state at the start of the epoch, to shuffle as in the saved run.
 
-        With this state, the loaders shuffle as in the saved run. Return each object in the loaders
-        with its previous attributes, except large ones.
+        Return a pair (object, attributes) for each object in the loaders, with the values that the
+        object's small attributes had before this call.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1521,9 +1540,9 @@ class MiniLoop:
     def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
         """Reset the loaders' attributes that have changed in this run, except those in ``saved``.
 
-        A checkpoint contains only the attributes that have changed since the start of the run. In a
-        resumed run, on_train_start and set_epoch() may have changed an attribute that the
-        checkpoint lacks.
+        A checkpoint contains only the attributes that have changed since the start of the run. If
+        on_train_start or set_epoch() of a resumed run has changed another attribute, this method
+        resets the attribute to its value at the start of the run.
         """
         ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
         changed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -1552,8 +1571,8 @@ class MiniLoop:
         if value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
-                # Store a new ChangeMark, because replace_content() has increased the tensor's
-                # version counter.
+                # replace_content() has increased the tensor's version counter, so the old
+                # ChangeMark would report a change. Store a new ChangeMark.
                 start[name] = mark
             if is_same(mark, start[name]):
                 return
@@ -1663,7 +1682,7 @@ class MiniLoop:
         return found
 
     def _find_attributes(self, place: str) -> dict[str, Any]:
-        """Return those attributes of an object that a checkpoint may contain."""
+        """Return an object's attributes, without those that are never saved in a checkpoint."""
         part = self._parts[place]
         values = {**namespace_of(part)}
         if self._is_installed(place):
@@ -1679,7 +1698,7 @@ class MiniLoop:
         return values
 
     def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return an object's encoded attributes, and an ObjectMark for each one not supported."""
+        """Return an object's attributes, encoded or, if this is not supported, as ObjectMarks."""
         attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
         marks = {name: mark_object(value) for name, value in attributes.items()}
         return {**marks, **self._plain_state(place)}
@@ -1690,7 +1709,7 @@ class MiniLoop:
         return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Store the loaders' large attributes before the checkpoint replaces their values."""
+        """Copy the loaders' large attributes to ``_start_states`` before a checkpoint is loaded."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1706,7 +1725,8 @@ class MiniLoop:
     def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the attributes in ``states``.
 
-        Attributes that share a list keep sharing it if their saved values are equal.
+        If several attributes refer to the same list and have equal saved values, they refer to the
+        same list after this call, too.
         """
         for place in states:
             create_item(self._parts, place)
@@ -1722,7 +1742,10 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all attributes that refer to ``current`` have equal saved values."""
+            """Return whether the saved values of all attributes that refer to an object are equal.
+
+            For a weight of the model, return False.
+            """
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1741,17 +1764,20 @@ class MiniLoop:
             text += " lists in the attribute instead, such as the position in the data."
             warnings.warn(text, stacklevel=2)
 
-    # The record of earlier fits
+    # Recording the changes of each fit, so that a resumed run can undo them
 
     @contextmanager
     def _recorded_values(self) -> Iterator[None]:
-        """At the end of the block, record the state, in case a later fit resumes the run.
+        """At the end of the block, record the attributes of the model, the loaders and the loop.
+
+        A later fit needs the recorded attributes to resume the run.
 
         If an error occurs before training starts, also restore the values that
         ``_undo_earlier_fits`` has reset.
         """
         self._parts: dict[str, Any] = {}
-        # The start values of each run, keyed by the id of an object and the kind of values.
+        # The values that objects had at the start of each run. The keys are pairs of an object's id
+        # and a kind of values, such as (id(model), "attributes").
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
         self._redo = ExitStack()
         try:
@@ -1760,7 +1786,8 @@ class MiniLoop:
             self._redo.close()
             with suppress(Exception):
                 self._record_end()
-            # Remove the loop's reference to itself, so that Python frees its worker processes soon.
+            # Remove the loop's reference to itself, so that Python frees the loop and the loaders
+            # without garbage collection.
             self._parts.pop("training loop", None)
 
     def _record_end(self) -> None:
@@ -1774,9 +1801,9 @@ class MiniLoop:
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
 
-        A checkpoint contains only the changes since the start of the run, so a resumed run needs
-        the original values. Keep changes that the user has made since the latest fit. If ``run``
-        is None (a new run), leave all values unchanged.
+        A checkpoint contains only attributes that have changed since the start of the run, so a
+        resumed run needs the original values of all other attributes. Keep changes that the user
+        has made since the latest fit. If ``run`` is None (a new run), leave all values unchanged.
         """
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
@@ -1811,11 +1838,11 @@ class MiniLoop:
     def _take_start_values(
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the values at the start of a run. Leave out values that no fit has changed.
+        """Return the values that an object had at the start of a run, except unchanged values.
 
-        If the user has changed a value since the latest fit, the new value becomes the start value
-        of all runs. Until this fit ends, move the start values from EARLIER_FITS to ``_starts``,
-        because a hook may call another loop with the same model.
+        If the user has changed a value since the latest fit, keep the user's value in all runs.
+        Move an object's entry from EARLIER_FITS to ``_starts``, because another loop that a hook
+        calls with the same model would treat the changes of this fit as changes by the user.
         """
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
@@ -1828,12 +1855,15 @@ class MiniLoop:
     def _choose_restorable(
         self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
     ) -> dict[str, Any]:
-        """Leave out objects that the checkpoint restores, and values that cannot be restored."""
+        """Return the values in ``start`` to which the attributes of an object can be reset.
+
+        Leave out objects whose state the checkpoint restores.
+        """
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            # Include a random generator that existed at the start of the run, because it can be
-            # reset.
+            # A random generator can be reset to its state at the start of the run, even if the
+            # checkpoint restores the generator's state later.
             is_generator = is_random_state(value) and type(value) is type(current)
             is_needed = is_object_state(of_place.get(name)) and not is_generator
             is_needed = is_needed or any(is_inside(other, path) for other in saved)
@@ -1853,7 +1883,7 @@ class MiniLoop:
         return chosen
 
     def _record_start(self) -> None:
-        """Record the values at the start of training."""
+        """Record the attributes of the model, the loaders and the loop at the start of training."""
         self._redo.pop_all()
         run = self.checkpoint_dir.resolve()
         values = {"options": self._given_options, **self._start_flags}
@@ -1862,17 +1892,18 @@ class MiniLoop:
             if start is not None:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
-                # For a resumed run, keep the start values that its first fit recorded.
+                # For a resumed run, keep the values that the run's first fit recorded.
                 start = starts.pop(run) if run in starts else share_equal_values(start, newest)
                 starts[run] = start
-                # Keep the start values of only four runs.
+                # To save memory, keep the object's values for only the latest four runs.
                 for oldest in [*starts][:-4]:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return (path, object, kind) for each group of values to record, such as attributes.
+        """Return a tuple (path, object, kind of values) for each entry to record in EARLIER_FITS.
 
-        If an object does not support weak references, return the model in its place.
+        The kind of values is "options", "requires_grad", "training" or "attributes". If an object
+        does not support weak references, record the object's attributes in an entry of the model.
         """
         self._find_objects()
         model = self._parts.get("")
@@ -1887,7 +1918,7 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return current values, or None if reading an attribute raises an error."""
+        """Return an object's options, flags or attributes, or None if reading them fails."""
         if kind == "options":
             return self._options()
         if kind in ("requires_grad", "training"):
@@ -1979,7 +2010,7 @@ class MiniLoop:
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         # A list can be restored in place, but a tuple cannot.
         train = list(train) if type(train) is tuple else train
-        # An edit may keep other loaders in attributes of the loop.
+        # Also save the state of other loaders that users have added to the loop as attributes.
         own, kind = namespace_of(self), torch_data.DataLoader
         loaders = {f"val {name} ": own[name] for name in own if isinstance(own[name], kind)}
         loaders |= {"train ": train, "val ": val}
@@ -2078,12 +2109,15 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the optimizer and the schedulers, each with its current arguments."""
+        """Return a pair (object, its current arguments) for the optimizer and each scheduler."""
         schedulers = [(c["scheduler"], describe_scheduler(c)) for c in self.schedulers]
         return [(self.optimizer, describe_optimizer(self.optimizer)), *schedulers]
 
     def _record_arguments(self) -> None:
-        """Store the current arguments, in case a later fit uses the same optimizer."""
+        """Record the current arguments of the optimizer and the schedulers.
+
+        A later fit with the same objects ignores argument changes that this fit has made.
+        """
         starts = chain(*self._arguments.values())
         for (owner, current), start in zip(self._describe_arguments(), starts, strict=False):
             record_of(owner)["arguments"] = start, current
@@ -2095,7 +2129,7 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check the checkpoint of a resumed run."""
-        # An edit of `_set_up_optimizer` may have appended schedulers.
+        # An edited `_set_up_optimizer` may append schedulers, so convert each one to a dict here.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
@@ -2174,7 +2208,10 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings. Refuse a change of a scheduler's class or interval."""
+        """Warn if settings or arguments differ from those of the saved run.
+
+        Raise an error if the class or the interval of a scheduler has changed.
+        """
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2214,7 +2251,10 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn about a changed optimizer class. Refuse it if the checkpoint lacks its options."""
+        """Warn if the optimizer's class differs from the class in the saved run.
+
+        Raise an error if the checkpoint lacks an option of the new class, such as betas.
+        """
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2225,8 +2265,9 @@ class MiniLoop:
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
 
-        Otherwise, the first step would fail, because the optimizer state keeps the saved dtypes.
-        For a buffer or a frozen parameter, only warn that the results will differ.
+        Without this check, the first optimizer step would fail, because the optimizer state keeps
+        the dtypes from the checkpoint. If the dtype of a buffer or a frozen parameter has changed,
+        warn instead of raising an error.
         """
         current, others = self._unwrapped.state_dict(), []
         trained = {name.replace("_orig_mod.", "") for name in chain(*self._names_of_groups())}
@@ -2285,10 +2326,10 @@ class MiniLoop:
 
     @contextmanager
     def _added_methods(self) -> Iterator[None]:
-        """Let the model call methods such as ``log``, and set the trainer of a LightningModule.
+        """Let the model call methods of this loop, such as ``log``.
 
-        If a hook of another loop or of Trainer has started this loop, restore the methods and the
-        trainer afterwards.
+        Set the trainer of a LightningModule to this loop. If a hook of another loop or of Trainer
+        has called this loop, give the model its previous methods and trainer back at the end.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2393,7 +2434,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # Log methods that FabricLoop adds to the model belong to its class ResultCollection.
+    # If FabricLoop has added a log method to the model, the method's object is a ResultCollection.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2621,15 +2662,19 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Wait for gloo's threads. If they free tensors while Python exits, the process aborts."""
+    """Give gloo's threads time to free their tensors before Python exits.
+
+    If a thread of gloo frees a tensor while Python exits, the process aborts.
+    """
     time.sleep(0.05)
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    A resumed run skips the finished batches without running the model. If the model contains
-    dropout, the sampler of the resumed run therefore draws different random numbers.
+    A resumed run skips the finished batches without running the model. If dropout
+    in the model has drawn random numbers in the saved run, the sampler of the resumed run draws
+    different random numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2654,8 +2699,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 def warn_of_weights(loader: Any) -> None:
     """Warn if a sampler refers to a module whose weights may determine the order of the samples.
 
-    In a resumed run, the sampler would read the checkpoint's weights instead of the weights at the
-    start of the epoch.
+    If a run resumes within an epoch, the sampler reads the module's weights from the checkpoint
+    instead of the weights at the start of the epoch.
     """
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
     for module in referenced_modules(parts):
@@ -2669,7 +2714,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one process has none left. Otherwise, DDP would wait forever."""
+    """Yield batches until one process has none left, because DDP would wait for this process."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2779,7 +2824,10 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains one of the ids, or a tensor at one of the addresses."""
+    """Return whether a value contains a key in ``ids``, or a tensor at one of ``addresses``.
+
+    ``ids`` are ids of modules or parameters. ``addresses`` are memory addresses of tensors.
+    """
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2837,7 +2885,10 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Refuse scheduler states with parameters, because resuming would load copies of them."""
+    """Raise an error if the state of a scheduler contains parameters of the optimizer.
+
+    If a resumed run loaded such a state, the scheduler would use copies of the model's parameters.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2998,7 +3049,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return an object's hooks. If a hook is a bound method, return the method's object instead."""
+    """Return an object's hooks. In place of a bound method, return the object it is bound to."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
@@ -3009,7 +3060,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's entry in EARLIER_FITS. Remove the entry when Python frees the object."""
+    """Return an object's entry in EARLIER_FITS, which is removed when Python frees the object."""
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
@@ -3040,7 +3091,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 def name_of_key(key: Any) -> str:
     """Return a dict key, an index or an attribute name as part of a path such as "pools.0"."""
     if isinstance(key, str):
-        # Quote a string of digits, because digits without quotes are an int.
+        # Quote a string of digits, because `key_of_name` converts digits without quotes to an int.
         return repr(key) if is_integer(key) else key
     return str(key) if type(key) is int or isinstance(key, np.integer) else f"<{key}>"
 
@@ -3135,7 +3186,10 @@ def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) ->
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator outside of a loader. Refuse random generators in a container."""
+    """Warn if an attribute outside of the loaders is an iterator, whose position is not saved.
+
+    Raise an error if an attribute is a list, tuple or dict that contains random generators.
+    """
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3173,7 +3227,11 @@ def mark_array(array: Any) -> tuple[Any, ...]:
 
 
 def mark_value(value: Any, depth: int = 0) -> Any:
-    """Return a checksum of a value. For a large container, use only a sample of its items."""
+    """Return a checksum of a value.
+
+    The checksum of a large container, such as a list of tensors, covers the content of only some
+    items.
+    """
     kind = type(value)
     if kind in ATOMS or isinstance(value, Enum) or kind is range:
         return value
@@ -3397,7 +3455,10 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into an object. Raise an error if it is not in shared memory."""
+    """Write a saved value into an object in shared memory, such as a multiprocessing.Value.
+
+    Raise an error if ``current`` is not in shared memory.
+    """
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
@@ -3437,7 +3498,7 @@ def address_of(value: Any) -> int | None:
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether FabricLoop has saved attributes of loaders or of their datasets."""
+    """Return whether a state of FabricLoop contains attributes of loaders or of their datasets."""
     if isinstance(state, dict):
         # FabricLoop needs its record of the model's attributes only to resume within an epoch.
         parts = (part for name, part in state.items() if name != "model")
@@ -3500,8 +3561,8 @@ def get_rng_state() -> dict[str, Any]:
     version, values, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        # The state has 625 numbers. To save them one by one would take longer than to save a small
-        # model.
+        # Save the 625 numbers of Python's RNG state as bytes, because saving each number separately
+        # would take longer than saving a small model.
         "python": (version, array("I", values).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), *position),
     }
@@ -3704,8 +3765,8 @@ def age_of(folder: Path) -> tuple[float, int]:
     """Return the time when a version folder was last used, and the version number."""
     number, age = folder.name.removeprefix("version_"), max(read_times(folder))
     for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # If a copied folder has no .lock file, use the time in the checkpoint. Ignore errors here,
-        # because they are reported when the checkpoint is read again.
+        # If a run's folder was copied without its .lock file, use the time at which the checkpoint
+        # was saved. Ignore damaged checkpoints here, because `_find_newest` reports them.
         with suppress(Exception):
             saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
             age = max(age, float(saved))
@@ -3799,7 +3860,7 @@ def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
     for kind in (int, float):
         with suppress(ValueError):
-            # Keep text such as "007".
+            # A cell such as "7" becomes an int, but a cell such as "007" becomes a float.
             if kind is float or str(int(cell)) == cell:
                 return kind(cell)
     return cell
