@@ -3858,11 +3858,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
-    for kind in (int, float):
+    # int() and float() accept text such as "007" and "1_000", which is not a number in a CSV file.
+    is_text = "_" in cell or re.match(r"-?0\d", cell) is not None
+    for kind in () if is_text else (int, float):
         with suppress(ValueError):
-            # A cell such as "7" becomes an int, but a cell such as "007" becomes a float.
-            if kind is float or str(int(cell)) == cell:
-                return kind(cell)
+            return kind(cell)
     return cell
 
 

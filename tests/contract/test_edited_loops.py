@@ -310,7 +310,7 @@ def test_two_loops_log_separately_if_a_hook_of_one_loop_calls_validate_on_the_ot
 OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
         row |= {"seen": self.global_step * 2, "is_warm": epoch < 1, "missing": None, "pair": [1, 2]}
         row |= {"tensor": torch.tensor(0.5), "number": np.float64(0.25)}
-        row |= {"late": "007"} if epoch > 1 else {}
+        row |= {"late": "007", "id": "1_000"} if epoch > 1 else {}
         self.history.append(row)
 """
 
@@ -319,17 +319,17 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 def test_an_edited_loop_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
-        train(kind, max_epochs=2)
+        train(kind, max_epochs=3)
     loop, _ = train(kind, max_epochs=4, resume=resume)
     rows = list(csv.DictReader((loop.log_dir / "metrics.csv").read_text().splitlines()))
-    names = ("phase", "seen", "is_warm", "missing", "pair", "tensor", "number", "late")
+    names = ("phase", "seen", "is_warm", "missing", "pair", "tensor", "number", "late", "id")
     cells = [tuple(row[name] for name in names) for row in rows]
     end = ("", "[1, 2]", "0.5", "0.25")
     assert cells == [
-        ("warm, or not", "16", "True", *end, ""),
-        ("main", "32", "False", *end, ""),
-        ("main", "48", "False", *end, "007"),
-        ("main", "64", "False", *end, "007"),
+        ("warm, or not", "16", "True", *end, "", ""),
+        ("main", "32", "False", *end, "", ""),
+        ("main", "48", "False", *end, "007", "1_000"),
+        ("main", "64", "False", *end, "007", "1_000"),
     ]
     assert all(type(row["epoch"]) is type(row["step"]) is type(row["seen"]) is int for row in loop.history)
 
