@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# The defaults of options that are None until the user sets them.
+# If the user leaves one of these options at None, with_defaults() sets the option to this value.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -172,7 +172,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import errors.py late, because --help must not import Lightning, which takes seconds.
+            # Import errors.py only if needed, because it imports Lightning, which delays --help.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -321,7 +321,7 @@ def _convert_option(name: str, value: Any) -> Any:
 
 
 def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports. Unsupported objects become strings.
+    """Convert a value to types that YAML supports. Objects of other types become strings.
 
     Raises:
         TypeError: ``is_strict`` is True, and the value contains an object that YAML cannot store.
@@ -468,7 +468,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to an int, because Trainer uses all batches for this value.
+# Do not convert overfit_batches=3.0 to 3. FabricLoop rejects 3.0, because Trainer treats this value
+# as a fraction, and uses all batches.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -545,7 +546,7 @@ def with_arguments_of(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
     """Return a decorator that copies a dataclass's signature and field docstrings to a constructor.
 
-    Editors, help() and notebooks then show all options with their types and descriptions.
+    The copied signature makes editors, help() and notebooks show all options and their types.
     """
 
     def sign(init: Any) -> Any:
@@ -563,7 +564,7 @@ def document_fields() -> dict[str, str]:
     try:
         lines = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     except OSError:
-        # A package installed without its .py files has no field docstrings.
+        # If the package is installed without its .py files, the docstrings cannot be read.
         return {}
     texts = {}
     for node in lines:

@@ -29,10 +29,10 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Delete the temporary file of a killed process, if its ID was the same as this process's ID.
-    # Mode "xb" always creates a new file, so it never writes through a symbolic link.
+    # Delete the temporary file that a killed process with the same process ID may have left.
     temporary.unlink(missing_ok=True)
     try:
+        # Mode "xb" always creates a new file, so open() never follows a symbolic link.
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -49,7 +49,7 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # Import errors.py late, because it imports Lightning, which plots do not need.
+        # Import errors.py only if needed, because it imports Lightning, which slows down plotting.
         from .errors import CheckpointError
 
         raise CheckpointError(
@@ -164,8 +164,8 @@ def read_times(folder: Path) -> tuple[float, float]:
     """Return the Unix times at which a run last started and last saved a checkpoint.
 
     A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Saving a checkpoint appends a line such as "saved 1764277700.25". If a .lock file has no "saved"
-    line, the time of the last save is 0.0.
+    Each time the run saves a checkpoint, it appends a line such as "saved 1764277700.25" to its
+    .lock files. If a .lock file has no "saved" line, the time of the last save is 0.0.
     """
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
@@ -195,9 +195,9 @@ def make_folder(folder: Path) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigurationError:
-    """Return the error for a folder that cannot be read or created.
+    """Return a ConfigurationError with the reason why a folder cannot be read or created.
 
-    If the folder's path contains a broken link, the message mentions the link.
+    If the folder's path contains a broken link, the error message names the link.
     """
     from .errors import ConfigurationError
 

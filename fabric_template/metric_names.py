@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Metric(NamedTuple):
-    """Describe a metric column by a split such as "validation" and a quantity such as "acc"."""
+    """Holds the data split, such as "validation", and the quantity, such as "acc", of a column."""
 
     column: str
     split: str
@@ -68,7 +68,7 @@ def parse_metric(column: str) -> Metric:
 def find_axis(columns: Iterable[str], axis: str) -> str | None:
     """Return the name of the epoch column (axis="epoch") or the step column (axis="step").
 
-    If ``columns`` contains no column for this axis, return None.
+    If no column in ``columns`` matches ``axis``, return None.
     """
     names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
     known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
@@ -134,7 +134,7 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Find "top" in "top5", "map" in "map50", and "loss" in "valloss".
+            # Also look up shorter terms: "top" for "top5", and "loss" for "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

@@ -3630,7 +3630,7 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Find "top" in "top5", "map" in "map50", and "loss" in "valloss".
+            # Also look up shorter terms: "top" for "top5", and "loss" for "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

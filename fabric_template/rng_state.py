@@ -84,8 +84,8 @@ def get_generator_state(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         version, values, gauss = generator.getstate()
-        # The state has 625 numbers. To save them one by one would take longer than to save a
-        # small model.
+        # Convert the state's 625 numbers to bytes, because saving each number separately takes
+        # longer than saving a small model.
         return version, array("I", values).tobytes(), gauss
     if isinstance(generator, np.random.RandomState):
         return _without_arrays(generator.get_state(legacy=False))

@@ -208,7 +208,7 @@ class Console:
             self._print(f"{text} Try loop.tune(model, loader).")
 
     def _update_best(self, value: float) -> bool:
-        """Return whether ``value`` is the best value so far, and store the best value."""
+        """If ``value`` is the best value so far, store the value and return True."""
         is_better = value > self._best if self._mode == "max" else value < self._best
         if math.isnan(value) or not (is_better or math.isnan(self._best)):
             return False

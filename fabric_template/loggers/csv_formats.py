@@ -60,7 +60,7 @@ def has_number(cells: Iterable[Any]) -> bool:
 def to_wide(columns: Columns) -> Columns:
     """Convert a long table to a wide table, which has one column per metric.
 
-    A long table has one row per metric value, or one row per data split.
+    In a long table, each row contains one metric value, or the values of one data split.
     """
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
@@ -89,10 +89,10 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split a column of a long table into one column per key, for example one per metric.
+    """Split a column into one column per key, for example into one column per metric.
 
-    ``keys`` contains one key for each row. Each row has a value only in the column of the row's
-    key, and empty strings in all other columns.
+    ``keys`` contains one key for each row. Each row's cell is copied to the column named by the
+    row's key. The row's cells in all other columns are empty strings.
     """
     pairs = list(zip(keys, cells, strict=True))
     return {
@@ -124,7 +124,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # If a run's name is a number, add the column's name, as in "fold=0".
+        # If a run's name is only a number, prepend the name of the column, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -137,9 +137,9 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """If several calls to fit wrote a file, return a label such as ("fit 2",) for each row.
+    """Return a label for each row, such as ("fit 2",) if the second call to fit wrote the row.
 
-    If a single call wrote all rows, return an empty list.
+    If one call to fit wrote all rows, or if a cell is empty, return an empty list.
     """
     positions = []
     is_complete = all(map(all, columns.values()))

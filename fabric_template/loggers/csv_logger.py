@@ -71,7 +71,7 @@ class CSVLogger(Logger):
     def version(self) -> int | str:
         """The run's version.
 
-        If no version was given, the next free version number is chosen on first access.
+        If no version was given, the first access to this property chooses the next free number.
         """
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
@@ -320,7 +320,7 @@ def rows_before(
 ) -> tuple[list[dict[str, str]], bool]:
     """Return the rows that a CSV file contained when a checkpoint was saved.
 
-    Also return whether another program changed the file after the checkpoint.
+    Also return whether another program has changed the file since the checkpoint was saved.
 
     Args:
         position: The number of rows in the checkpoint and, if known, the last of these rows.
@@ -338,7 +338,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return whether a CSV row was written at or before ``step``, or has no step."""
+    """Return True if a CSV row's own step is at most ``step``, or if the row has no step."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:
@@ -369,7 +369,8 @@ def copy_changed(path: Path) -> Path:
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file. Missing values become empty cells."""
     lines: list[str] = []
-    # Before Python 3.13, csv quotes a cell with \r only if the line terminator contains \r.
+    # Before Python 3.13, csv puts a cell that contains \r in quotation marks only if the line
+    # terminator also contains \r.
     options: Any = {"restval": "", "extrasaction": "ignore", "lineterminator": "\r\n"}
     writer = csv.DictWriter(SimpleNamespace(write=lines.append), columns, **options)
     writer.writerows(rows)

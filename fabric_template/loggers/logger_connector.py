@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send the values that an evaluation step logged with on_step=True to the loggers."""
+        """Send to the loggers the values that an evaluation step logged with on_step=True."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -127,7 +127,7 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # The setup hook of a new run may have created an event file, so look for hparams.yaml, too.
+    # The new run's setup hook may have created the event file, so hparams.yaml must exist, too.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 

@@ -30,8 +30,8 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or more runs as one table: `name, version, epoch, step, ...`.
 
-    Half-empty rows, such as those of Lightning's CSVLogger, are merged into one row per epoch, or
-    into one row per validation. read_logs also reads CSV files from other tools.
+    Lightning's CSVLogger spreads an epoch's values over several rows. read_logs merges these rows
+    into one row per epoch or per validation. read_logs also reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -66,7 +66,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def require_runs(path: Any) -> list[Any]:
     """Return each run's name, version and CSV file. If there are no runs, raise an error."""
     if not isinstance(path, str | os.PathLike):
-        # fabric_template.errors imports Lightning, which would slow down the plot command.
+        # Import errors.py only if needed, because it imports Lightning, which slows down plotting.
         from ..errors import describe
 
         text = f"got {describe(path)}, expected a path"
@@ -84,7 +84,8 @@ def require_runs(path: Any) -> list[Any]:
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     """Return the columns of a CSV file as lists of strings, keyed by column name.
 
-    Merge half-empty rows into one row per epoch, or per step if ``steps`` is True.
+    If several rows contain the values of one epoch, or of one step if ``steps`` is True, merge the
+    rows.
 
     Use pandas only to merge rows, because reading thousands of files with pandas is slow.
     """
@@ -96,7 +97,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     headers = [row for row in content.rows if [*row.values()] == [*row]]
     rows = [row for row in content.rows if row not in headers] if headers else content.rows
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
-        # Skip a second line without numbers, because it contains the units of the columns.
+        # Skip the first row below the header if it has no numbers, because it contains units.
         rows = rows[1:]
     found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
     names = {name: name.strip() for name in found}
@@ -121,7 +122,10 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the half-empty rows of a run. If no row is half-empty, return the columns unchanged."""
+    """Merge rows of a run that contain values of the same epoch or step.
+
+    If all rows are complete, return the columns unchanged.
+    """
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
     positions = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*positions}) == len(positions) and all(map(all, positions))
@@ -134,8 +138,8 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
     """Return whether a file without a step column has several complete rows in each epoch.
 
-    Each epoch must have the same number of rows, but the last epoch may have fewer. If a restarted
-    run repeated an epoch, this epoch has more rows than the others.
+    All epochs except the last must have the same number of rows. If an epoch has more rows than the
+    others, a restarted run has repeated the epoch.
     """
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
@@ -249,10 +253,10 @@ def unquote(record: str) -> list[str]:
 
 
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge half-empty rows into one row per validation, or per step if ``steps`` is True.
+    """Merge the rows of a table into one row per validation, or per step if ``steps`` is True.
 
     A merged row contains the last value of each column, and the step at which the validation ran.
-    An epoch without a validation also gets one row.
+    An epoch in which no validation ran becomes one row.
     """
     import pandas as pd
 
@@ -268,7 +272,8 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Number the validations in each epoch. Rows after the last validation get the last number.
+        # Give each row the number of the next validation in its epoch. Rows after the epoch's last
+        # validation get the number of that last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

@@ -82,7 +82,7 @@ class LoggedMetric:
     def full_name(self, suffix: str = "") -> str:
         """Return the metric's full name, such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
 
-        Append ``suffix``, which is "_step" or "_epoch", only if on_step and on_epoch are both set.
+        Append ``suffix`` ("_step" or "_epoch") to the name only if on_step and on_epoch are True.
         """
         arguments = self.arguments
         name = arguments.name
@@ -137,7 +137,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(), which sets the dtype attribute to torch's default dtype.
+            # Like Trainer, call to(), which also sets metric.dtype to torch's default dtype.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -229,7 +229,7 @@ class LoopResults:
     def start_hook(self, hook: str | None) -> None:
         """Reset the values that ``hook`` logged in the previous epoch.
 
-        After the first batch of an epoch, do not reset any values, because all values are from the
+        From the second batch of an epoch on, reset no values, because all values are from the
         current epoch.
         """
         self.last_hook = hook
@@ -267,7 +267,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # An unpickled copy has no instance attributes. Its is_enabled is False, so log() does nothing.
+    # In an unpickled copy, which has no instance attributes, this default makes log() do nothing.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -288,12 +288,12 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return a dict of callback_metrics, logged_metrics and progress_bar_metrics."""
+        """Return callback_metrics, logged_metrics and progress_bar_metrics, keyed by name."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Load the metrics that a launched process returned, for example with ddp_spawn."""
+        """Load the metrics that a process launched by ddp_spawn returned to the main process."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
@@ -361,7 +361,7 @@ class ResultCollection:
             self.log(name, value, **arguments)
 
     def _register(self, results: LoopResults, key: tuple, call_arguments: tuple) -> LoggedMetric:
-        """Check the arguments of ``self.log``. Return the LoggedMetric that stores the value."""
+        """Check the arguments of ``self.log``, and return the LoggedMetric for the logged name."""
         hook, name, _ = key
         arguments = check_arguments(hook, name, call_arguments)
         if call_arguments[1] and not self.run.loop.loggers:
@@ -381,9 +381,9 @@ class ResultCollection:
         return metric
 
     def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
-        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the saved run's.
+        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the value in the checkpoint.
 
-        Warn if the saved run had already accumulated values of the current epoch.
+        Warn if the checkpoint contains a sum for the current epoch, because this sum is lost.
         """
         saved = metric.arguments
         is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
@@ -466,7 +466,7 @@ class ResultCollection:
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
-        """Clear the current batch, and mark callback_metrics as outdated."""
+        """Drop the reference to the current batch, and mark callback_metrics as outdated."""
         self.active.batch = self.active.batch_size = None
         self.active.has_new_values = True
 
@@ -519,7 +519,7 @@ class ResultCollection:
             )
 
     def end_loader(self) -> None:
-        """Store the values from an evaluation loader after the loader's last batch."""
+        """After the last batch of an evaluation loader, store the loader's metrics."""
         self.end_batches()
         # Like Trainer, do not update callback_metrics after each loader of a sanity check.
         if self.run.progress.stage != "sanity_check":
@@ -528,7 +528,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Return one dict per loader, a dict for the loggers, and a dict for the CSV files.
+        """Return the metrics of each loader, the metrics for loggers, and the row for CSV files.
 
         Call this method after the evaluation's last hook.
         """
@@ -609,7 +609,7 @@ class ResultCollection:
     def take_means(self) -> dict[str, Tensor]:
         """Return the mean of each training value since the last row of metrics.csv.
 
-        Also reset the sums for the next row.
+        In a step-based run, reset the sums afterwards, so that the next row starts from zero.
         """
         row: dict[str, Tensor] = {}
         sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
@@ -659,7 +659,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Use the saved arguments of ``self.log`` until the resumed run logs this metric.
+            # Until the resumed run logs the metric, use the checkpoint's arguments of ``self.log``.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -741,7 +741,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 def plain_attributes(metric: Any) -> dict[str, Any]:
     """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
-    The object's state_dict() is not enough, because it contains only persistent states.
+    Do not use the object's state_dict(), because it contains only persistent states.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
@@ -752,7 +752,7 @@ def load_torchmetrics(module: Any, state: Mapping[str, Mapping[str, Any]]) -> No
     for name, attributes in state.items():
         tracker: Any = metrics.get(name.rpartition(".")[0])
         if name not in metrics and hasattr(tracker, "increment"):
-            # A new MetricTracker has no metrics. Each call to increment() creates one.
+            # A new MetricTracker is empty. Each call to increment() adds a copy of its base metric.
             tracker.increment()
             metrics = find_torchmetrics(module)
         if name in metrics:

@@ -30,9 +30,8 @@ REPLACED_LOGS = ".replaced"
 class RowWriter:
     """Collects the values of a row, decides when the row is due, and writes it to metrics.csv.
 
-    An epoch-based run has a row for each epoch. A step-based run has a row for each validation, and
-    a last row at the end of training. A step-based run that never validates also has a row for each
-    epoch.
+    An epoch-based run has a row for each epoch. A step-based run has a row for each validation or,
+    without validation, for each epoch. A step-based run also has a last row at the end of training.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
@@ -76,7 +75,7 @@ class RowWriter:
         """Replace the run's rows with ``rows``, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
-    # Time since the last row
+    # Measuring the time since the last row
 
     def start_clock(self) -> None:
         """Start the clock for the next row of metrics.csv.
@@ -102,15 +101,17 @@ class RowWriter:
         try:
             yield
         finally:
-            # A save during validation is already part of the validation time. Count it only once.
+            # Overwrite the seconds that a save during validation has added, because the time of the
+            # validation includes these seconds.
             self._excluded_seconds = before + time.monotonic() - started
 
-    # Values for the next rows
+    # Collecting values for the next row
 
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
         """Collect the values that training_step returned.
 
-        For a LightningModule, collect only the loss.
+        If a LightningModule returns a dict, collect only the loss, because other values are logged
+        with self.log.
 
         In manual optimization, ``loss`` is None if the step returned a dict without "loss".
         """
@@ -164,10 +165,10 @@ class RowWriter:
     def write_after_validation(self) -> None:
         """Write a row after a validation in the middle of an epoch.
 
-        In an epoch-based run, only print the row.
+        In an epoch-based run, print the row, but do not write it to metrics.csv.
         """
         run = self.run
-        # After the last batch of an epoch, write_after_epoch writes the row.
+        # Write no row after the last batch of an epoch, because write_after_epoch writes that row.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -185,7 +186,7 @@ class RowWriter:
     def write_after_training(self) -> None:
         """In a step-based run, write a final row for the steps since the previous row.
 
-        If the run later resumes from an earlier checkpoint, it removes the final row.
+        If the run is resumed from an earlier checkpoint, the final row is removed from metrics.csv.
         """
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
@@ -241,7 +242,7 @@ class RowWriter:
     def check_loss(self, row: Mapping[str, Any]) -> None:
         """With on_nan="stop", end training if a row's ``train_loss`` is NaN or infinite.
 
-        All processes must call this method, so that they stop together.
+        All processes must call this method, so that all of them end training at the same step.
         """
         run = self.run
         if run.config.on_nan != "stop" or run.stop.divergence:
@@ -299,8 +300,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # This run may have more CSV loggers than the saved run. Each additional logger continues
-        # the rows of the saved run's first logger.
+        # If this run has more CSV loggers than the saved run, each additional logger starts with
+        # the rows of the saved run's first CSV logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -324,12 +325,12 @@ class RowWriter:
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
         """Return folders that may contain the saved run's rows, the most likely folder first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # Also use the folder names in the checkpoint's path, because the user may have renamed the
-        # folders.
+        # Also look for folders named as in the checkpoint's path, because the user may have renamed
+        # the run's folders since the checkpoint was saved.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # If a run is resumed as a new version, copy the rows from the saved version.
+        # If a run is resumed as a new version, the old version's folder contains the saved rows.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         # The folder "logs" may be in any of the four folders above the checkpoint.
@@ -341,7 +342,7 @@ class RowWriter:
 def copy_other_rows(logger: CSVLogger) -> str:
     """Back up another run's metrics.csv before the resumed run overwrites it.
 
-    Return a sentence that names the copy, or "" if no file was copied.
+    Return a sentence with the name of the backup file, or "" if no file was backed up.
     """
     path = Path(logger.log_dir, "metrics.csv")
     if not is_first_process() or not read_table(path).rows:
@@ -369,7 +370,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether two rows have the same epoch, the same step and about the same time.
 
-    The times may differ slightly, because a spreadsheet program may have rounded them.
+    A row's time may differ slightly if a spreadsheet program has rounded it in the CSV file.
     """
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False

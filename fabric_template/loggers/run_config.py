@@ -41,8 +41,8 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. Do not overwrite the file in a resumed run, or if
-    another program wrote the file.
+    If writing fails, warn and continue training. Keep an existing config.yaml if the run is
+    resumed, or if another program wrote the file.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
@@ -59,7 +59,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Record the settings and objects of a hand-written loop in config.yaml and in the loggers.
+    """Write a hand-written loop's settings to config.yaml, and send its hparams to the loggers.
 
     Args:
         parts: Descriptions of the models, optimizers and loaders that the loop has set up. The keys
@@ -242,7 +242,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can store, and describe all other values in ``unknown``."""
+    """Return the values that YAML can store, and add descriptions of the others to ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
