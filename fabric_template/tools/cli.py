@@ -122,7 +122,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# FabricLoop options that the command line omits, or that CLASS_OPTIONS defines.
+# FabricLoop options that the command line does not have, and "callbacks", which CLASS_OPTIONS
+# defines.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -147,7 +148,7 @@ class Class(metaclass=ShortName):
         return not is_plain and not issubclass(other, type)
 
 
-# Maps each option that takes a class to its type and its help text.
+# Maps each option whose value is a class, such as --model, to a type and a help text.
 CLASS_OPTIONS = {
     "model": (Class, "package.module:Class or demos.NAME. --model.help=CLASS shows its arguments."),
     "data": (Class, "package.module:Class, a class with methods such as train_dataloader."),
@@ -252,7 +253,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Insert the options of the run given by --run, or of a demo such as demos.digits.
+    """Add the options of a run (--run) or a demo, such as demos.digits, to a command's arguments.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -269,7 +270,8 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
         run = Path(given.run).absolute()
         files.insert(0, f"--config={to_yaml(read_run(command, run, is_new_run))}")
         if given.load in ("best", "last") and is_new_run:
-            # Look in checkpoints/digits/version_0 for the checkpoints of logs/digits/version_0.
+            # If a run is in logs/digits/version_0, its checkpoints are in
+            # checkpoints/digits/version_0.
             checkpoints = run.parents[2] / "checkpoints" / run.parent.name / run.name
             given.load = f"{checkpoints / given.load}.ckpt"
     if demo in DEMOS:
@@ -283,8 +285,8 @@ def resolve_config(path: str) -> str:
     """Rewrite class names such as a.b:Class in a config file as a.b.Class.
 
     Returns:
-        The config file's new text, or ``path`` if the text does not change or the file cannot be
-        read.
+        The config file's text after the rewrite, or ``path`` itself if the file cannot be read or
+        needs no rewrite.
     """
     try:
         text = Path(path).read_text("utf-8")
@@ -332,7 +334,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add options that make the command use this run's folders.
+    If ``is_new_run`` is False, add options so that the command uses the existing run's folders.
     """
     import yaml
 
@@ -402,8 +404,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
     if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
-        # jsonargparse tries each allowed type, and lists one error per type. Keep the error of the
-        # class's constructor, and drop errors such as "Expected a bool".
+        # jsonargparse lists one error for each type that an option accepts. Drop errors such as
+        # "Expected a bool", and keep the error that the constructor of the user's class raised.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
         expected = " or ".join(sorted(union[1].split(", ")))
         text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
@@ -526,7 +528,7 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Drop the Python code that resumes the run, because the summary shows a command instead.
+    # Instead of Python code that resumes the run, the summary shows a command.
     summary.pop("resume", None)
     if folder is None:
         return summary

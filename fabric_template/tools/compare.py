@@ -46,7 +46,7 @@ with record_training(recording, int(steps), stop=True):
         runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Record = dict[str, Any]  # The recorded values of one optimizer step.
-# These options do not influence the results of an optimizer.
+# Optimizer options that are not compared, because they do not affect the updated weights.
 OPTIONS_OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 AFTER_THE_LAST_STEP = " after the last step"
 
@@ -179,10 +179,11 @@ def find_differences(quantity: str, first: Record, second: Record) -> list[tuple
         return []
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity in (*first.get("tensors", []), *second.get("tensors", [])):
-        # Round to float32, because an option may be a tensor, such as lr=torch.tensor(0.1).
+        # One run may store an option such as lr as a float32 tensor, and the other as a Python
+        # float, so round both to float32.
         a, b = (torch.tensor(values, dtype=torch.float32).tolist() for values in (a, b))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Report no difference if one model has additional inputs, such as targets.
+        # Do not report additional inputs of one model, such as targets, as a difference.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # The batch size is recorded as 0 if no module with parameters received the batch.
@@ -216,7 +217,8 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # If a step has no backward pass, its record does not list the modules in eval mode.
+    # A step without a backward pass has no list of modules in eval mode, because backward()
+    # records this list.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -391,7 +393,8 @@ class Recorder:
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
-            # Keep only the inputs of the last forward pass before the backward pass.
+            # If a module runs several times before a backward pass, keep only the inputs of its
+            # last call.
             self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
 
@@ -461,7 +464,8 @@ class Recorder:
     def describe_buffers(self) -> tuple[Record, list[str]]:
         """Return the norms and names of the buffers that changed since the first forward pass.
 
-        Skip unchanged buffers, because another implementation may not store constants as buffers.
+        Skip buffers that never change, because the other run's model may not store such constants
+        as buffers.
         """
         entries = []
         for key, initial in self.initial_buffers.items():
@@ -516,7 +520,11 @@ def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy an optimizer option. Convert tensors to numbers, because training may modify tensors."""
+    """Copy an optimizer option.
+
+    Convert a tensor, such as lr=torch.tensor(0.1), to a number, because a scheduler may later
+    change the tensor in place.
+    """
     return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 

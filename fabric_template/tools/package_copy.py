@@ -82,7 +82,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
 
 
 def find_problem(target: Path) -> str:
-    """Return why no copy can be written to ``target``, or "" if the path is suitable."""
+    """Return the reason why ``target`` is unsuitable for a copy, or "" if it is suitable."""
     name = target.stem if target.suffix == ".py" else target.name
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("__"):
         return "expected a name that Python can import"
@@ -132,8 +132,8 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if a file has conflicts, or if the user changed a file that the installed version lacks.
-        Otherwise 0.
+        1 if a file has conflicts, or if the user changed a file that the new version has removed,
+        otherwise 0.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:
@@ -211,7 +211,8 @@ def run_git(folder: str | Path, *args: str) -> subprocess.CompletedProcess[bytes
         done = subprocess.run(["git", *args], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise ValueError("git is not on the PATH. Install git.") from error
-    # git diff and git merge-file use exit codes up to 127 for differences and conflicts.
+    # git diff and git merge-file use exit codes up to 127 for differences and conflicts, so only
+    # higher exit codes are errors.
     if done.returncode > 127:
         raise ValueError(f"git: {' '.join(done.stderr.decode(errors='replace').split())}")
     return done

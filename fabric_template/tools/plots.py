@@ -127,7 +127,7 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with one panel per quantity, up to ``most`` panels."""
+    """Draw a new figure with one panel per quantity, but at most ``most`` panels."""
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}
@@ -171,7 +171,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
     if not isinstance(logs, Mapping):
-        # Import errors.py late, because importing Lightning takes seconds.
+        # Import errors.py only if needed, because errors.py imports Lightning, which takes seconds.
         from ..errors import describe
 
         expected = "expected a path or a DataFrame. Write plot_logs('logs')."
@@ -198,7 +198,8 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         if counts[label] > 1:
-            # Add the file's name if two exported files contain runs with the same name.
+            # Add the file's name to the label if two exported files contain runs with the same
+            # name.
             label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -248,7 +249,8 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 def is_step_based_table(table: pd.DataFrame) -> bool:
     """Return whether to plot a table's values by step instead of by epoch.
 
-    Return True if the table has several rows per epoch, or only one epoch.
+    Return True if several rows have the same epoch, or if the run logged the steps of its only
+    epoch.
     """
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
@@ -397,7 +399,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
     """Sort runs from best to worst by the first metric that is not a training metric.
 
-    If all metrics are training metrics, sort by the first metric.
+    If all metrics are training metrics, sort the runs by the first of these metrics.
     """
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
@@ -468,7 +470,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
     """Draw one metric of a run as a curve, and mark the best value.
 
-    If the run combines several seeds, draw the mean and the range over the seeds.
+    If ``run`` combines runs with different seeds, draw the mean and the range of these runs.
     """
     import pandas as pd
 
@@ -484,7 +486,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the n-th rows of all seeds, even if their x values, such as times, differ.
+        # Average the runs row by row, even if x values such as times differ between the runs.
         groups = points.groupby(level=0)
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -519,8 +521,8 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 def average_steps(values: pd.Series) -> Any:
     """Return the moving averages of a metric's values.
 
-    The average at value n covers the last n / 4 values, but at most 4% of all values. The first
-    averages cover only a few values, so that high initial losses soon drop out.
+    The n-th moving average covers the latest n / 4 values, but never more than 4% of all values.
+    Early averages cover only a few values, so that high initial losses affect only a few averages.
     """
     import numpy as np
 
@@ -602,7 +604,7 @@ class LivePlot:
         self.sizes: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Save nothing, because a resumed run does not need the plot."""
+        """Save no state in checkpoints, because a resumed run draws a new plot."""
         return {}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:

@@ -29,7 +29,8 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-Run = dict[str, Any]  # One run's row in list_runs, with additional entries such as "rows".
+# Maps each column of list_runs, and additional keys such as "options", to the value for one run.
+Run = dict[str, Any]
 
 
 def list_runs(
@@ -37,16 +38,16 @@ def list_runs(
 ) -> pd.DataFrame:
     """List all runs in a folder and its subfolders, or in a CSV file from any tool.
 
-    The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". A
-    killed run is "interrupted", and a Trainer run is "unknown". `changed` contains options whose
-    values differ between runs with the same name. `changed` also contains each setting in hparams=
-    that exists in every run and differs between runs.
+    The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
+    state of a killed run is "interrupted", and the state of a Trainer run is "unknown". `changed`
+    contains options whose values differ between runs with the same name. `changed` also contains
+    each setting in hparams= that exists in every run and differs between runs.
 
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
         mode: "min" if the metric's smallest value is the best, "max" if the largest is. By default,
-            use each run's mode, or find the mode from the metric's name. If the mode is unknown,
+            use each run's mode, or infer the mode from the metric's name. If the mode is unknown,
             `best` is empty.
 
     Example:
@@ -130,13 +131,17 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop writes -1 or 1000 to config.yaml if the user did not set max_epochs.
+        # If the user does not set max_epochs, MiniLoop writes its default, which is -1 or 1000, to
+        # config.yaml.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from a folder. The run's name is the path from ``root`` to the folder's parent."""
+    """Read a run from a folder.
+
+    The run's name is the path from ``root`` to the parent of ``folder``, such as "digits".
+    """
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -185,7 +190,8 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # Add 1 to the last epoch, unless the log counts epochs from 1 or in fractions.
+        # The number of epochs is the last epoch plus 1, unless a log counts epochs from 1 or has
+        # epochs such as 0.5.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -219,8 +225,8 @@ def choose_metric(run: Run) -> str | None:
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
     """Return "min" or "max", depending on which value of a metric is best, or None if unknown.
 
-    Use the ``mode`` option if the metric is the run's ``monitor``. Otherwise, find the mode from
-    the metric's name.
+    Use the ``mode`` option if the metric is the run's ``monitor``. If the metric is not the
+    ``monitor``, or if the mode is "auto", infer "min" or "max" from the metric's name.
     """
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
@@ -276,8 +282,8 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed" to the lock file. A killed run leaves an unlocked lock
-    file without a final state.
+    "finished", "interrupted" or "failed" to the lock file. If a run's process is killed, the
+    lock file is no longer locked, and contains no state such as "finished".
     """
     if not path.is_file():
         return "unknown"
@@ -313,7 +319,7 @@ def parse_yaml(text: str) -> Any:
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the model class, optimizers and batch size in the "about" section of config.yaml.
 
-    Omit values that are also in ``options``.
+    Do not return values that ``options`` already contains.
     """
     found: dict[str, Any] = {}
     for part, value in about.items():
@@ -350,7 +356,7 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in config.yaml and hparams.yaml, and the "about" section, as two dicts.
+    """Return a dict of the options in config.yaml and hparams.yaml, and the "about" section.
 
     The "about" section of config.yaml describes the model, the machine and the package versions.
     """

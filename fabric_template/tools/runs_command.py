@@ -164,8 +164,8 @@ def print_best(runs: Sequence[Run]) -> None:
 
 
 def find_checkpoints(run: Run) -> list[Path]:
-    """Return the paths of the checkpoints that a run saved at its best epoch and step."""
-    # Look in checkpoints/digits/version_0 for the checkpoints of logs/digits/version_0.
+    """Return the paths of a run's checkpoints from the epoch and step of its best metric value."""
+    # If a run is in logs/digits/version_0, its checkpoints are in checkpoints/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []
     for path in sorted(folder.rglob("*.ckpt")):
@@ -178,7 +178,8 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # Also accept best_step + 1, because Trainer's CSV files count steps from 0.
+        # Trainer counts steps from 0 in CSV files, but from 1 in checkpoints, so also accept
+        # best_step + 1.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

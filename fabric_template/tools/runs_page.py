@@ -77,7 +77,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 def rank_runs(runs: Sequence[Run]) -> list[int]:
     """Return the indices of the runs, from the best run to the worst.
 
-    Rank the runs by their most common metric, and put runs with any other metric last.
+    Rank the runs by the metric that most of them use, and put all other runs last.
     """
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
@@ -239,7 +239,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Select up to ``most`` values of a curve, and return their indices.
+    """Return the indices of at most ``most`` values that preserve the shape of a curve.
 
     Divide the curve into equal sections. Keep each section's minimum and maximum, and both ends of
     the curve.

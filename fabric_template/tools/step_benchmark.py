@@ -171,7 +171,7 @@ def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
 
 
 def copy_options(loop: Any) -> dict[str, Any]:
-    """Copy a loop's options, but train on one device without checkpoints or printed output."""
+    """Return a loop's options for training on one device, without checkpoints or printed output."""
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
@@ -189,7 +189,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def change_loader(loader: Any, choice: Choice) -> Any:
-    """Return a loader for the same dataset with the settings in ``choice``."""
+    """Return a loader with the settings in ``choice`` and the dataset of ``loader``."""
     changes = {name: choice[name] for name in choice if name in ("num_workers", "batch_size")}
     if not changes and "tensor_loader" not in choice:
         return loader
