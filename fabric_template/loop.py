@@ -128,8 +128,8 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The options that config.yaml contains. ``fabric-template fit`` also adds the model and the
-        # data.
+        # The options that the loop writes to config.yaml. The command ``fabric-template fit``
+        # replaces this dict with one that also describes the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -147,9 +147,9 @@ class FabricLoop(TrainerAPI):
             return []
         if config.fast_dev_run:
             return [DummyLogger()]
-        # With logger=True, prefer the loggers of a Fabric object that the user has passed.
+        # With logger=True, use the loggers of the user's Fabric object if it has any.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # If the user passes only a name such as "wandb", also keep the CSV logger.
+        # If the user passes only a name such as "wandb", add the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -213,7 +213,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` on all batches. Return a dict of metrics for each loader."""
+        """Run ``validation_step`` on all batches. Return one dict of metrics per loader."""
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"val": dataloaders}, datamodule, {"validation_step": validation_step})
         return self._evaluate(make_plan(self, "validate", *parts, start, weights_only), verbose)
@@ -230,7 +230,7 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` on all batches. Return a dict of metrics for each loader."""
+        """Run ``test_step`` on all batches. Return one dict of metrics per loader."""
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"test": dataloaders}, datamodule, {"test_step": test_step})
         return self._evaluate(make_plan(self, "test", *parts, start, weights_only), verbose)
@@ -266,9 +266,9 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Make attributes such as ``loop.global_step`` refer to ``run``.
+        """Set ``loop.run``, from which attributes such as ``loop.global_step`` get their values.
 
-        The attributes still refer to ``run`` after the `with` block.
+        Keep ``loop.run`` after the `with` block, so that users can still read ``loop.global_step``.
         """
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
@@ -285,7 +285,7 @@ class FabricLoop(TrainerAPI):
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
         """Add the callbacks from the module's configure_callbacks method.
 
-        Each of these callbacks replaces the loop's callbacks of the same class.
+        A callback from configure_callbacks replaces the loop's callbacks of the same class.
         """
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
@@ -295,8 +295,8 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, setup returns the model and the optimizer unchanged. On several
-        devices, or with a precision such as "bf16-mixed", setup returns Fabric's wrappers of both.
-        In this case, ``model.module`` is the original model. Clip gradients with
+        devices, or with a precision such as "bf16-mixed", setup returns Fabric's wrappers of both,
+        and ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         With several processes, each process gets its share of a DataLoader's or a TensorLoader's
@@ -395,9 +395,10 @@ class FabricLoop(TrainerAPI):
         """Log several values by name.
 
         In a step function and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
-        each value. Where ``log`` is not allowed, log_dict writes a row to steps.csv, or to
-        metrics.csv if ``dictionary`` has an "epoch" key. During ``fit``, values with the current
-        "epoch" are added to that epoch's row.
+        each value. In your own training loop, log_dict writes a row to metrics.csv if
+        ``dictionary`` has an "epoch" key, and to steps.csv if ``dictionary`` has no such key. In
+        a hook such as on_train_batch_end, log_dict adds the values to the current epoch's row in
+        metrics.csv if dictionary["epoch"] is the current epoch, and to steps.csv if it is not.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -529,7 +530,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        If the loop has ModelCheckpoint callbacks, consider only their checkpoints.
+        If the loop has ModelCheckpoint callbacks, search only the checkpoints that they saved.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -613,7 +614,8 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 class StatefulValue:
     """Wrap a value so that Fabric saves it unchanged.
 
-    Without this wrapper, Fabric copies containers, drops a deque's maxlen, and fails on a range.
+    Without this wrapper, Fabric.save would rebuild each container from its items, so that a deque
+    would lose its maxlen, and a range would raise an error.
     """
 
     def __init__(self, value: Any) -> None:
@@ -628,7 +630,8 @@ class StatefulValue:
 
 def is_container(value: Any) -> bool:
     """Return whether a value is a container or a dataclass, which Fabric would rebuild."""
-    # Fabric saves a str unchanged, but rebuilds bytes, which takes several seconds per MB.
+    # Fabric saves a str unchanged, but rebuilds a bytes object byte by byte, which takes several
+    # seconds per MB.
     if isinstance(value, str) or has_state(value):
         return False
     return isinstance(value, Mapping | Sequence) or is_dataclass(value)
@@ -670,9 +673,9 @@ def is_in_log_hook(run: Run) -> bool:
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during fit, validate, test or predict.
 
-    If "epoch" is the current epoch of fit, add the values to that epoch's row in metrics.csv.
-    If "epoch" is missing or is not the current epoch of fit, write the values to steps.csv as a new
-    row.
+    If scalars["epoch"] is the current epoch of fit, add the values to the epoch's row in
+    metrics.csv. If ``scalars`` has no "epoch" key or a different epoch, write a new row to
+    steps.csv.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:

@@ -42,7 +42,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "is_last_batch": lambda loop: bool(loop.run and loop.run.progress.is_last_batch),
     "enable_validation": lambda loop: bool(loop.run and loop.run.should_validate),
     "lightning_module": lambda loop: loop.run and loop.run.model,
-    # Prefer the wrapper around the model, such as a DistributedDataParallel.
+    # Return the wrapper around the model, such as DistributedDataParallel, if there is one.
     "model": lambda loop: loop.run and (loop.run.steps.wrapped or loop.run.model),
     "datamodule": lambda loop: loop.run and loop.run.datamodule,
     "lr_scheduler_configs": lambda loop: (
@@ -198,8 +198,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # LightningModule.optimizers() wraps optimizers. For models without this method, wrap the
-        # optimizers here.
+        # In manual optimization, a model that is not a LightningModule gets the wrapped optimizers
+        # here, because it has no optimizers() method.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -233,7 +233,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # The constructor sets `recipe` last, so if it exists, the loop has been created.
+        # The constructor sets `recipe` last, so the loop has been created if `recipe` exists.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"
@@ -314,7 +314,10 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback, or a disabled TQDMProgressBar if the loop draws the bar."""
+        """The progress bar callback.
+
+        If the loop draws the progress bar itself, return a disabled TQDMProgressBar as a stand-in.
+        """
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
@@ -383,7 +386,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """Trainer's data connector, which ModelSummary needs to move ``example_input_array``."""
+        """The data connector that ModelSummary uses to move example_input_array to the device."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -399,8 +402,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If ``validate`` or ``test`` was called later with a different model, save that model
-        instead.
+        If a later call to ``validate``, ``test`` or ``predict`` used a different model, write a
+        checkpoint of this later call.
         """
         if self.run is None:
             raise AttributeError(
@@ -409,7 +412,8 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Prefer the last fit of this model, because an evaluation has no optimizers to save.
+        # If the last call evaluated the model of the last fit, save the state of that fit, because
+        # an evaluation has no optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -422,14 +426,14 @@ class TrainerAPI:
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context that creates modules on the loop's device and in its precision."""
+        """Return a context in which new modules get the loop's device and precision."""
         if not starts_processes(self.fabric):
             join_processes(self.fabric)
         return self.fabric.init_module(empty_init=empty_init)
 
 
 def created_loaders(run: Run | None, kind: str) -> Any:
-    """Return a run's "train" or "evaluation" loaders, or None before the run creates them."""
+    """Return a run's "train" or "evaluation" loaders, or None if they have not been created yet."""
     return None if run is None else run.data.created.get(kind)
 
 
@@ -471,7 +475,7 @@ class LoopAPI:
 
     @property
     def current_predictions(self) -> Predictions:
-        """The current run's Predictions object, which is empty before the first run."""
+        """The Predictions object of the current or last run, or a new one before the first run."""
         run = self.trainer.run
         return Predictions() if run is None else run.data.predictions
 
@@ -488,7 +492,7 @@ class LoopAPI:
         return loops[self._key]
 
     def find_loaders(self) -> Loaders | None:
-        """Return the training or evaluation loaders, or None before the run creates them."""
+        """Return the training or evaluation loaders, or None if they have not been created yet."""
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
         return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))

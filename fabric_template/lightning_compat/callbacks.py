@@ -70,7 +70,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error for several progress bars, or for a callback that conflicts with an option."""
+    """Raise an error for a second progress bar, or for a callback that conflicts with an option."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -135,15 +135,15 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     return sort_callbacks([*kept, *own])
 
 
-# The hooks of Lightning's averaging callbacks change values that checkpoints do not contain.
-# Therefore, a resumed run calls on_train_epoch_start and on_train_end again.
+# A resumed run calls the hooks on_train_epoch_start and on_train_end of Lightning's averaging
+# callbacks again, because these hooks change values that checkpoints do not contain.
 
 
 def resume_averaging(run: Run) -> None:
     """If a run resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start again.
 
-    on_train_epoch_start creates the scheduler that weight averaging needs. Because the hook also
-    changes learning rates and BatchNorm statistics, restore their values afterwards.
+    on_train_epoch_start creates the scheduler that weight averaging needs. After the call, restore
+    the learning rates and BatchNorm statistics, which on_train_epoch_start also changes.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -168,8 +168,9 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # If the model has BatchNorm layers, StochasticWeightAveraging copies the averaged weights
-        # before an extra last epoch. Do not copy them again if the saved run includes this epoch.
+        # For a model with BatchNorm layers, StochasticWeightAveraging copies the averaged weights
+        # into the model, and then runs an extra epoch. If the checkpoint was saved after the extra
+        # epoch, the model already has the averaged weights, so do not copy them again.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -20,9 +20,9 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None if the object does not define it.
+    """Return an object's method, or None if the object neither defines nor inherits it.
 
-    Also return None for an empty hook that is inherited from Lightning's base classes.
+    Return None for an empty hook that the object inherits from a class such as LightningModule.
     """
     method = getattr(part, name, None)
     if not callable(method):
@@ -32,10 +32,11 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object is an instance of a Lightning or torch class, such as "Timer".
+    """Return whether an object is an instance of a Lightning or torch class with a given name.
 
     Unlike isinstance(), this function also recognizes Lightning's classes from the
-    ``pytorch_lightning`` package. A user's own class of the same name does not count.
+    ``pytorch_lightning`` package. A user's class that only has the name of a Lightning class, such
+    as "Timer", is not recognized.
     """
     found = [base for base in type(part).__mro__ if base.__name__ in class_names]
     return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)

@@ -138,8 +138,7 @@ def check_signature(plan: Plan, name: str) -> None:
             f" {name}({first}, batch, batch_idx). For several batches per step, pass a list of"
             " loaders, or a DataLoader with a larger batch_size."
         )
-    # Like Trainer, do not check the step methods of a LightningModule. If the signature is wrong,
-    # the call raises a TypeError.
+    # Like Trainer, do not check the signatures of a LightningModule's step methods.
     if plan.is_lightning_module:
         return
     arguments = [None] * (1 + takes_batch_idx(method) + (function is not None))
@@ -164,7 +163,8 @@ def check_signature(plan: Plan, name: str) -> None:
 def check_optimization(plan: Plan) -> None:
     """Raise an error if the optimizer is missing, or does not work with the strategy.
 
-    In manual optimization, also raise an error for gradient clipping and accumulation.
+    In manual optimization, raise an error if the options request gradient clipping or gradient
+    accumulation, because training_step must do both itself.
     """
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
@@ -266,7 +266,7 @@ def warn_of_options(plan: Plan) -> None:
 
 
 def warn_of_unused_options(plan: Plan) -> None:
-    """Warn about checkpoint options that have no effect if ModelCheckpoint callbacks are used."""
+    """Warn if a callback saves the checkpoints, so that options such as save_top_k are ignored."""
     savers = plan.loop.checkpoint_callbacks
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]

@@ -70,8 +70,8 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return fit's ``optimizer`` argument or, if it is a function, the function's return value.
 
-    If the argument is a function, call it with the model. If it is a ``partial`` of an optimizer
-    class, such as partial(Adam, lr=0.1), call it with the model's parameters.
+    Pass the model to a function, and the model's parameters to a ``partial`` of an optimizer class,
+    such as partial(Adam, lr=0.1).
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())

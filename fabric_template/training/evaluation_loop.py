@@ -27,7 +27,7 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
         max_batches: The maximum number of batches of each loader.
 
     Returns:
-        For each loader, a dict of the values that were logged or returned.
+        A list with one dict per loader, which contains the values that were logged or returned.
     """
     name, loader_name = ("test", "test") if stage == "test" else ("validation", "val")
     if getattr(run.config, f"limit_{loader_name}_batches") == 0:
@@ -115,7 +115,7 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values that a validation or test step returned, keyed by metrics.csv column.
+    """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv.
 
     For a LightningModule, which logs values itself, return only the loss.
     """
@@ -196,9 +196,9 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook such as on_validation_model_eval, which switches between train and eval mode.
+    """Call a hook that switches to train or eval mode, such as on_validation_model_eval.
 
-    If the module does not override the hook, call ``default``, which switches the mode instead.
+    If the module does not override the hook, call the function ``default`` to switch the mode.
     """
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
@@ -208,7 +208,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if the signature of a hook does not match the number of loaders.
 
     With several loaders, a hook needs an argument ``dataloader_idx``. With a single loader, the
-    argument must have a default, because the loop does not pass it.
+    loop does not pass ``dataloader_idx``, so this argument must be missing or have a default.
     """
     if not run.is_lightning_module:
         return

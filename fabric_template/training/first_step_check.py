@@ -58,9 +58,10 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if training_step and the loop's backward pass computed the same gradients.
+        """Raise an error if training_step has already run the backward pass for its loss.
 
-        All processes must call this method.
+        The error is raised if training_step and the loop's own backward pass computed the same
+        gradients. All processes must call this method.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
@@ -81,7 +82,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Average the tensors over all processes, and return one vector on the CPU."""
+        """Average the tensors over all processes, and join the means to one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # Use the CPU. MPS has no float64, and a GPU may lack memory for a copy of all gradients.
+        # Use the CPU, because MPS has no float64, and a GPU may lack memory for copied gradients.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -63,14 +63,13 @@ def fit(run: Run) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit such as max_steps ended the epoch early, end_epoch already saved last.ckpt.
+            # If a limit such as max_steps ended the epoch early, do not save last.ckpt again,
+            # because end_epoch has already saved it.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save the checkpoint before on_train_end, where callbacks may replace the weights.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
-    # Write a final row to metrics.csv for the steps since the previous row. A resumed run removes
-    # rows that are newer than its checkpoint.
     run.row.write_after_training()
     if run.stop.signal is None:
         run.validation_schedule.warn_if_never_due()
@@ -105,7 +104,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Run the remaining phases of the batch during which the checkpoint was saved."""
+    """If the checkpoint was saved in the middle of a batch, finish this batch."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -216,7 +215,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """If an epoch had fewer batches than expected, step the schedulers, and validate if due."""
+    """After an epoch with fewer batches than expected, step schedulers and run a due validation."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -26,8 +26,8 @@ class Hooks:
     Args:
         loop: The FabricLoop, which callbacks get as the ``trainer`` argument.
         module: The LightningModule or ModuleAdapter of the run.
-        model: The model passed to the loop. Callbacks get it as the ``pl_module`` argument, but
-            Lightning's own callbacks get ``module`` instead.
+        model: The model passed to the loop. Lightning's own callbacks get ``module`` as their
+            ``pl_module`` argument, and all other callbacks get ``model``.
         datamodule: The datamodule of the run, or None.
 
     Attributes:
@@ -70,7 +70,7 @@ class Hooks:
     def is_used(self, name: str) -> bool:
         """Return whether the module or a callback overrides a hook.
 
-        Also return True if the methods of the hook are not cached yet.
+        If the hook has not been called since the list of callbacks changed, return True.
         """
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
@@ -152,8 +152,9 @@ class Hooks:
     def _module_for(self, callback: Any) -> Any:
         """Return the object that a callback's hooks get as the ``pl_module`` argument.
 
-        Lightning's own callbacks get the LightningModule or ModuleAdapter. Callbacks that are not
-        from Lightning get the model that was passed to the loop.
+        Lightning's own callbacks need the methods of a LightningModule, so they get the
+        LightningModule or the ModuleAdapter around the model. All other callbacks get the model
+        that was passed to the loop.
         """
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(CALLBACK_MODULES) for base in bases)

@@ -88,7 +88,7 @@ def run_in_process(run: Run) -> Any:
             train(run)
         else:
             run.loggers.log_hyperparameters()
-            # Do not clear the gradients. A hook of another loop may call validate() between
+            # Do not clear the gradients, because a hook of another loop may call validate() between
             # backward() and optimizer.step().
             result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
         tear_down(run)
@@ -128,8 +128,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
 
     Returns:
-        False if the checkpoint's weights do not match the model. If the weights do not match, fit
-        loads them after on_fit_start, which may add modules.
+        False if the checkpoint's weights do not match the model, otherwise True. If the weights do
+        not match, fit loads them after on_fit_start, because this hook may add the missing modules.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -147,7 +147,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     check_network(run.model, run.network)
     run.steps.convert_network()
     if run.steps.is_model_parallel:
-        # Shard the network first, because a sharded checkpoint is loaded into the shards.
+        # Shard the network before loading a checkpoint, because a sharded checkpoint is loaded into
+        # the shards of the network.
         run.steps.setup(is_training)
     checkpoint = run.plan.start.checkpoint
     has_weights = checkpoint is None or restore_model(run, checkpoint)
@@ -160,7 +161,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Record attributes before on_fit_start, so that checkpoints contain what this hook changes.
+    # Record the attributes before on_fit_start, so that checkpoints contain the attributes that
+    # on_fit_start changes. A checkpoint lacks attributes that have not changed since this record.
     run.reset_and_record_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -180,10 +182,11 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # Switch to train mode only if all modules are in eval mode. A user may have put some
-        # modules in eval mode on purpose.
+        # Switch to train mode only if all modules are in eval mode, because a user may have put
+        # some modules in eval mode on purpose.
         run.network.train()
-    # Record requires_grad and training flags now, because a resumed run skips the sanity check.
+    # Record the requires_grad and training flags before the sanity check. A resumed run skips the
+    # sanity check, so checkpoints must contain the flags that the sanity check changes.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -196,7 +199,8 @@ def train(run: Run) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # With several processes, end the run now if a signal arrived during the set-up.
+        # If a process received a signal during the set-up, make all processes stop before the first
+        # batch.
         run.stop.check_signals(run.signals, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
@@ -224,8 +228,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # A resumed run skips the sanity check. With a Trainer checkpoint that was saved between two
-    # epochs, run the check, because Trainer also does so.
+    # Like Trainer, skip the sanity check in a resumed run, unless the run resumes from a Trainer
+    # checkpoint that was saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -281,12 +285,13 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
-    If the previous ``trainer`` is still running, restore it at the end of this run.
+    If ``trainer`` is already set to another loop that is still running, set ``trainer`` back to the
+    other loop at the end of the run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
-        # A MiniLoop has no status. Instead, its active_stage is not None while it is running.
+        # A MiniLoop has no status, but its active_stage is not None while it is running.
         status = getattr(getattr(outer, "state", None), "status", None)
         if status == "running" or getattr(outer, "active_stage", None) is not None:
             stack.callback(setattr, part, "trainer", outer)
@@ -296,7 +301,8 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
     """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
 
-    If the user's class overrides ``log``, call the override, which may call super().log().
+    If the user's class overrides ``log``, keep the override. Before each call of the override,
+    store the running hook's name in the module, because super().log() reads this name.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -312,16 +318,17 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         if previous is not None or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # Exclude self.log from torch.compile. Otherwise, torch.compile would recompile
-        # training_step at every call, because self.log changes Python counters.
+        # Exclude self.log from torch.compile. Because self.log changes Python counters,
+        # torch.compile would recompile training_step at every call.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         stack.callback(attributes.pop, name, None)
 
 
 def detach_outer_run(part: Any, stack: ExitStack) -> None:
-    """Temporarily remove methods such as ``log`` that another unfinished run has added.
+    """Temporarily remove methods such as ``log`` that another run has added to an object.
 
-    For example, a hook that runs during ``fit`` may call ``validate`` or copy the module.
+    A module has such methods, for example, if a hook of ``fit`` calls ``validate`` on a second
+    loop, or if the hook copies the module.
     """
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
@@ -334,9 +341,10 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Do not use isinstance, because a copy of the package has its own classes. Recognize a MiniLoop
-    # by its attribute ``_added_methods``, because users may rename the class.
+    # Compare names, because isinstance() does not recognize the ResultCollection class of a copy of
+    # this package.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
+    # Recognize a MiniLoop by its attribute ``_added_methods``, because users may rename the class.
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
 
 

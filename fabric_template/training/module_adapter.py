@@ -88,7 +88,7 @@ class ModuleAdapter(LightningModule):
 
 
 class ObjectNetwork(nn.Module):
-    """An nn.Module that contains the modules and parameters in an object's attributes.
+    """An nn.Module that collects the modules and parameters from another object's attributes.
 
     Modules in a list, tuple or dict are named as in nn.ModuleList or nn.ModuleDict.
     For example, ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
@@ -185,9 +185,9 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the module inside a ``torch.compile`` wrapper, and the wrapper's compile function.
 
-    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. If step
-    functions are passed for a plain network, return the wrapper itself, because the functions call
-    its compiled ``forward``.
+    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. For a plain
+    network with step functions, do not remove the ``torch.compile`` wrapper, because the step
+    functions call the compiled ``forward`` of the wrapper.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -203,7 +203,8 @@ def adapt_model(
     """Wrap the model in a ModuleAdapter if necessary.
 
     Returns:
-        The model or the ModuleAdapter, and the nn.Module that contains the model's parameters.
+        Two objects: a LightningModule, which is the model itself or a ModuleAdapter around the
+        model, and the nn.Module that contains the model's parameters.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -268,7 +269,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether the run uses one device and float32, so that it can bypass the strategy."""
+    """Return whether steps can bypass the strategy, because Fabric uses one device and float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -305,7 +306,10 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag or, during an evaluation, its previous value."""
+        """Return each module's ``training`` flag.
+
+        During an evaluation, return the flags that the modules had before the evaluation.
+        """
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -336,8 +340,8 @@ class StepRunner:
         """Store each module's mode (train or eval) before an evaluation sets the eval mode.
 
         Yields:
-            A function that restores each module's previous mode (train or eval). If the `with`
-            block raises an error, each module's previous mode is restored automatically.
+            A function that the caller calls to restore each module's previous mode (train or eval).
+            If the `with` block raises an error, ``captured_modes`` restores the modes itself.
         """
         self._modes = self.training_modes()
         restore = partial(self.set_training_modes, self._modes)
@@ -356,7 +360,8 @@ class StepRunner:
     def setup(self, is_training: bool) -> None:
         """Move the network to the device or, with ModelParallelStrategy, shard it.
 
-        For training with DDP or a similar strategy, also wrap the network.
+        For training, put the network inside the strategy's wrapper, such as
+        DistributedDataParallel, if the strategy has one.
         """
         self.convert_network()
         if self.is_model_parallel:
@@ -376,7 +381,8 @@ class StepRunner:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # network.to() does not call overridden to() methods of submodules, so call them here.
-            # Call to(device) last, because it resets the dtype of torchmetrics objects.
+            # Like Trainer, convert the module before moving it to the device. The move resets the
+            # dtype to which a torchmetrics object casts its inputs.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -407,8 +413,9 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        In automatic optimization, DDP's ``forward`` sets up gradient averaging. In manual
-        optimization, ``loop.backward(loss)`` sets up gradient averaging.
+        In automatic optimization, DDP's ``forward`` prepares the averaging of gradients. In manual
+        optimization, prevent this preparation in ``forward``, because ``loop.backward(loss)``
+        prepares the averaging of gradients for each loss.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization

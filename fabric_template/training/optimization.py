@@ -48,13 +48,15 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
-    The subclasses AutomaticOptimization and ManualOptimization train the model. Evaluations use
-    the class Optimization itself, and so does ``fit`` until on_fit_start has returned.
+    The subclasses AutomaticOptimization and ManualOptimization train the model. An evaluation uses
+    an object of the base class Optimization. After on_fit_start, ``fit`` replaces this object with
+    an object of a subclass.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
             handles precision, hooks and counters.
-        arguments: The arguments of the optimizers and schedulers, before training changes them.
+        arguments: The constructor arguments of the optimizers and schedulers, such as the first
+            ``lr``.
     """
 
     is_automatic = True
@@ -92,9 +94,9 @@ class Optimization:
         }
 
     def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
-        """Return the arguments of an optimizer or scheduler.
+        """Return the constructor arguments of an optimizer or scheduler, such as ``lr``.
 
-        In a resumed run, return the arguments from before earlier fits changed them.
+        In a resumed run, ignore changes that earlier ``fit`` calls made to these arguments.
         """
 
         def read() -> dict[str, Any]:
@@ -156,7 +158,8 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         self._call_backward = self._run_backward
         if self.is_automatic:
-            # explain_error recognizes the loop's own backward pass by the hook name "backward".
+            # Set hooks.current to "backward" during the backward pass, because explain_error adds
+            # advice to an error in the backward pass only if hooks.current has this value.
             self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
@@ -308,9 +311,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keeping the loss until the next step saves time, because autograd can then reuse each
-        # parameter's AccumulateGrad node. If the module overrides backward, free the loss, because
-        # its graph may still occupy memory.
+        # Keep the loss until the next step, so that autograd can reuse each parameter's
+        # AccumulateGrad node, which saves time. If the module overrides backward, do not keep the
+        # loss, because the override may have kept the graph with retain_graph=True.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -390,7 +393,6 @@ class AutomaticOptimization(Optimization):
                     parameter.grad = None
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that a resumed run needs for its first batch, keyed by name."""
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
             # Save no gradients, because a resumed run repeats the entire accumulation window.
@@ -416,9 +418,9 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward pass.
         self._stepped_optimizers: set[int] = set()
-        # Whether gradients are averaged over the processes. With DDP, only loop.backward(loss)
-        # averages gradients. If training_step calls loss.backward() instead, _count_step raises an
-        # error.
+        # With DDP, whether training_step has called loop.backward(loss), which averages gradients
+        # over the processes. If training_step calls loss.backward() instead, this flag stays False,
+        # and _count_step raises an error. Without DDP or for a LightningModule, the flag is True.
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -436,13 +438,13 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the step callbacks before each batch, because the module may have replaced its
-            # optimizers.
+            # Before each batch, make all optimizers call _count_step after a step, because hooks
+            # may have replaced the optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward(loss) clears _stepped_optimizers, but training_step may call
-            # loss.backward() instead.
+            # Clear _stepped_optimizers here, because training_step may call loss.backward() instead
+            # of loop.backward(loss), which clears _stepped_optimizers.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -493,7 +495,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because the next backward pass may accumulate into any of them."""
+        """Return all gradients, because the loop cannot know which of them are still needed."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

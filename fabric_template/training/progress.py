@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# Maps each phase that a resumed run repeats to the values of Progress before this phase. A
-# checkpoint that is saved during the phase contains these values.
+# The phases that a resumed run repeats from their start. A checkpoint that is saved during such a
+# phase contains these values of Progress, which were valid at the start of the phase.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -79,7 +79,7 @@ class Progress:
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
-        """For an evaluation, copy the counters of the previous run."""
+        """Start an evaluation with the previous run's counters, such as global_step."""
         names = ("global_step", "epochs_done", "total_batches", "logging_step")
         vars(self).update({name: getattr(other, name) for name in names})
 
@@ -185,10 +185,10 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether the steps after step ``since`` include a multiple of ``every``.
+        """Return whether a step after ``since``, up to the current one, is a multiple of ``every``.
 
-        Checking only the current step is not enough, because manual optimization may take several
-        steps per batch.
+        In manual optimization, a batch may take several optimizer steps, and any of these steps may
+        be a multiple of ``every``.
         """
         return self.global_step // every > since // every
 
@@ -196,7 +196,8 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value that callbacks get as ``trainer.current_epoch``.
 
-        If a run resumes at the end of epoch 3, ``trainer_epoch`` is 4 until on_train_start has run.
+        As in Trainer, if a run resumes at the end of epoch 3, ``trainer_epoch`` is 4 until
+        on_train_start has run, and then 3 until the epoch ends.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -294,7 +295,7 @@ class StopCondition:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether training has ended, including the hooks at the end of the last epoch."""
+        """Return whether training and the hooks at the end of the last epoch are finished."""
         return self.has_no_batches_left and not self.progress.is_in_epoch
 
     def request(self, is_requested: bool) -> None:
@@ -429,8 +430,8 @@ class ValidationSchedule:
         """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
 
         With several processes, the clock of the first process decides when to validate, because all
-        processes must validate after the same batch. The first process broadcasts its decision
-        about once a second, and at the expected end of the interval.
+        processes must validate after the same batch. About once a second, and when the interval is
+        expected to end, the first process broadcasts whether a validation is due.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -32,7 +32,7 @@ SAVED_PARTS += ["plain_state", "checkpoints"]
 
 
 class Run:
-    """Holds the objects of one call to fit, validate, test or predict, such as ``progress``.
+    """Creates and holds the objects for one call to fit, validate, test or predict.
 
     Args:
         plan: The checked arguments of the call. Connect the processes first, because the objects
@@ -102,14 +102,14 @@ class Run:
         self.checkpoints.set_options(config)
 
     def undo_earlier_fits(self) -> None:
-        """If the run resumes, undo changes that earlier fits made to objects such as the model."""
+        """In a resumed run, undo changes that earlier ``fit`` calls made to the run's objects."""
         self.fit_record = undo_earlier_fits(self)
 
     def reset_and_record_attributes(self) -> None:
         """Record the attributes of the model, the datamodule and the callbacks.
 
-        If the run resumes, first reset the attributes that earlier fits have changed. A checkpoint
-        contains only the attributes that change after they are recorded.
+        A checkpoint contains an attribute only if its value has changed since it was recorded. In a
+        resumed run, first undo the changes that earlier ``fit`` calls made to the attributes.
         """
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)
@@ -123,7 +123,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, collect the modules that its hooks have created."""
+        """If the model is not an nn.Module, collect the modules that the hooks have created."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -135,7 +135,7 @@ class Run:
     def make_step(self, name: str, method: Callable) -> Callable:
         """Wrap a step method so that it uses the run's precision, strategy and profiler.
 
-        While the step method runs, ``hooks.current`` is the name of the method.
+        While the wrapped method runs, ``hooks.current`` is ``name``, such as "training_step".
         """
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
