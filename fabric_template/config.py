@@ -71,18 +71,20 @@ class LoopConfig:
     """Predict at most this many batches per loader (int), or this fraction of the batches
     (float)."""
     overfit_batches: int | float = 0.0
-    """Train and validate on the first batches only, without shuffling: on this many batches (int),
-    or on this fraction of all batches (float). 0 turns this option off."""
+    """Train and validate on this many batches (int), or on this fraction of the batches (float).
+    The loop reads the first batches of each loader, without shuffling. 0 turns this option
+    off."""
     fast_dev_run: int | bool = False
     """Run only this many batches of each loader, without loggers or checkpoints. True means one
-    batch."""
+    batch of each loader."""
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
     """Validate every N batches (int), after each fraction of an epoch such as 0.25 (float), or at
     time intervals such as "00:00:30:00" (days, hours, minutes, seconds)."""
     check_val_every_n_epoch: int | None = 1
-    """Validate every N epochs. With None, val_check_interval counts batches across epochs."""
+    """Validate every N epochs. With check_val_every_n_epoch=None, val_check_interval
+    counts batches across epochs."""
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
@@ -106,8 +108,8 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms only. "warn" allows other algorithms, with a warning."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark to this value. None keeps the current value, but
-    turns benchmarking off if deterministic=True."""
+    """Set torch.backends.cudnn.benchmark to this value. None leaves the setting
+    unchanged, unless deterministic=True, which turns benchmarking off."""
     inference_mode: bool = True
     """Evaluate in torch.inference_mode (True) or in torch.no_grad (False)."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -136,7 +138,8 @@ class LoopConfig:
 
     # Files and checkpoints
     name: str = "run"
-    """The run's name. Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>."""
+    """The run's name. Logs are written to logs/<name>/version_<n>, and checkpoints to
+    checkpoints/<name>/version_<n>."""
     version: int | str | None = None
     """The run's version. None means the version of the run that is resumed or, for a new run, the
     next free number."""
@@ -155,15 +158,15 @@ class LoopConfig:
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit.
 
-    This option also seeds the workers of later runs in the same process, as
-    `seed_everything(workers=True)` does.
+    Like `seed_everything(workers=True)`, this option also seeds the DataLoader workers of later
+    runs in the same process.
     """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
     a dict of arguments for torch.compile."""
     hparams: Mapping[str, Any] | None = None
-    """Your own settings, such as {"lr": 0.1}. The loop writes these settings to hparams.yaml and
-    sends them to the loggers. list_runs compares the settings of several runs."""
+    """Your own settings, such as {"lr": 0.1}, which the loop writes to hparams.yaml and sends to
+    the loggers. list_runs lists the settings that differ between runs of the same name."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
