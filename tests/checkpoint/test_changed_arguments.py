@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from modules import make_loader, sgd
-from parameters import halve
+from parameters import halve, once
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import (
@@ -149,8 +149,9 @@ def cyclic(optimizer):
     return {"scheduler": CyclicLR(optimizer, 0.01, 0.1, step_size_up=5), "interval": "step"}
 
 
-@both_loops
-@pytest.mark.parametrize("make_scheduler", [None, reducing, cyclic, one_cycle, lambda o: StepLR(o, 2)])
+@pytest.mark.parametrize(
+    ("kind", "make_scheduler"), once(BOTH, [None, reducing, cyclic, one_cycle, lambda o: StepLR(o, 2)])
+)
 def test_resume_does_not_warn_about_optimizer_and_scheduler_arguments_changed_by_fit(tmp_path, kind, make_scheduler):
     """Schedulers and hooks change arguments, such as the learning rate, and a later fit resumes with them."""
 

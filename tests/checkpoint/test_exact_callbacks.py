@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from modules import HAS_PLAIN_SWALR, Classifier, assert_same_weights, by_epoch, make_loader, sgd, weight_averaging
+from parameters import halve
 from runs import Snapshots, assert_same_end, fit, logs_of, val_loader
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -120,8 +121,7 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("resume", ["auto", "last"])
-@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize(("name", "resume"), halve(AVERAGES, ["auto", "last"]))
 def test_resuming_a_finished_run_does_not_average_the_weights_again(tmp_path, name, resume):
     """If no epoch is left to train, fit does not average the weights again."""
     make, make_callback = AVERAGES[name]

@@ -23,7 +23,7 @@ from interpreter import fork_command
 from killed_model import SAVES, KilledError, Model
 from lightning.fabric import seed_everything
 from modules import make_data
-from parameters import once
+from parameters import halve, once
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
@@ -566,8 +566,7 @@ def make_bits(value):
     return torch.full((2,), value, dtype=torch.int32).to(torch.uint16)
 
 
-@pytest.mark.parametrize("is_buffer", [False, True])
-@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(("kind", "is_buffer"), halve(SAVES, [False, True]))
 def test_tensors_of_unsigned_integers_are_restored(tmp_path, kind, is_buffer):
     make = shuffled(partial(Unsigned, is_buffer))
     whole = train(kind, tmp_path / "whole", make)

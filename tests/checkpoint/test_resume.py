@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
+from parameters import once
 from runs import assert_same_end, fit, logs_of, same, tree, val_loader, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
@@ -72,8 +73,9 @@ def classifier(optimizers):
     return lambda: Classifier(optimizers, on_step=True)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("optimizers", [momentum, by_step, by_epoch, plateau, plateau_by_step])
+@pytest.mark.parametrize(
+    ("optimizers", "accumulate"), once([momentum, by_step, by_epoch, plateau, plateau_by_step], [1, 3])
+)
 def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
     compare_with_resume(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
 

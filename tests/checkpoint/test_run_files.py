@@ -13,6 +13,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from modules import Classifier, make_loader, quiet
+from parameters import halve
 from runs import Plain, assert_same_end, fit, logs_of, same, tree, val_loader, weights_of, with_files, without_time
 from torch import nn
 
@@ -311,11 +312,13 @@ class Recorder(Logger):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 3, "log_every_n_steps": 1}, {"val_check_interval": 0.5}, {"max_steps": 7}],
+    ("options", "make"),
+    halve(
+        [{}, {"accumulate_grad_batches": 3, "log_every_n_steps": 1}, {"val_check_interval": 0.5}, {"max_steps": 7}],
+        [Known, lambda: Classifier(on_step=True)],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("make", [Known, lambda: Classifier(on_step=True)], ids=["known", "classifier"])
 def test_a_logger_gets_the_same_calls_as_with_trainer(make, options):
     calls = []
     for kind in (pl.Trainer, FabricLoop):

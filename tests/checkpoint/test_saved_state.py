@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
+from parameters import once
 from runs import fit
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
@@ -149,8 +150,9 @@ def test_training_continues_even_if_a_checkpoint_after_the_first_cannot_be_saved
 WRONG = [float("nan"), -1, 10**30, 2.0, "3", None, True]
 
 
-@pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("name", ["global_step", "epochs_done", "batches_done", "is_in_epoch"])
+@pytest.mark.parametrize(
+    ("name", "value"), once(["global_step", "epochs_done", "batches_done", "is_in_epoch"], WRONG), ids=repr
+)
 def test_resume_refuses_an_impossible_step_or_epoch_counter(tmp_path, name, value):
     fit(tmp_path, max_epochs=1)
     checkpoint = read_checkpoint(tmp_path / LAST)

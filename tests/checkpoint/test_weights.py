@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
+from parameters import once
 from runs import fit, same, with_files
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -100,8 +101,9 @@ def train_without_break():
     return values(train(tempfile.mkdtemp(), make_net, 2))
 
 
-@pytest.mark.parametrize("after", WRAPPERS)
-@pytest.mark.parametrize("before", ["plain", "compiled", "parallel compiled", "child called module"])
+@pytest.mark.parametrize(
+    ("before", "after"), once(["plain", "compiled", "parallel compiled", "child called module"], WRAPPERS)
+)
 def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, before, after):
     train(tmp_path / "parts", WRAPPERS[before], 1)
     resumed = train(tmp_path / "parts", WRAPPERS[after], 2, resume="last")
@@ -160,8 +162,7 @@ class Counts(nn.Linear):
         self.calls = state["calls"] if self.make_state is dict else state
 
 
-@pytest.mark.parametrize("make_state", [dict, int])
-@pytest.mark.parametrize("wrap", [lambda net: net, compiled, nn.DataParallel])
+@pytest.mark.parametrize(("make_state", "wrap"), once([dict, int], [lambda net: net, compiled, nn.DataParallel]))
 def test_resume_restores_the_extra_state_of_a_module(tmp_path, make_state, wrap):
     train(tmp_path, lambda: Counts(make_state), 1)
     found = train(tmp_path, lambda: wrap(Counts(make_state)), 3, resume="last")

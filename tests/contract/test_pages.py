@@ -71,7 +71,7 @@ def run_page(rank, page, sources, check):
     # A part of the digits is enough to run a page.
     load_digits = sklearn.datasets.load_digits
     digits = load_digits()
-    few = sklearn.utils.Bunch(**{name: digits[name][::4] for name in ("data", "images", "target")})
+    few = sklearn.utils.Bunch(**{name: digits[name][::8] for name in ("data", "images", "target")})
     sklearn.datasets.load_digits = lambda **options: load_digits(**options) if options else few
     names = {"__name__": "__main__"}
     for line, source in sources:

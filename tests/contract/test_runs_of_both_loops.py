@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from modules import Classifier, make_loader
-from parameters import once, sample
+from parameters import halve, once, sample
 from runs import val_loader, with_files
 
 from fabric_template import FabricLoop, MiniLoop
@@ -123,10 +123,10 @@ def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(opt
         loop.fit(Classifier(), make_loader(24), val_loader())
 
 
-@pytest.mark.parametrize("version", [None, 0])
-@pytest.mark.parametrize("is_link", [False, True])
-@pytest.mark.parametrize("path", ["logs", "checkpoints", "logs/run", "checkpoints/run"])
-@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize(
+    ("kind", "path", "is_link", "version"),
+    halve(LOOPS, ["logs", "checkpoints", "logs/run", "checkpoints/run"], [False, True], [None, 0]),
+)
 def test_a_file_or_a_broken_link_in_place_of_a_folder_is_refused(kind, path, is_link, version):
     path = Path(path)
     path.parent.mkdir(exist_ok=True)

@@ -12,6 +12,7 @@ from interpreter import fork_command
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from pandas import DataFrame
+from parameters import halve
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
@@ -446,9 +447,14 @@ def raise_error(*_):
     raise ValueError("mine")
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate"])
-@pytest.mark.parametrize("hook", ["on_validation_epoch_start", "validation_step", "on_validation_epoch_end"])
-@pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize(
+    ("loop", "hook", "stage"),
+    halve(
+        [FabricLoop, MiniLoop],
+        ["on_validation_epoch_start", "validation_step", "on_validation_epoch_end"],
+        ["fit", "validate"],
+    ),
+)
 def test_an_error_in_validation_leaves_no_worker_process(loop, hook, stage):
     module, before = Ends(), multiprocessing.active_children()
     module.validation_step = lambda batch, batch_idx: batch.sum()

@@ -14,6 +14,7 @@ import torch
 from clock import Clock
 from lightning.fabric.strategies import DDPStrategy
 from modules import Classifier, by_step, make_data, quiet, sgd
+from parameters import halve
 from processes import run_processes
 from runs import fit, same, val_loader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -108,7 +109,11 @@ def resume_in(rank, folders, arguments):
     print("ended at step", loop.global_step, file=sys.stderr)
 
 
-@pytest.mark.parametrize("arguments", [{"resume": "last"}, {"resume": "auto"}, {"load": "last"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"resume": "last"}, pytest.param({"resume": "auto"}, marks=pytest.mark.soak), {"load": "last"}],
+    ids=str,
+)
 def test_processes_that_find_different_checkpoints_raise_the_same_error(arguments):
     """One process has no checkpoint. If both have the same checkpoint, both resume."""
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
@@ -214,8 +219,7 @@ def fit_with_values(rank, kind, step, **options):
     assert [loop.callback_metrics[name].item() for name in names] == [3.5, 20.5] * 2
 
 
-@both_loops
-@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 1}], ids=str)
+@pytest.mark.parametrize(("kind", "options"), halve([FabricLoop, MiniLoop], [{}, {"validate_every_n_steps": 1}]))
 def test_metrics_that_processes_return_in_different_orders_are_reduced_by_name(kind, options):
     codes, errors = run_processes(partial(fit_with_values, **options), kind, return_in_order_of_rank)
     assert codes == [0, 0], errors

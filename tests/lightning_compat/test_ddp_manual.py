@@ -83,9 +83,9 @@ def val():
     ("make", "unused", "steps"),
     [
         (Manual, False, 4),
-        (lambda: Manual(returns=False), True, 4),
+        pytest.param(lambda: Manual(returns=False), True, 4, marks=pytest.mark.soak),
         (Blocks, False, 2),
-        (Gan, True, 16),
+        pytest.param(Gan, True, 16, marks=pytest.mark.soak),
         (lambda: Gan(toggles=True), True, 16),
     ],
     ids=["one", "unused", "blocked", "gan", "toggled"],

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from modules import HAS_PLAIN_SWALR, assert_same_weights, make_data, weight_averaging
+from parameters import once
 from runs import same, with_files
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -171,8 +172,7 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-@pytest.mark.parametrize("kind", LEVELS)
+@pytest.mark.parametrize(("kind", "name"), once(LEVELS, CALLBACKS))
 def test_lightning_callbacks_work_the_same_with_and_without_a_lightning_module(kind, name, capsys, tmp_path):
     """Weights, optimizer states and printed output equal those of a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))

@@ -12,7 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule
 from modules import make_loader
-from parameters import halve
+from parameters import halve, once
 from torch import nn
 
 import fabric_template
@@ -106,8 +106,9 @@ def test_config_yaml_records_the_commit_and_the_number_of_changed_files(kind):
     assert train(kind)["git"] == {"commit": commit, "changed_files": 1}
 
 
-@pytest.mark.parametrize("kind", LOOPS)
-@pytest.mark.parametrize("content", [None, "#!/bin/sh\nexec sleep 30\n", "#!/bin/sh\nexit 128\n"])
+@pytest.mark.parametrize(
+    ("kind", "content"), once(LOOPS, [None, "#!/bin/sh\nexec sleep 30\n", "#!/bin/sh\nexit 128\n"])
+)
 def test_a_missing_slow_or_failing_git_does_not_stop_a_run(kind, content, monkeypatch):
     Path("bin").mkdir()
     path = os.path.abspath("bin")

@@ -31,7 +31,12 @@ class LogsNothing(Classifier):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "bf16-mixed"}, {"strategy": "ddp", "devices": 1}, {"accumulate_grad_batches": 2}, {}],
+    [
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.soak),
+        {"strategy": "ddp", "devices": 1},
+        {"accumulate_grad_batches": 2},
+        {},
+    ],
     ids=["precision", "ddp", "accumulation", "fullgraph"],
 )
 def test_a_compiled_run_gives_the_same_weights_as_an_uncompiled_run(tmp_path, options):

@@ -71,12 +71,12 @@ def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options
 @pytest.mark.parametrize(
     ("at", "hook", "number", "options"),
     [
-        (8, "on_train_batch_start", "SIGINT", {}),
+        pytest.param(8, "on_train_batch_start", "SIGINT", {}, marks=pytest.mark.soak),
         (8, "on_train_batch_end", "SIGTERM", {}),
         # In the last batch of an epoch
         (6, "on_train_batch_end", "SIGINT", {}),
         (6, "on_validation_start", "SIGINT", {}),
-        (1, "on_train_batch_start", "SIGINT", {}),
+        pytest.param(1, "on_train_batch_start", "SIGINT", {}, marks=pytest.mark.soak),
         (8, "on_train_batch_start", "SIGINT", {"accumulate_grad_batches": 4}),
         (9, "on_validation_start", "SIGINT", {"val_check_interval": 0.5}),
         # In the last batch of the run
@@ -150,7 +150,10 @@ print("after fit")
 """
 
 
-@pytest.mark.parametrize(("number", "codes"), [("SIGINT", (130, -2)), ("SIGTERM", (143,)), ("SIGUSR1", (138,))])
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [("SIGINT", (130, -2)), ("SIGTERM", (143,)), pytest.param("SIGUSR1", (138,), marks=pytest.mark.soak)],
+)
 def test_a_script_stopped_by_a_signal_exits_with_the_code_of_the_signal(tmp_path, number, codes):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     code = SCRIPT.format(root=str(tmp_path / "cut"), number=number)
