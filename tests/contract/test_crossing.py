@@ -188,7 +188,7 @@ def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkp
         assert_same_end(expected, found)
 
 
-EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
+EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
 
 
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))

@@ -761,7 +761,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(("loop_name", "writes", "workers"), once(LOOPS, WRITES, [0, 2]))
+@pytest.mark.parametrize(("loop_name", "writes", "workers"), once(LOOPS, WRITES, [0, 1]))
 @ignores_weights
 def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, writes, workers):
     hook, kills = WRITES[writes]
@@ -879,7 +879,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("loop_name", "change", "workers"), once(LOOPS, CHANGES, [0, 2]))
+@pytest.mark.parametrize(("loop_name", "change", "workers"), once(LOOPS, CHANGES, [0, 1]))
 def test_a_run_resumes_exactly_even_if_on_train_start_changes_the_sampler(tmp_path, loop_name, change, workers):
     change_sampler, size = CHANGES[change]
     loaders = []

@@ -141,7 +141,7 @@ WITH_TWO_PROCESSES = [("fit", name) for name in RULES]
 WITH_TWO_PROCESSES += [(call, name) for call, names in EVALUATED.items() for name in names]
 
 
-@pytest.mark.parametrize("case", sample(2, WITH_TWO_PROCESSES), ids=" ".join)
+@pytest.mark.parametrize("case", sample(3, WITH_TWO_PROCESSES), ids=" ".join)
 def test_two_processes_get_the_same_batches_from_a_tensor_loader_as_from_a_dataloader(tmp_path, case):
     """All processes draw the shuffled order from the same seed."""
     assert_same_batches(tmp_path, *case, FORK)

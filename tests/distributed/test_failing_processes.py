@@ -58,7 +58,8 @@ def train(rank, name, mode):
     ("name", "mode"),
     [
         *((name, "ddp") for name in EVENTS),
-        *(pytest.param(name, "sharded", marks=needs_fsdp2) for name in ("SIGKILL", "SIGTERM")),
+        pytest.param("SIGKILL", "sharded", marks=needs_fsdp2),
+        pytest.param("SIGTERM", "sharded", marks=[needs_fsdp2, pytest.mark.soak]),
     ],
 )
 def test_all_processes_end_if_one_process_fails(name, mode):

@@ -1,5 +1,7 @@
 """Test that every public attribute of Trainer has the same value on FabricLoop."""
 
+import functools
+import tempfile
 import warnings
 
 import lightning.pytorch as pl
@@ -104,15 +106,16 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def read_both(root, options):
+@functools.cache
+def read_both(name):
     """Return {attribute: [(method, hook, value), ...]} of Trainer and of FabricLoop."""
-    sides = []
+    options, root, sides = OPTIONS[name], tempfile.mkdtemp(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in LOOPS.values():
             pl.seed_everything(1, verbose=False)
             module, reader = Whole(by_step), ReadsAttributes()
-            trainer = kind(**quiet(callbacks=[reader], default_root_dir=str(root), **options))
+            trainer = kind(**quiet(callbacks=[reader], default_root_dir=root, **options))
             reader.read(trainer, "fresh")
             calls = {
                 "fit": lambda trainer, module: trainer.fit(module, make_loader(24), [val_loader(), val_loader()]),
@@ -127,23 +130,19 @@ def read_both(root, options):
     return sides
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
-def recorded(request, tmp_path_factory):
-    return read_both(tmp_path_factory.mktemp("names"), OPTIONS[request.param])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(recorded, name):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(options):
     """A new attribute of Trainer fails this test until FabricLoop or DIFFERENT has it."""
-    expected, ours = (seen[name] for seen in recorded)
-    assert [place[:2] for place in expected] == [place[:2] for place in ours]
-    where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))
-    pairs = [pair for pair in zip(expected, ours, strict=True) if pair[0] != pair[1]]
-    assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
+    expected, ours = read_both(options)
+    for name in NAMES:
+        assert [place[:2] for place in expected[name]] == [place[:2] for place in ours[name]], name
+        where, reason = DIFFERENT.get(name, (set(), "not listed in DIFFERENT"))
+        pairs = [pair for pair in zip(expected[name], ours[name], strict=True) if pair[0] != pair[1]]
+        assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_attributes_match_trainer_except_for_listed_names(tmp_path):
-    expected, ours = read_both(tmp_path, OPTIONS["plain"])
+def test_attributes_match_trainer_except_for_listed_names():
+    expected, ours = read_both("plain")
     different = set(DIFFERENT)
     if not hasattr(pl.Trainer(**quiet()), "val_check_batch"):
         # Before fit, Trainer of Lightning 2.5.0 also raises an error.

@@ -66,8 +66,8 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
     assert run_in_process(lambda: os.getpid() != os.getppid()) == (True, "")
     assert failure_of(lambda: os._exit(3)) == "no result within 120 seconds, exit code 3"
     assert failure_of(lambda: {}["lost"]) == "KeyError: 'lost'"
-    monkeypatch.setattr(tune_module, "TIME_LIMIT", 1)
-    assert failure_of(lambda: time.sleep(600)) == "no result within 1 seconds, exit code -9"
+    monkeypatch.setattr(tune_module, "TIME_LIMIT", 0.1)
+    assert failure_of(lambda: time.sleep(600)) == "no result within 0.1 seconds, exit code -9"
 
 
 # The choice of settings
