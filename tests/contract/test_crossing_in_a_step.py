@@ -117,14 +117,26 @@ def test_a_checkpoint_saved_within_a_training_step_resumes_after_the_last_optimi
         assert_equals_uninterrupted_run(ends["trainer", "trainer"], ends["loop", "trainer"])
 
 
-@pytest.mark.parametrize(("hook", "options"), [("on_train_batch_start", {}), ("on_after_backward", WINDOW)])
-def test_saving_within_a_step_warns_that_a_resumed_run_draws_different_random_numbers(tmp_path, hook, options):
+WITHIN = {"on_train_batch_start": "batch", "on_after_backward": "batch", "on_validation_start": "validation"}
+WITHIN |= {"on_validation_batch_end": "validation", "on_validation_epoch_end": "validation"}
+BETWEEN = ["on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("hook", [*WITHIN, *BETWEEN])
+def test_saving_within_a_batch_or_a_validation_warns_of_different_random_numbers(tmp_path, hook):
+    """Checkpoints that are saved between batches and validations cause no warning."""
     callback = pl.Callback()
     setattr(callback, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "saved.ckpt"))
-    trainer = FabricLoop(**quiet(max_epochs=1, callbacks=[callback], **options))
-    with pytest.warns(UserWarning, match="last optimizer step, but draws other random") as found:
-        trainer.fit(automatic(), make_loader())
-    assert len([one for one in found if "save_checkpoint" in str(one.message)]) == 1
+    trainer = FabricLoop(
+        **quiet(max_epochs=1, num_sanity_val_steps=0, val_check_interval=2, callbacks=[callback], **WINDOW)
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(automatic(), make_loader(), val_loader())
+    texts = [str(one.message) for one in found if "save_checkpoint" in str(one.message)]
+    assert len(texts) == (hook in WITHIN)
+    assert all(f"got a call during a {WITHIN[hook]}" in text for text in texts)
+    assert all("draws other random numbers" in text for text in texts)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
