@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
-This file is part of fabric_template, under the MIT License (see LICENSE). It needs only torch and
-lightning. FabricLoop, the other loop of fabric_template, has more options. Each loop can resume a
-run that the other loop has saved.
+This file is part of fabric_template, under the MIT License (see LICENSE). To run a copy of this
+file, install torch and lightning. FabricLoop, the other loop of fabric_template, has more options.
+Each loop can resume a run that the other loop has saved.
 
 To see how training works, read `fit`, `_train_epoch` and `_train_batch`. To change how training
 works, edit one of these methods:
@@ -20,9 +20,8 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-Checkpoints also contain attributes that you add to the loop. If you add a module, an optimizer or a
-loader to the loop, create this object in `_reset` or `_set_up_optimizer`, so that a resumed run can
-restore its state.
+Checkpoints also contain attributes that you add to the loop. Create additional modules, optimizers
+and loaders in `_reset` or `_set_up_optimizer`, because resuming restores only existing objects.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ REFUSED_HOOKS = """
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
 VERSION = "0.2.0"
-# Each numeric option's smallest valid value, and the valid values as text for error messages.
+# The minimum of each option, and a description of its valid values for error messages.
 NUMBERS = {
     "max_epochs": (-1, "a number of epochs (int >= 0), or -1 for no limit"),
     "max_steps": (-1, "a number of optimizer steps (int >= 0), or -1 for no limit"),
@@ -133,7 +132,7 @@ UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({})
 UNREADABLE_STATE += " state_dict()."
 UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
 UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
-# The standard keys of a checkpoint. If you edit `_build_checkpoint`, you can add other keys.
+# The keys that MiniLoop writes to a checkpoint. To add keys, edit `_build_checkpoint`.
 CHECKPOINT_KEYS = """
     epoch global_step pytorch-lightning_version loops state_dict optimizer_states lr_schedulers
     hyper_parameters hparams_name fabric_template
@@ -146,8 +145,7 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Optimizer attributes that are not saved separately. The first three are in state_dict().
-# Schedulers set the last two, to warn if a scheduler steps before the optimizer.
+# Do not save these attributes of an optimizer, because a resumed run sets them anyway.
 OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
@@ -164,10 +162,9 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# If you call fit again in the same process to resume a run, fit first undoes the changes that
-# earlier calls have made to the model, the loaders and the loop. For example,
-# EARLIER_FITS[id(model)]["attributes"] contains the model's attributes at the start of the latest
-# runs, and at the end of the latest call.
+# To resume a run, fit first undoes the changes that earlier fits in this process have made.
+# EARLIER_FITS[id(model)]["attributes"] contains the model's attributes at the start of each run,
+# and at the end of the latest fit.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -175,8 +172,7 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
-# The names of MiniLoop's own attributes. If you add another attribute to the loop, checkpoints also
-# contain your attribute.
+# Checkpoints contain the attributes that users add to the loop, but not these attributes.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -327,9 +323,8 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums for the means of an epoch. If validate_every_n_steps is set, a second dict
-        # holds the sums for the next row of metrics.csv. The keys are (hook, metric name), and the
-        # values are [total, weight, is_synced].
+        # Running sums of the logged metrics, as {(hook, metric name): [total, weight, is_synced]}.
+        # With validate_every_n_steps, a second dict has the sums since the last metrics.csv row.
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -346,12 +341,13 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # RNG states and object attributes from the checkpoint.
+        # RNG states, and attributes of the model, the loaders and the loop, from a checkpoint.
+        self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The time of the latest row, and the seconds spent waiting for batches since then.
+        # The start time of the current metrics.csv row, and the seconds spent waiting for batches.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -420,8 +416,7 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
-            # If the run resumes within an epoch, undo the changes that on_train_start made to the
-            # loaders, because `_start_batches` needs the original attributes.
+            # To resume within an epoch, `_start_batches` needs the loaders' original attributes.
             self._reset_loaders({} if self.batches_done > 0 else saved)
             self._keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
@@ -483,11 +478,7 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of ``_train_batches``, and check the loop after each batch.
-
-        Raise an error if ``_is_last`` is not True for exactly the last batch of the epoch, or if
-        ``_train_batch`` is not called exactly once for each batch.
-        """
+        """Yield batches. Raise an error if ``_is_last`` or ``batches_done`` has a wrong value."""
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
         text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
@@ -540,17 +531,15 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward pass and the backward pass, which accumulates the gradients.
 
-        To add the gradients of another loss, return the sum of both losses from the step. Do not
-        call this method twice for a batch, because each call for the first batch of an
-        accumulation window clears the gradients.
+        To add the gradients of another loss, return the sum of both losses from the step. Call
+        this method only once per batch, because a second call may clear the first gradients.
         """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
         else:
             output = self._run_step("training_step", batch, batch_idx)
         loss = find_loss(output, batch_idx)
-        # As in a plain loop, keep the loss and its graph until the next step. Otherwise, autograd
-        # would create new AccumulateGrad nodes in each step.
+        # Keep the loss until the next step, so that autograd can reuse AccumulateGrad nodes.
         self._loss = loss
         self._log_output(output, "train_")
         if self._batches_in_window == 0:
@@ -801,20 +790,17 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
-        """Validate at the end of an epoch, every N steps, or before an early stop.
-
-        Return whether the model was validated.
-        """
+        """Validate if an epoch, N steps or the run has ended. Return whether validation ran."""
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         state = get_rng_state()
-        # Clear the gradients here rather than in validate(), because another loop may call
-        # validate() before its optimizer step.
+        # validate() must not clear gradients, because a hook may call it before optimizer.step().
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Restore the RNG state, because a resumed run does not repeat this extra validation.
+            # A resumed run does not repeat the validation before an early stop, so undo its random
+            # draws.
             set_rng_state(state)
         return True
 
@@ -822,8 +808,7 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
         To validate with other weights, load them into the model, and load the original weights at
-        the end. Do not assign another module to ``self.network``, because validation_step would
-        still use the modules of ``self.model``.
+        the end. Do not replace ``self.network``, because validation_step uses ``self.model``.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -881,7 +866,7 @@ class MiniLoop:
         text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in {self._hook},"
         text += " which logs nothing in MiniLoop. Write on_epoch=True, or use FabricLoop."
         check(on_epoch or (on_step and is_in_batch), text)
-        # With batch_size=0, the mean ignores the batch.
+        # A batch_size of 0 excludes this batch from the metric's mean.
         if batch_size is not None:
             self._logged_batch_size = batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
@@ -962,7 +947,7 @@ class MiniLoop:
             warnings.warn(f"{text} one process. Pass sync_dist=True to log().", stacklevel=5)
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
-        """Return the mean of each metric, or the result of a torchmetrics object."""
+        """Return each metric's mean. For a torchmetrics object, return compute()."""
         names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
         found = self._gather(names)
         text = f"log: got {found} as the metrics of the processes, expected the same names. Log or"
@@ -1048,7 +1033,7 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file. If the row has a new column, rewrite the file."""
-        # If you edit `_end_row` or `_log_step`, you may add tensors or NumPy numbers to a row.
+        # An edited `_end_row` may add tensors or NumPy numbers, so convert them to Python numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         # If another program has deleted the file, write it again with its header.
@@ -1135,8 +1120,7 @@ class MiniLoop:
         checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._weights)
-            # Check the optimizer's and the schedulers' states only before the first save of a run,
-            # because the states in later checkpoints contain values of the same types.
+            # Check only the first checkpoint, because later checkpoints contain the same types.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
@@ -1144,17 +1128,12 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if an edited ``_build_checkpoint`` adds values that cannot be saved.
-
-        Convert NumPy numbers among the added values to Python numbers.
-        """
+        """Raise an error if values that users add to a checkpoint cannot be saved or loaded."""
         known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Check only before the first save of a run whether torch.load could read MiniLoop's own
-            # entry. Do not check the RNG states and the attributes of objects, because they may be
-            # large, and torch.load can always read them.
+            # Do not check the RNG states and attributes in "ranks", because they may be large.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1264,8 +1243,8 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # Restore the loop's simple attributes now, because an edited `_is_done` may read them.
-        # `_train` restores the loop's objects later, because an edited `_restore` may create them.
+        # Restore the loop's numbers and lists now, because an edited `_is_done` may read them. Skip
+        # objects with a state_dict(), because an edited `_restore` may still have to create them.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1278,12 +1257,10 @@ class MiniLoop:
         saved = {name: best.get(name) for name in self._best}
         is_unchanged = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
         if is_unchanged or self.monitor is None:
-            # If no monitor is set, keep the best checkpoints of the saved run.
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # Copy this checkpoint to last.ckpt, because the CSV files will no longer match the old
-            # last.ckpt.
+            # Replace last.ckpt, because `_restore_tables` removes later rows from the CSV files.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1301,8 +1278,7 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # Remove rows that have no value in the step column, because the loop has not written
-            # these rows.
+            # Remove rows without a step, because the loop writes a step to each row.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1469,9 +1445,7 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Remember which attributes of the loader contain an iterator. If iter(loader) does not
-        # assign a new iterator to such an attribute, `_warn_of_iterators` warns that the iterator's
-        # position cannot be saved.
+        # `_warn_of_iterators` warns about iterators that iter(loader) does not replace.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1487,11 +1461,9 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Put the original list and tensor objects back into the loaders, because the model may
-            # refer to the same objects.
+            # The model may share lists and tensors with the loaders, so put the originals back.
             for part, values in kept:
                 current = namespace_of(part)
-                # Skip an attribute if its type has changed, for example from None to a list.
                 for name in [n for n in values if type(current.get(n)) is type(values[n])]:
                     set_value(part, name, values[name])
             self._reset_loaders(state["parts"])
@@ -1499,10 +1471,9 @@ class MiniLoop:
         self._large_values.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Restore the loaders' state at the start of the epoch, to shuffle as in the saved run.
+        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
 
-        Return a pair (object, attributes) for each object in the loaders, with the values that the
-        object's small attributes had before this call.
+        Return the loaders' attributes from before the reset, as pairs (object, attributes).
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1518,7 +1489,7 @@ class MiniLoop:
         return kept
 
     def _loader_state(self) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes that may affect the sample order."""
+        """Return the RNG states, and the loaders' attributes that have changed during the run."""
         return self._state({*self._loader_places()})
 
     def _loader_places(self) -> list[str]:
@@ -1540,9 +1511,7 @@ class MiniLoop:
     def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
         """Reset the loaders' attributes that have changed in this run, except those in ``saved``.
 
-        A checkpoint contains only the attributes that have changed since the start of the run. If
-        on_train_start or set_epoch() of a resumed run has changed another attribute, this method
-        resets the attribute to its value at the start of the run.
+        Hooks such as on_train_start may have changed attributes that the checkpoint lacks.
         """
         ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
         changed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -1599,7 +1568,7 @@ class MiniLoop:
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
         """Return the RNG states, and the changed attributes of the model and the loaders.
 
-        If ``places`` is given, return only the attributes of the objects at these paths.
+        ``places`` selects objects by path, such as "train sampler".
         """
         self._find_objects()
         network, changed = self._unwrapped, {}
@@ -1638,7 +1607,7 @@ class MiniLoop:
         self._weights.pop(None, None)
         for place in self._object_places:
             del self._parts[place]
-        # validate() may run before the first fit, which sets the optimizer.
+        # The loop has no optimizer if validate() runs before fit().
         schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
         saved = [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
         self._saved_ids = {*map(id, saved)}
@@ -1658,7 +1627,7 @@ class MiniLoop:
     def _plain_state(self, place: str) -> dict[str, Any]:
         """Return an object's encoded attributes, except those that ``encode`` does not support."""
         device, found = self.fabric.device, {}
-        # Save no state_dicts of objects in loaders, because the model may share these objects.
+        # Do not save modules of loaders, because restoring them could overwrite model weights.
         is_loader = place.startswith(("train ", "val "))
         for name, value in self._find_attributes(place).items():
             with suppress(TypeError):
@@ -1698,7 +1667,7 @@ class MiniLoop:
         return values
 
     def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return an object's attributes, encoded or, if this is not supported, as ObjectMarks."""
+        """Return an object's encoded attributes, and weak references to unsupported attributes."""
         attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
         marks = {name: mark_object(value) for name, value in attributes.items()}
         return {**marks, **self._plain_state(place)}
@@ -1723,11 +1692,7 @@ class MiniLoop:
         self._load_parts(state.get("parts", {}))
 
     def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
-        """Restore the attributes in ``states``.
-
-        If several attributes refer to the same list and have equal saved values, they refer to the
-        same list after this call, too.
-        """
+        """Restore the attributes in ``states``, in place where possible."""
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
@@ -1742,10 +1707,8 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether the saved values of all attributes that refer to an object are equal.
-
-            For a weight of the model, return False.
-            """
+            """Return whether all attributes that refer to ``current`` have equal saved values."""
+            # Do not overwrite a weight of the model.
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1764,20 +1727,17 @@ class MiniLoop:
             text += " lists in the attribute instead, such as the position in the data."
             warnings.warn(text, stacklevel=2)
 
-    # Recording the changes of each fit, so that a resumed run can undo them
+    # Undoing changes of earlier fits before a run resumes
 
     @contextmanager
     def _recorded_values(self) -> Iterator[None]:
-        """At the end of the block, record the attributes of the model, the loaders and the loop.
+        """After the with block, record the attributes of the model, the loaders and the loop.
 
-        A later fit needs the recorded attributes to resume the run.
-
-        If an error occurs before training starts, also restore the values that
-        ``_undo_earlier_fits`` has reset.
+        If fit fails before training starts, revert the changes of ``_undo_earlier_fits``.
         """
         self._parts: dict[str, Any] = {}
-        # The values that objects had at the start of each run. The keys are pairs of an object's id
-        # and a kind of values, such as (id(model), "attributes").
+        # For example, _starts[id(model), "attributes"] maps the folder of each run to the model's
+        # attributes at the start of the run.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
         self._redo = ExitStack()
         try:
@@ -1801,9 +1761,8 @@ class MiniLoop:
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Undo the changes that earlier fits made to the loop, the model and the loaders.
 
-        A checkpoint contains only attributes that have changed since the start of the run, so a
-        resumed run needs the original values of all other attributes. Keep changes that the user
-        has made since the latest fit. If ``run`` is None (a new run), leave all values unchanged.
+        Checkpoints contain only attributes that changed during the run, so reset all others. A new
+        run, with ``run=None``, keeps the changes of earlier fits.
         """
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
@@ -1812,7 +1771,7 @@ class MiniLoop:
         states: dict[str, dict[str, Any]] = {}
         contents: dict[str, dict[str, Any]] = {}
         if run is not None:
-            # Register this callback first, so that it runs last, after the attributes are restored.
+            # ExitStack runs its first callback last, when all attributes are already restored.
             self._redo.callback(self._load_parts, contents)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
@@ -1838,14 +1797,12 @@ class MiniLoop:
     def _take_start_values(
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the values that an object had at the start of a run, except unchanged values.
-
-        If the user has changed a value since the latest fit, keep the user's value in all runs.
-        Move an object's entry from EARLIER_FITS to ``_starts``, because another loop that a hook
-        calls with the same model would treat the changes of this fit as changes by the user.
-        """
+        """Return the old values of attributes that have changed since the start of a run."""
+        # Remove the record, because a loop in a hook would mistake this fit's changes for the
+        # user's changes.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
+        # Do not undo changes that the user has made since the latest fit.
         for name in changed_names(end, values):
             for start in starts.values():
                 start[name] = values.get(name, REMOVED)
@@ -1855,15 +1812,10 @@ class MiniLoop:
     def _choose_restorable(
         self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the values in ``start`` to which the attributes of an object can be reset.
-
-        Leave out objects whose state the checkpoint restores.
-        """
+        """Return the attributes in ``start`` that the loop can restore."""
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            # A random generator can be reset to its state at the start of the run, even if the
-            # checkpoint restores the generator's state later.
             is_generator = is_random_state(value) and type(value) is type(current)
             is_needed = is_object_state(of_place.get(name)) and not is_generator
             is_needed = is_needed or any(is_inside(other, path) for other in saved)
@@ -1892,24 +1844,21 @@ class MiniLoop:
             if start is not None:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
-                # For a resumed run, keep the values that the run's first fit recorded.
+                # In a resumed run, keep the attributes that the run's first fit has recorded.
                 start = starts.pop(run) if run in starts else share_equal_values(start, newest)
                 starts[run] = start
-                # To save memory, keep the object's values for only the latest four runs.
+                # To save memory, keep the attributes of only the latest four runs.
                 for oldest in [*starts][:-4]:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return a tuple (path, object, kind of values) for each entry to record in EARLIER_FITS.
-
-        The kind of values is "options", "requires_grad", "training" or "attributes". If an object
-        does not support weak references, record the object's attributes in an entry of the model.
-        """
+        """Return a tuple such as ("", model, "attributes") for each record in EARLIER_FITS."""
         self._find_objects()
         model = self._parts.get("")
         model = model if type(model).__weakrefoffset__ else self
         keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
         for place, part in self._parts.items():
+            # Lists and dicts have no weak references, so store their records with the model.
             is_owner = type(part).__weakrefoffset__
             keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
         return keys
@@ -1918,7 +1867,7 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return an object's options, flags or attributes, or None if reading them fails."""
+        """Return the options, flags or attributes for ``kind``, or None if reading them fails."""
         if kind == "options":
             return self._options()
         if kind in ("requires_grad", "training"):
@@ -1993,7 +1942,7 @@ class MiniLoop:
         validates_repeatedly = self.max_epochs != 1 or self.validate_every_n_steps is not None
         is_built_in = type(val).__module__ in ("builtins", "itertools")
         is_iterator = is_built_in and isinstance(val, Iterator)
-        # In validate, ``train`` is None.
+        # validate() reads its loader only once, and passes None as ``train``.
         if is_iterator and validates_repeatedly and train is not None:
             text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
             text += " expected a loader for several validations. Pass a DataLoader or a list."
@@ -2109,15 +2058,12 @@ class MiniLoop:
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
 
     def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return a pair (object, its current arguments) for the optimizer and each scheduler."""
+        """Return pairs (object, constructor arguments) for the optimizer and each scheduler."""
         schedulers = [(c["scheduler"], describe_scheduler(c)) for c in self.schedulers]
         return [(self.optimizer, describe_optimizer(self.optimizer)), *schedulers]
 
     def _record_arguments(self) -> None:
-        """Record the current arguments of the optimizer and the schedulers.
-
-        A later fit with the same objects ignores argument changes that this fit has made.
-        """
+        """Record the constructor arguments of the optimizer and the schedulers for later fits."""
         starts = chain(*self._arguments.values())
         for (owner, current), start in zip(self._describe_arguments(), starts, strict=False):
             record_of(owner)["arguments"] = start, current
@@ -2129,7 +2075,7 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check the checkpoint of a resumed run."""
-        # An edited `_set_up_optimizer` may append schedulers, so convert each one to a dict here.
+        # An edited `_set_up_optimizer` may append plain schedulers instead of Lightning's dicts.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
@@ -2155,7 +2101,7 @@ class MiniLoop:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
         if not self._is_lightning_module and not any(modes):
-            # If only some modules are in eval mode, do nothing. The user may have frozen them.
+            # If only some modules are in eval mode, keep their mode, because they may be frozen.
             self.network.train()
         num_eval = sum(not module.training for module in self.network.modules())
         if num_eval:
@@ -2208,10 +2154,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn if settings or arguments differ from those of the saved run.
-
-        Raise an error if the class or the interval of a scheduler has changed.
-        """
+        """Warn if settings or arguments differ from those of the saved run."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2251,10 +2194,7 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class differs from the class in the saved run.
-
-        Raise an error if the checkpoint lacks an option of the new class, such as betas.
-        """
+        """Warn if the optimizer's class differs from the class in the saved run."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2265,9 +2205,8 @@ class MiniLoop:
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
 
-        Without this check, the first optimizer step would fail, because the optimizer state keeps
-        the dtypes from the checkpoint. If the dtype of a buffer or a frozen parameter has changed,
-        warn instead of raising an error.
+        optimizer.step() fails if parameters and the saved optimizer state have different dtypes.
+        Warn if only a buffer or a frozen parameter has another dtype.
         """
         current, others = self._unwrapped.state_dict(), []
         trained = {name.replace("_orig_mod.", "") for name in chain(*self._names_of_groups())}
@@ -2328,8 +2267,7 @@ class MiniLoop:
     def _added_methods(self) -> Iterator[None]:
         """Let the model call methods of this loop, such as ``log``.
 
-        Set the trainer of a LightningModule to this loop. If a hook of another loop or of Trainer
-        has called this loop, give the model its previous methods and trainer back at the end.
+        At the end, restore the previous methods, because a hook of another loop may call this loop.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2434,7 +2372,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # If FabricLoop has added a log method to the model, the method's object is a ResultCollection.
+    # FabricLoop may have added the log() method of its ResultCollection to the model.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2607,7 +2545,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict of a loader, its samplers, dataset, collate function and nested objects."""
+    """Return {"loader": loader, "sampler": loader.sampler, ...}, with all nested objects."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2621,7 +2559,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # A list has no attributes to save, so wrap it in an object.
+    # Wrap a list of batches in an object, because checkpoints contain attributes of objects.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
@@ -2634,8 +2572,7 @@ def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
             held = [value]
             if isinstance(value, partial):
                 held += [value.func, *value.args, *value.keywords.values()]
-            # Skip subclasses of dict, list and tuple, because their __iter__ may draw random
-            # numbers.
+            # Do not iterate over a subclass of list, because its __iter__ may draw random numbers.
             if type(value) in (dict, list, tuple) and len(value) <= 500:
                 held += value.values() if type(value) is dict else value
             if isinstance(value, FunctionType):
@@ -2672,9 +2609,7 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    A resumed run skips the finished batches without running the model. If dropout
-    in the model has drawn random numbers in the saved run, the sampler of the resumed run draws
-    different random numbers.
+    A resumed run skips batches without running dropout, so the sampler draws other numbers.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2682,7 +2617,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     if not own:
         return
     state, found = get_rng_state(), []
-    # Skip the check if the sampler cannot be copied.
+    # Copying the user's sampler may raise any error.
     with suppress(Exception):
         indices = iter(copy.deepcopy(used[0], {id(loader.dataset): loader.dataset}))
         for number in (1, done - 1):
@@ -2697,11 +2632,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 
 
 def warn_of_weights(loader: Any) -> None:
-    """Warn if a sampler refers to a module whose weights may determine the order of the samples.
-
-    If a run resumes within an epoch, the sampler reads the module's weights from the checkpoint
-    instead of the weights at the start of the epoch.
-    """
+    """Warn if a sampler may use the weights of a module to choose samples."""
     parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
     for module in referenced_modules(parts):
         if any(True for _ in chain(module.parameters(), module.buffers())):
@@ -2714,7 +2645,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one process has none left, because DDP would wait for this process."""
+    """Yield batches until one process has none left. DDP hangs if only some processes train."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2812,7 +2743,7 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Refuse an optimizer state with parameters or their ids, which no resumed run can restore."""
+    """Raise an error if the optimizer's state contains parameters or their ids."""
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2824,10 +2755,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains a key in ``ids``, or a tensor at one of ``addresses``.
-
-    ``ids`` are ids of modules or parameters. ``addresses`` are memory addresses of tensors.
-    """
+    """Return whether a container has a key in ``ids``, or a tensor at one of ``addresses``."""
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2885,10 +2813,7 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Raise an error if the state of a scheduler contains parameters of the optimizer.
-
-    If a resumed run loaded such a state, the scheduler would use copies of the model's parameters.
-    """
+    """Raise an error if a scheduler's state contains parameters, because loading copies them."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2929,10 +2854,7 @@ def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
 
 
 def to_python(value: Any) -> Any:
-    """Convert a NumPy number to a Python number, because checkpoints contain no NumPy numbers.
-
-    Raise an error for types such as np.float32, which a resumed run would not restore exactly.
-    """
+    """Convert an np.float64, np.integer or np.bool_ to a Python number, or raise an error."""
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
     text = f"checkpoint: got the NumPy value {value!r}, which a resumed run would not restore"
@@ -3049,8 +2971,9 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return an object's hooks. In place of a bound method, return the object it is bound to."""
+    """Return the hooks of a module, parameter or optimizer."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+    # For a bound method, checkpoints contain the attributes of its object.
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
@@ -3060,7 +2983,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's entry in EARLIER_FITS, which is removed when Python frees the object."""
+    """Return an object's records in EARLIER_FITS. Delete them when Python frees the object."""
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
@@ -3089,7 +3012,7 @@ def create_item(parts: dict[str, Any], place: str) -> None:
 
 
 def name_of_key(key: Any) -> str:
-    """Return a dict key, an index or an attribute name as part of a path such as "pools.0"."""
+    """Convert a dict key, an index or an attribute name to one part of a path like "pools.0"."""
     if isinstance(key, str):
         # Quote a string of digits, because `key_of_name` converts digits without quotes to an int.
         return repr(key) if is_integer(key) else key
@@ -3097,7 +3020,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Convert a part of a path back to an int or a string, or to None for keys of other types."""
+    """Invert ``name_of_key``. Return None if the key was neither an int nor a string."""
     if name.startswith("<"):
         return None
     if is_integer(name):
@@ -3174,7 +3097,7 @@ def is_library_iterator(value: Any) -> bool:
 def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) -> Any:
     """Encode a value, or return a checksum if the value is large."""
     if type(value) in (list, tuple, set, dict):
-        # marshal is faster than encode. It raises a ValueError for items such as tensors.
+        # marshal is faster than `encode`, but raises a ValueError for tensors.
         with suppress(ValueError):
             content = marshal.dumps(value, 2)
             if len(content) > 10_000:
@@ -3186,10 +3109,7 @@ def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) ->
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn if an attribute outside of the loaders is an iterator, whose position is not saved.
-
-    Raise an error if an attribute is a list, tuple or dict that contains random generators.
-    """
+    """Warn about an unsaved iterator. Raise an error for random generators in a list or dict."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3246,8 +3166,7 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # `marks` covers only a sample of the items. To detect changes of the other tensors, compare the
-    # version counters of all tensors, too.
+    # Checksums cover only some tensors, so compare the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     # Python may reuse the id of a deleted object, so also compare weak references.
@@ -3278,7 +3197,7 @@ def encode_large(value: Any, device: torch.device) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict`` method. For modules and loaders, return False."""
+    """Return whether a value has a ``state_dict`` method, and is not a module or a loader."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -3292,9 +3211,9 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert a value to FabricLoop's format, or raise a TypeError if this is not supported.
+    """Convert an attribute's value to the format in checkpoints of MiniLoop and FabricLoop.
 
-    If a tensor or an array has more elements than ``most``, raise a LargeValueError.
+    Raise a TypeError for unsupported types, and a LargeValueError for more than ``most`` items.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
@@ -3400,7 +3319,8 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Find an imported subclass of ``base`` by its name without running code, or return None."""
+    """Return an already imported subclass of ``base`` by its name, or None."""
+    # Do not import modules, because a damaged checkpoint could name any module.
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -3455,10 +3375,7 @@ def load_object(name: str, current: Any, state: Any) -> None:
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into an object in shared memory, such as a multiprocessing.Value.
-
-    Raise an error if ``current`` is not in shared memory.
-    """
+    """Write a saved value into a multiprocessing.Value or Array."""
     text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
     check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
     content = current.get_obj()
@@ -3500,7 +3417,7 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether a state of FabricLoop contains attributes of loaders or of their datasets."""
     if isinstance(state, dict):
-        # FabricLoop needs its record of the model's attributes only to resume within an epoch.
+        # Skip "model", because `_convert_attributes` reads the attributes of the model elsewhere.
         parts = (part for name, part in state.items() if name != "model")
         return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -3667,7 +3584,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Placeholder:
-    """A substitute for checkpoint objects whose creation could run arbitrary code."""
+    """A harmless substitute for objects that torch.load refuses to create."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -3765,8 +3682,8 @@ def age_of(folder: Path) -> tuple[float, int]:
     """Return the time when a version folder was last used, and the version number."""
     number, age = folder.name.removeprefix("version_"), max(read_times(folder))
     for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # If a run's folder was copied without its .lock file, use the time at which the checkpoint
-        # was saved. Ignore damaged checkpoints here, because `_find_newest` reports them.
+        # Without a .lock file, use the time in the checkpoint. `_find_newest` warns about damaged
+        # checkpoints.
         with suppress(Exception):
             saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
             age = max(age, float(saved))
@@ -3858,7 +3775,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
-    # int() and float() accept text such as "007" and "1_000", which is not a number in a CSV file.
+    # int() and float() would also convert text such as "007" and "1_000".
     is_text = "_" in cell or re.match(r"-?0\d", cell) is not None
     for kind in () if is_text else (int, float):
         with suppress(ValueError):
