@@ -28,7 +28,7 @@ TOY = {
 }
 
 
-@pytest.mark.parametrize("name", keep(ROWS, "transformer", "loader", "once", "steps"))
+@pytest.mark.parametrize("name", keep(ROWS, "transformer", "loader", "steps"))
 def test_each_benchmark_prints_all_rows_of_its_table(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, *TOY[name]])

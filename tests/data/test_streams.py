@@ -194,8 +194,8 @@ TORCHDATA = {f"torchdata {kind.__name__}": lambda kind=kind: StatefulDataLoader(
 LOADERS |= {
     "own loader": OwnLoader,
     "own loader with a length": OwnLoaderWithLength,
-    "workers": lambda: DataLoader(Sticky(), 4, num_workers=2),
-    "torchdata, workers": lambda: StatefulDataLoader(StickyWithPosition(), 4, num_workers=2),
+    "workers": lambda: DataLoader(Sticky(), 4, num_workers=1),
+    "torchdata, workers": lambda: StatefulDataLoader(StickyWithPosition(), 4, num_workers=1),
     "combined": lambda: CombinedLoader([DataLoader(Sticky(), 4), OwnLoader()], "max_size"),
     "cycle": lambda: [DataLoader(Sticky(16), 4), OwnLoaderWithLength()],
 }

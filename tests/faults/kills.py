@@ -130,7 +130,7 @@ def end(pids, after=None, skew=0.0):
                 done, status = os.waitpid(pid, 0)
             if done:
                 codes[pid] = "hang" if hangs else os.waitstatus_to_exitcode(status)
-        time.sleep(0.0002)
+        time.sleep(0.0002 if after is not None else 0.005)
     return list(codes.values())
 
 

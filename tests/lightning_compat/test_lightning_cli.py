@@ -51,7 +51,7 @@ SGD = ["--optimizer=SGD", "--optimizer.lr=0.1"]
     [
         ["fit", *SGD, "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss",
          "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.monitor=val_loss", "--trainer.profiler=simple",
-         "--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=out", "--trainer.accumulate_grad_batches=2",
+         "--trainer.accumulate_grad_batches=2",
          "--model.width=7", "--seed_everything=7"],
         ["test"],
     ],

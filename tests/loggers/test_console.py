@@ -232,6 +232,11 @@ BARS = {
 }
 
 
+def quiet_command(script):
+    """Return a command that runs a script without warnings."""
+    return fork_command([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{script}"])
+
+
 def run_in_terminal(command, folder):
     """Return the output of a program in a terminal of 100 columns."""
     fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
@@ -252,7 +257,7 @@ def run_in_terminal(command, folder):
 @pytest.fixture(scope="module")
 def in_terminal(tmp_path_factory):
     """Return the terminal output of SCRIPT, and of a run that a signal ends."""
-    text = run_in_terminal([sys.executable, "-W", "ignore", "-c", SCRIPT + SIGNAL], tmp_path_factory.mktemp("terminal"))
+    text = run_in_terminal(quiet_command(SCRIPT + SIGNAL), tmp_path_factory.mktemp("terminal"))
     return text.split("=== signal\n")
 
 
@@ -261,8 +266,9 @@ def runs_of(text):
 
 
 def test_redirected_output_contains_the_printed_table(tmp_path):
-    command = fork_command([sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore')\n{SCRIPT}"])
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        quiet_command(SCRIPT), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert runs_of(done.stdout) == {name: lines + ENDS.get(name, "") for name, lines in LINES.items()}
 
 

@@ -94,7 +94,12 @@ KINDS = {
     "validate_every_n_steps": {"validate_every_n_steps": 5, "max_epochs": 3},
     "val_check_interval": {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 18},
     "endless": {"train": endless, "max_steps": 18, "val_check_interval": 4, "make_module": Plain},
-    "accumulation": {"accumulate_grad_batches": 3, "validate_every_n_steps": 2, "max_steps": 7},
+    "accumulation": {
+        "accumulate_grad_batches": 3,
+        "validate_every_n_steps": 2,
+        "max_steps": 7,
+        "save_every_n_steps": 1,
+    },
 }
 
 
@@ -103,7 +108,7 @@ KINDS = {
 def test_a_killed_and_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path, kind):
     """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
     options = {"make_module": lambda: Classifier(on_step=True), "train": seven_batches, "val": val_loader}
-    options |= {"log_every_n_steps": 2, "save_every_n_steps": 1, **KINDS[kind]}
+    options |= {"log_every_n_steps": 2, "save_every_n_steps": 2, **KINDS[kind]}
     kills = (4, 16)
     snapshots = Snapshots(tmp_path / "whole", tmp_path, kills)
     _, module, history = fit(tmp_path / "whole", callbacks=[snapshots], **options)

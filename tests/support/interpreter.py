@@ -5,7 +5,7 @@ small client, which asks a server to fork. The forked process gets the client's 
 and arguments, runs the code as `__main__`, and exits as Python does. The client forwards signals. If the client is
 killed, the server kills the forked process. The server imports neither the package nor the tests.
 
-Tests of imports, terminals and process groups cannot use `fork_command`. A test that kills a command and then reads its
+Tests of imports and process groups cannot use `fork_command`. A test that kills a command and then reads its
 files must kill the forked process by its own process id, because the client may exit earlier.
 """
 

@@ -134,7 +134,7 @@ def torchdata_loader(dataset=Samples, **options):
 
 def stream_and_short_loader():
     """Combine a stream with a loader that restarts in the middle of the stream."""
-    return CombinedLoader([streams()(), loader(Samples(8), **WORKERS)], "max_size_cycle")
+    return CombinedLoader([streams()(), loader(Samples(8), num_workers=1)], "max_size_cycle")
 
 
 WORKERS = {"num_workers": 2}
@@ -160,7 +160,7 @@ LOADERS = {
     "torchdata, noise in workers": torchdata_loader(**WORKERS),
     "torchdata, sampler": lambda: StatefulDataLoader(Samples(), 4, sampler=StatefulDistributedSampler(Samples(), 1, 0)),
     "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
-    "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),
+    "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, num_workers=1),
     "stream and short loader": stream_and_short_loader,
     "max_size_cycle": combined("max_size_cycle"),
     "min_size": combined("min_size"),
