@@ -46,8 +46,7 @@ _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search for objects inside a loader also skips instances of classes from fabric_template or
-# Lightning, such as a FabricLoop.
+# The search for objects inside a loader skips objects of these packages, such as a FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -56,12 +55,12 @@ _DRAWING_SAMPLERS: Any = (
 _ATTRIBUTES_OF_DATALOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-type]
 # Do not save the epoch of torch's samplers, because the loop sets it with set_epoch().
 _ATTRIBUTES_SET_BY_LOOP = ("epoch",)
-# DataLoader stores its current iterator in this attribute. A resumed run creates a new iterator.
+# Do not save DataLoader's current iterator, because a resumed run creates a new iterator.
 _DATALOADER_ITERATOR = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader or dataset that can restore its own position, or None."""
+    """Return the loader, or else its IterableDataset, if its ``state_dict`` saves the position."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -91,7 +90,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because checkpoints contain only the attributes of objects."""
+    """Store a list as an object's attribute, because checkpoints contain only attributes."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -134,11 +133,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def referenced_objects(parts: Iterable[Part]) -> list[Any]:
-    """Return the modules, datamodules and callbacks that samplers or datasets refer to.
-
-    The search covers attributes, lists, dicts, bound methods, partial functions, and the closure
-    variables and default arguments of functions.
-    """
+    """Return the modules, datamodules and callbacks that samplers or datasets refer to."""
     values = (islice(part.namespace().values(), _MOST_VALUES) for part in parts)
     found = (item for value in chain.from_iterable(values) for item in referenced_values(value))
     return [item for item in found if isinstance(item, _OF_RUN)]
@@ -151,11 +146,7 @@ def refers_to_model(loader: Any) -> bool:
 
 
 def warn_of_weights(loader: Any) -> None:
-    """Warn if a sampler refers to a module whose weights may determine the order of the samples.
-
-    If a sampler computes the order from weights, a run that is resumed within an epoch may get a
-    different order, because it has the checkpoint's weights, not those from the start of the epoch.
-    """
+    """Warn if a sampler refers to a network, because the weights may determine the sample order."""
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
         if isinstance(module, nn.Module) and has_weights(module):
@@ -174,9 +165,9 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def referenced_values(value: Any) -> list[Any]:
-    """Return a value and, if it is a container or a function, the values that it refers to."""
+    """Return ``value``, the items of a container, and the variables of a function."""
     found = [value]
-    # Skip subclasses of dict, list and tuple, because their __iter__ may draw random numbers.
+    # Do not iterate over subclasses of list, because their __iter__ may draw random numbers.
     if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:
         found += value.values() if type(value) is dict else value
     if isinstance(value, partial):
@@ -229,7 +220,7 @@ def is_restartable(iterator: Iterator[Any]) -> bool:
 def find_values(
     owner: Any, enters_iterators: bool = True, enters_data: bool = True
 ) -> dict[str, Any]:
-    """Return a dict of an object and the values nested in it, with keys such as "stream.dataset".
+    """Return an object and the objects inside it, keyed by paths such as "stream.dataset".
 
     Args:
         enters_iterators: Also search the attributes of iterators.
@@ -265,9 +256,8 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders skip their first batches not only in the resumed epoch,
-    but also in later epochs. To prevent this, StreamState resets the loader's position at the end
-    of the resumed epoch. The loader's other attributes, such as its epoch number, are not reset.
+    After ``load_state_dict``, some loaders skip their first batches in every epoch. StreamState
+    resets the position of such loaders at the end of the resumed epoch.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -277,16 +267,15 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # Maps each attribute that end_pass() resets to a pair: the digest of its loaded value, and
-        # its value after the reset.
+        # Maps each attribute that end_pass() resets to (digest of the loaded value, new value).
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
-        # The state from the checkpoint, or None after the first batch is requested.
+        # Holds the checkpoint's state_dict until the first batch is requested.
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the loader's state.
+        """Return the loader's state_dict.
 
-        In a resumed run, return the checkpoint's state until the first batch is requested.
+        Until a resumed run requests its first batch, return the state_dict from the checkpoint.
         """
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
@@ -294,18 +283,15 @@ class StreamState:
         self._loaded = None
 
     def changed_attributes(self) -> dict[Place, Any]:
-        """Return the loader's changed attributes.
-
-        For an attribute that end_pass() will reset, return the value after the reset.
-        """
+        """Return the loader attributes that have changed since the start of the run."""
         attributes = {**self._plain.changed_attributes(), **self._values_to_reset()}
         return {place: value for place, value in attributes.items() if value != REMOVED}
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a saved state. The caller creates the loader's iterator in the ``with`` block."""
-        # Collect the digest and the value that each attribute had in the saved run. If an attribute
-        # is missing from the checkpoint, the saved run had not changed the initial value.
+        """Load a saved position. The caller must create the iterator in the ``with`` block."""
+        # Map each attribute to its digest and value in the saved run. Attributes that the saved run
+        # did not change are not in the checkpoint.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():
@@ -328,10 +314,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        """Return the attributes to reset, with their new values.
-
-        Omit attributes that have changed since the saved position was loaded.
-        """
+        # Do not reset attributes that have changed since load_state_dict().
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

@@ -51,8 +51,7 @@ STICKY_POSITION = (
 class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    A shuffled order depends on the RNG states at the start of the epoch. To repeat the order, a
-    resumed run restores the RNG states before it creates the loader's iterator.
+    To repeat a shuffled order, a resumed run restores the RNG states from the start of the epoch.
 
     Args:
         find_model_state: Returns the attributes of the model. If the loader refers to the model,
@@ -99,7 +98,7 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(stream)
-        # The index of the first batch that a resumed run reads, or None after the resumed epoch.
+        # The number of batches to skip in the resumed epoch, and None in other epochs.
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
@@ -128,8 +127,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # The saved run had started this loader several times in the epoch. With an empty
-            # iterator, CombinedLoader marks the loader as exhausted, and calls iter() again.
+            # An empty iterator makes CombinedLoader mark this loader as exhausted, as in the saved
+            # run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -143,14 +142,13 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # If the resumed iterator is exhausted, start a new iterator, because CombinedLoader would
-        # otherwise end the epoch.
+        # CombinedLoader ends the epoch if a restarted loader yields no batch, so start a new pass.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Do not store the model's state in __init__, because the run may not have created it yet.
+        # Do not call _find_model_state in __init__, because the run replaces its PlainState later.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -159,7 +157,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Read the prefetched batches of persistent workers, to get the workers' RNG states."""
+        """Get the last RNG states of persistent workers from their prefetched batches."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Give the workers an empty sampler iterator, so that they stop prefetching batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -175,11 +173,7 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader), and not the first next(), draws the first sample indices.
-
-        If a sampler's ``__iter__`` is a generator function, next() draws the first indices, unless
-        the loader has workers.
-        """
+        """Return whether iter(loader) already draws the first sample indices."""
         source = self.loader
         if isinstance(self.loader, DataLoader):
             batch_sampler = self.loader.batch_sampler
@@ -226,8 +220,7 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # A worker that has not loaded a batch yet has no saved RNG state. If only some workers have
-        # a saved RNG state, read all batches again.
+        # If some workers' RNG states are missing, read the finished batches again to compute them.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -281,7 +274,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the loader skips batches again in the epoch after the resumed epoch."""
+        """Warn if the loader skips batches not only in the resumed epoch, but also in the next."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -303,7 +296,7 @@ class ResumableLoader:
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
         clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
-        # Use vars(), because DataLoader.__setattr__ forbids changes to the samplers.
+        # Set the samplers through vars(), because DataLoader.__setattr__ forbids new samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
@@ -311,7 +304,7 @@ class ResumableLoader:
             # because the dataset may draw random numbers.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Persistent workers reuse their iterator, so replace the iterator's sampler.
+            # Persistent workers keep their iterator, so replace the sampler in this iterator.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -341,8 +334,7 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a resumed run skips the finished batches by index, it does not read their samples. Save
-        # the attributes that reading samples changes, even if is_per_batch is True.
+        # Save the dataset's attributes if a resumed run does not read the finished samples again.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -362,7 +354,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's current attributes to a position that was recorded without them."""
+        """Add the loader's attributes to a position from ``state_dict(is_per_batch=True)``."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -371,7 +363,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader can be resumed only within the first epoch."""
+        """Raise an error if the loader cannot be resumed after its first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -447,9 +439,9 @@ class ResumableLoader:
         return states if self._model_state is None else [*states, self._model_state]
 
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore a saved state, and undo this run's changes to attributes that the state lacks.
+        """Restore RNG states and attributes, and reset all other attributes to their start values.
 
-        When the caller closes the ExitStack, the model's previous attributes are restored.
+        Closing ``stack`` restores the model's previous attributes.
         """
         if self._model_state is not None and "model" in captured:
             saved = captured["model"]["attributes"]
@@ -479,10 +471,10 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 
 
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Return the next items of a sampler.
+    """Return the next ``number`` items of a sampler's iterator.
 
-    Warn if the sampler draws random numbers during the epoch. A resumed run cannot repeat a
-    sampler's numbers if other code, such as dropout, draws from the same generator in between.
+    Warn if the sampler draws random numbers during the epoch, because a resumed run cannot repeat
+    these numbers.
     """
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
@@ -508,7 +500,7 @@ class SkippingSampler:
         self._sampler, self._first, self._loader = sampler, first, loader
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls this method twice per epoch, so start the wrapped sampler again in each call.
+        # Like torch, call the sampler's iter() immediately, because it may draw random numbers.
         return self._skip(iter(self._sampler))
 
     def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -548,8 +540,7 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # collate() reads the states of all ``parts`` for every batch. To save time, leave out
-        # objects inside the dataset that have no random generators.
+        # To save time in collate(), skip objects inside the dataset without random generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()
@@ -562,7 +553,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return the batch, the worker's index, and the worker's RNG state (None if unchanged)."""
+        """Return the batch, the worker's index and, if it has changed, the worker's RNG state."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

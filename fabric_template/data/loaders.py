@@ -122,8 +122,7 @@ class DataConnector:
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
-                # Call iter() at the same point as Trainer, so that a loader whose iter() draws
-                # random numbers yields the same batches.
+                # Like Trainer, call iter() now, because some loaders draw random numbers in iter().
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -148,10 +147,10 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Before a hook creates loaders, record the RNG states and the model's attributes.
+        """Record the RNG states and the model's attributes before a hook creates loaders.
 
-        In a resumed run, restore the saved RNG states and attributes, so that the hook creates the
-        same loaders.
+        A resumed run restores these RNG states and attributes, so that the hook creates the same
+        loaders.
         """
         if stage in self.given:
             yield
@@ -185,8 +184,7 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # CSV loggers write a row in every epoch anyway, so warn about log_every_n_steps only if
-        # there is another logger.
+        # Do not warn if all loggers are CSV loggers, because they write a row in every epoch.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -201,8 +199,7 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # Like Trainer, start_train_batches creates another iterator, except in the first epoch
-            # of a run.
+            # Like Trainer, call iter() again in start_train_batches, except in the first epoch.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -218,8 +215,7 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # When evaluation loaders are reloaded, restart the batch count that loggers use as the
-            # step, as Trainer does.
+            # Like Trainer, restart the loggers' step when evaluation loaders are reloaded.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -229,8 +225,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run calls val_dataloader() here only if the saved run had called it, because the
-        method may draw random numbers.
+        A resumed run does not call val_dataloader() earlier than the saved run, because the method
+        may draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -263,7 +259,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a training loader can be resumed only within the first epoch."""
+        """Raise an error if a training loader cannot be resumed after its first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -287,7 +283,7 @@ def has_loader(given: Mapping[str, Any], source: Any, stage: str) -> bool:
 
 
 def check_loaders(source: Any, found: str) -> None:
-    """Raise an error for loaders that do not yield batches.
+    """Raise an error if a loader is not an iterable of batches.
 
     Args:
         found: The start of the error message, in which a description of the loader replaces {}. An
@@ -329,7 +325,7 @@ class StageLoaders:
         as_given: The loaders in the structure that the user passed, such as a dict.
         resumable: A ResumableLoader for each loader.
         limits: The number of batches to read from each loader.
-        num_batches: The number of batches from all loaders, or infinity if it is unknown.
+        num_batches: The number of batches in an epoch, or infinity if it is unknown.
         names: The keys of a dict of loaders, or an empty list if the loaders are not in a dict.
         has_several: Whether evaluation steps and hooks get a ``dataloader_idx``.
     """
@@ -360,21 +356,19 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # If loaders are never reloaded, store 0 instead of the current epoch, so that checkpoints
-        # do not depend on the epoch in which the loaders were created.
+        # Without reloads, loaded_in_epoch is 0, so that equal runs write equal checkpoints.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
         self.iterator: Any = None
-        # If a training loader has no length, prefetch one batch, to know which batch is the last.
-        # Checkpoints contain the loader's position and the RNG state before the prefetch.
+        # If a training loader has no length, prefetch the next batch to detect the epoch's end.
         is_training = stage == "train"
         self._is_prefetching = is_training and self.num_batches == math.inf
-        # A loader without a length may end earlier in one process than in another. Without a check
-        # before each batch, the other process would wait forever.
+        # If one process runs out of batches first, the other processes wait for it forever.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._prefetched: Any = END
+        # Checkpoints contain the loaders' positions and the RNG state before the prefetch.
         self._before_prefetch: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
@@ -389,7 +383,7 @@ class StageLoaders:
         return self._num_given == self.num_batches
 
     def count_batches(self, max_batches: int | float = math.inf) -> int | float:
-        """Return the number of batches from all loaders, with at most ``max_batches`` from each."""
+        """Count CombinedLoader's batches, with at most ``max_batches`` from each loader."""
         limits = [min(limit, max_batches) for limit in self.limits]
         if self._mode == "sequential":
             return sum(limits)
@@ -401,16 +395,14 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # In its first epoch, the saved run called iter() before set_epoch(). If iter()
-                    # draws the sample order, set_epoch() came too late to change this order, so a
-                    # resumed run skips set_epoch().
+                    # Skip set_epoch() if the saved run drew the sample order before set_epoch().
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
                         part.set_epoch(epoch)
 
     def start(self, max_batches: int | float = math.inf) -> None:
-        """Create the loaders' iterators. In a resumed epoch, start at the restored positions."""
+        """Create the loaders' iterators."""
         is_training = self.stage == "train"
         self._num_given = self.run.progress.batches_done if is_training else 0
         self._prefetched = END
@@ -434,7 +426,7 @@ class StageLoaders:
             items = self._until_first_end(items)
         if self._is_prefetching:
             items = self._with_prefetch(items)
-        # Stop at the limit, because CombinedLoader applies limits only in sequential mode.
+        # CombinedLoader applies limits only in sequential mode, so stop at the limit here.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
         now = perf_counter
         requested = now()
@@ -512,8 +504,8 @@ class StageLoaders:
         progress, dropped = self.run.progress.state_dict(), 0
         is_in_epoch = self.stage == "train" and progress["is_in_epoch"]
         if is_in_epoch:
-            # If a checkpoint is saved during a batch, such as in training_step, a resumed run reads
-            # the batches of the accumulation window again.
+            # If save_checkpoint() is called during a batch, a resumed run repeats all batches since
+            # the last optimizer step.
             dropped = self._num_given - progress["batches_done"]
         if is_in_epoch and self._is_prefetching and (dropped or self._prefetched is not END):
             positions, rng_state = self._before_prefetch
@@ -574,11 +566,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # ``dropped`` counts calls to next(), including the last call to an exhausted loader, which
-    # found no batch.
+    # If the loader is exhausted, one of the ``dropped`` calls to next() found no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Leave out the samplers' states, because a resumed run computes the sample order again. Also
-    # leave out the dataset's state if the resumed run reads the finished batches again.
+    # A resumed run draws the sample order again, so remove the samplers' saved state. Also remove
+    # the dataset's saved state if the finished batches are read again.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -611,7 +602,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a list item is a custom object that is not iterable, and thus no loader."""
+    """Return whether a value is an object of a custom class that is not iterable."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 
@@ -666,7 +657,7 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
 
 
 def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
-    """Return a function that moves a batch to the device, or None if batches stay unchanged."""
+    """Return a function that moves a batch to the device, or None if nothing has to be done."""
     # Like Trainer, use a datamodule's transfer hooks only if the datamodule provides the loaders.
     datamodule = run.datamodule if run.data.source is run.datamodule else None
 

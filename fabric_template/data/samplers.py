@@ -55,7 +55,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
     if batch_sampler is loader.batch_sampler and sampler is loader.sampler:
         return loader
     clone = copy.copy(loader)
-    # Use vars(), because DataLoader.__setattr__ forbids changes to the samplers.
+    # Set the samplers through vars(), because DataLoader.__setattr__ forbids new samplers.
     vars(clone).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return clone
 
@@ -95,7 +95,7 @@ def replicas_and_rank(run: Run) -> tuple[int, int]:
 
 
 def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
-    """Return the loader's sampler, or the sampler that Trainer would use instead."""
+    """Return the sampler that Trainer would use for this loader."""
     given: Any = loader.sampler
     dataset: Any = loader.dataset
     if not isinstance(given, SequentialSampler) and turn_off_shuffling(run, stage):
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Return a copy of a batch sampler that takes its indices from a new sampler."""
+    """Copy a batch sampler, and replace the sampler in the copy."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)

@@ -98,7 +98,7 @@ class TensorLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch number, which determines the shuffled order if there are several processes.
 
-        A loader that ``loop.setup`` has returned increases its epoch number by one in each pass.
+        Loaders from ``loop.setup`` increase their epoch number by one in each pass.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
@@ -151,7 +151,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
         # On the CPU, index_select is twice as fast as indexing.
         return tensor.index_select(0, rows)
-    # Indexing keeps the tensor's subclass and its memory format, such as channels_last.
+    # Unlike index_select, indexing keeps a memory format such as channels_last.
     return tensor[rows]
 
 

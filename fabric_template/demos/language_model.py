@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Split the text into blocks. Consecutive training blocks overlap by half."""
+        """Split the text into blocks. In the training data, consecutive blocks overlap by half."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -44,8 +44,7 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # Use three blocks as test data. The `predict` command continues these blocks with generated
-        # text.
+        # The `predict` command continues three blocks of the validation text.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 
@@ -111,7 +110,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor) -> Tensor:
-        """Append ``length`` tokens, and sample each from the 20 most likely tokens."""
+        """Extend the text by ``length`` tokens, each drawn from the 20 most likely tokens."""
         generator = torch.Generator(tokens.device).manual_seed(0)
         for _ in range(self.hparams["length"]):
             scores, candidates = self(tokens[:, -self.hparams["block"] :])[:, -1].topk(20)

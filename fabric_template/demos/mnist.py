@@ -56,7 +56,7 @@ class MNISTData(SplitData):
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a compressed IDX file that contains bytes.
+    """Read a gzip-compressed IDX file of unsigned bytes.
 
     An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
     dimensions. After the first four bytes of an IDX file come the sizes of the dimensions as

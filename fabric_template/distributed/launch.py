@@ -93,26 +93,21 @@ def gather_objects(run: Run, item: Any) -> list[Any]:
 
 
 def open_store_of_attempt() -> TCPStore | None:
-    """Open a new TCPStore, because torchrun's store may contain addresses of dead processes.
-
-    Rank 0 writes the address of the new TCPStore to torchrun's store, where the other processes
-    read it.
-    """
+    """Open a new TCPStore, because torchrun's store may contain addresses of dead processes."""
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
     store = None
     if env["RANK"] == "0":
-        # With several machines, use a host name that all machines can resolve.
+        # Other machines cannot connect to localhost, so use this machine's full host name.
         host = "localhost" if env.get("GROUP_WORLD_SIZE", "1") == "1" else socket.getfqdn()
         store = TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # torchrun's store may still contain the address of a TCPStore from an earlier attempt.
-        # Retry until rank 0 has written the address of the new TCPStore. A time limit is not
-        # needed, because torchrun kills this process if rank 0 fails.
+        # Retry until rank 0 has replaced the outdated address in torchrun's store. A time limit is
+        # not needed, because torchrun kills this process if rank 0 fails.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -144,13 +139,13 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
 
 
 def starts_processes(fabric: Fabric) -> bool:
-    """Return whether fit, validate, test and predict run in processes that this process starts."""
+    """Return whether fit, validate, test and predict start new processes."""
     return is_spawning(fabric) and not is_joined()
 
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
     """Run fit, validate, test or predict in new processes, and copy the results to this process."""
-    # Restore os.environ at the end, because the next fit needs a different MASTER_PORT.
+    # patch.dict restores os.environ at the end, so that the next fit gets a new MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
         with SignalForwarder() as signals:

@@ -22,18 +22,16 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# The environment variables in which torchrun, Open MPI, and MPICH or Intel MPI store the number of
-# processes and the rank of this process. The first variable that is set is used.
+# The environment variables that torchrun, Open MPI and MPICH set in each process.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "local_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 }
-# The number of processes per machine, and the number of machines, in the process group that a loop
-# in this process has joined.
+# The number of processes per machine, and the number of machines, in the process group.
 _own_group = (1, 1)
-# True if a loop in another process spawned or forked this process.
+# True if a strategy such as "ddp_spawn" has started this process.
 _is_spawned = False
 
 
@@ -48,7 +46,7 @@ def is_spawning(fabric: Fabric) -> bool:
 
 
 def remember_group(strategy: Any, is_spawned: bool = False) -> None:
-    """Store the size of the process group, which later loops in this process need to join it."""
+    """Store the size of the process group for later loops in this process."""
     global _own_group, _is_spawned
     _own_group = strategy.num_processes, getattr(strategy, "num_nodes", 1)
     _is_spawned = is_spawned
@@ -107,7 +105,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether FabricLoop must add its own ClusterEnvironment."""
+    """Return whether neither the user nor Lightning provides a suitable ClusterEnvironment."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

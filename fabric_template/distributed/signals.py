@@ -99,8 +99,7 @@ class SignalHandler:
         """Return a signal that at least one process has received, or None.
 
         All processes must stop after the same training step, so they exchange received signals
-        about once a second. Rank 0 chooses after how many batches the processes exchange signals
-        again. Most calls to ``agree`` are cheap, because they only compare two batch counts.
+        about once a second.
 
         Args:
             known: The result of the previous call.

@@ -175,13 +175,12 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # Register _call as a forward method of the network, so that FSDP gathers the parameters
-        # before each call. Registration stores a wrapped function in the attribute run_step. Keep
-        # the wrapped function, but delete the attribute, so that copies of the network lack it.
+        # FSDP gathers the parameters before each call of a registered forward method.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
         call = root.run_step
+        # Delete the method, because copies of the network must not contain it.
         del root.run_step
     return run_step
 
