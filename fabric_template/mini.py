@@ -444,9 +444,8 @@ class MiniLoop:
         """Train on the rest of an epoch, validate, write rows to CSV files and save checkpoints.
 
         If a run is killed and resumed, code before or after a call to this method may run twice or
-        not at all. Put code for the end of an epoch into on_train_epoch_end. If you add code for
-        the start of an epoch, run it only if batches_done is 0, because a resumed run may start in
-        the middle of an epoch.
+        not at all. Put code for the end of an epoch into on_train_epoch_end. Run code for the start
+        of an epoch only if batches_done is 0, because a run may resume in the middle of an epoch.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -607,8 +606,7 @@ class MiniLoop:
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch.
 
-        If you edit this method to skip, repeat, reorder or combine batches, a run that was killed
-        in the middle of an epoch cannot be resumed exactly.
+        If you skip, repeat, reorder or combine batches, resuming within an epoch is not exact.
         """
         self._is_last, length = False, self.num_training_batches
         is_started = self._batches is not None
@@ -1041,8 +1039,7 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # If `_tables` has no entry for an existing CSV file, a killed run created the file
-            # after its last checkpoint. Do not keep the rows of this file.
+            # Drop the rows of a file that a killed run created after its last checkpoint.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1076,8 +1073,7 @@ class MiniLoop:
         if is_in_epoch and self._batches_read != self.batches_done:
             text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
             warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
-        # Compare the monitored metric with its best value after each validation or, if it is a
-        # training metric, after each epoch.
+        # A training metric is complete only at the end of an epoch or of the run.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
         score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
@@ -3478,8 +3474,7 @@ def get_rng_state() -> dict[str, Any]:
     version, values, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        # Save the 625 numbers of Python's RNG state as bytes, because saving each number separately
-        # would take longer than saving a small model.
+        # Saving the 625 numbers of Python's RNG state as bytes is faster than saving a list.
         "python": (version, array("I", values).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), *position),
     }
