@@ -52,7 +52,8 @@ from .plain_values import (
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
 _MOST_OBJECTS = 500  # The maximum number of objects whose attributes are saved.
-_MOST_CHECKED = 64  # The maximum number of items whose types are checked in a container.
+# In a list or dict, search only this many items for iterators and new objects.
+_MOST_CHECKED = 64
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -60,7 +61,7 @@ _LIBRARIES |= sys.stdlib_module_names
 _OF_MODULE = frozenset(vars(nn.Module()))
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
-# Replaces the digest or the encoded value of an attribute that cannot be saved.
+# This value marks an attribute that is too large, or has an unsupported type.
 UNKNOWN: Any = ("unknown", None)
 _NOT_CREATED = "the saved run, but not this run, created it during training"
 
@@ -130,7 +131,7 @@ class Part:
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # Some dict subclasses expose their keys as attributes, so treat the keys as attributes.
+            # Save the items of a dict subclass as attributes.
             return self.instance
         if isinstance(self.instance, nn.Module):
             return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
@@ -158,11 +159,11 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether an object, such as a replay buffer, may have attributes to save."""
+    """Return whether to search the attributes of an object, such as a replay buffer."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
-    # Exclude this package's objects, even if a user has renamed a copy of the package.
+    # Use __package__, because users may rename this package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
     # Search the attributes of torch's own dataset classes, because a Subset, for example, may wrap
     # a user's dataset.
@@ -178,7 +179,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def find_iterator(value: Any) -> Any:
-    """Return the value if it is an iterator, or the first iterator in a container, or None."""
+    """Return the first iterator in a list or dict, or ``value`` if ``value`` is an iterator."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -216,11 +217,11 @@ def is_installed(kind: type) -> bool:
 
 
 class ListItem(SimpleNamespace):
-    """Wraps a list item that has a state_dict, so that it is saved like an attribute."""
+    """Stores a list item in an attribute, because PlainState saves only attributes."""
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Search attributes, lists and dicts, and return the objects to save, keyed by path.
+    """Return the objects in attributes of ``parts``, keyed by a path such as "model.pools.0".
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -261,10 +262,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Convert text that ``name_of_key`` returned back to an int or a string.
-
-    If the original key is neither an int nor a string, return None.
-    """
+    """Convert text from ``name_of_key`` back to a dict key, or return None if not possible."""
     if name.startswith("<"):
         return None
     if is_integer(name):
@@ -292,9 +290,9 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 
 
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
-    """Return a digest of the numbers and strings in each callback, keyed by the callback's class.
+    """Return digests of the numbers and strings in callbacks, grouped by callback class.
 
-    A resumed run uses the digests to detect that callbacks of the same class have been reordered.
+    A resumed run uses the digests to detect reordered callbacks of the same class.
     """
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
@@ -307,7 +305,7 @@ def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
 
 def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
     """Warn that callbacks of a class are missing or in a different order than in the saved run."""
-    # Continue training even if a warning filter turns the warning into an error.
+    # With ``python -W error``, this warning must not stop training.
     with suppress(Warning):
         warnings.warn(
             f"callbacks: got {num} of the class {name}, expected {num_saved} in the order of the"
@@ -318,7 +316,7 @@ def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
 
 
 class PlainState:
-    """Save and restore the random generators and the changed plain attributes of several objects.
+    """Save and restore the random generators and attributes of objects such as the model.
 
     Args:
         parts: The objects by name. Attributes that change after this call are saved.
@@ -342,7 +340,7 @@ class PlainState:
         self._warned: set[str] = set()
         # The digests and encoded values that ``keep_start_values`` has stored.
         self._start_values: dict[Place, tuple[Any, Any]] = {}
-        # Objects that are saved elsewhere, such as optimizers. The value is None until add() runs.
+        # Objects with their own checkpoint keys, such as optimizers.
         self._saved: dict[int, Any] | None = None
         self._callbacks = digests_of_callbacks(parts)
         self._find_objects()
@@ -388,7 +386,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """If a path refers to an item that a defaultdict has not created yet, create the item."""
+        """Create the item of a defaultdict for a path such as "model.counts.0"."""
         path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -473,7 +471,7 @@ class PlainState:
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether training has added objects to a list or dict of a loader."""
+        """Return whether training has added objects to a list or dict, such as a cache."""
         if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -499,8 +497,7 @@ class PlainState:
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
-                # An attribute without an initial value counts as changed. Forget the initial value,
-                # so that the next checkpoint also contains the attribute.
+                # Mark the attribute as changed, so that the next checkpoint also contains it.
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -613,11 +610,9 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each attribute's current value to the ids of the values that replace it.
+        """Map the id of each attribute's current value to the ids of its saved values.
 
-        If two attributes share a list, but the checkpoint has a separate list for each of them, two
-        values replace the shared list. A list that two values replace must not be changed in
-        place.
+        If two attributes share a list only in this run, the list must not be changed in place.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -637,7 +632,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy all attributes up to 256 MB, so that ``changed_start_values`` can return them."""
+        """Store a copy of each attribute for a later call to ``changed_start_values``."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
@@ -646,9 +641,7 @@ class PlainState:
     def changed_start_values(self, saved: Collection[Place]) -> dict[Place, Any]:
         """Return the start values of attributes that have changed in this run.
 
-        A checkpoint contains only attributes that the saved run has changed. If on_train_start or
-        set_epoch() changes another attribute in the resumed run, the loop resets that attribute to
-        its start value.
+        A resumed run uses the start values to undo changes by on_train_start and set_epoch().
 
         Args:
             saved: The attributes in the checkpoint, which are left out.
@@ -674,7 +667,7 @@ class PlainState:
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
         """Return the digest and the encoded value of each attribute of the given objects.
 
-        An attribute that is larger than 1 MB or not plain is encoded as UNKNOWN. Call this method
+        An attribute above 1 MB or of an unsupported type is replaced with UNKNOWN. Call this method
         directly after creating the PlainState.
         """
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
@@ -718,8 +711,7 @@ class PlainState:
     def _guarded(self, what: str) -> Iterator[None]:
         """Suppress errors in a `with` block that saves or restores the object ``what``.
 
-        Warn about the first error of each object. Objects of unsupported types are skipped without
-        a warning.
+        Warn once per object, but not about unsupported types.
         """
         try:
             yield
@@ -735,7 +727,7 @@ class PlainState:
         if what in self._warned:
             return
         self._warned.add(what)
-        # Continue training even if a warning filter turns the warning into an error.
+        # With ``python -W error``, this warning must not stop training.
         with suppress(Warning):
             warnings.warn(
                 f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"

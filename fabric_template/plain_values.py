@@ -42,12 +42,14 @@ _VALUES: dict[str, Any] = {
     kind.__name__: kind for kind in (range, timedelta, date, datetime, Fraction, Decimal, bytearray)
 }
 # Limits that keep checkpoints small and quick to save.
-MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute.
+MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute in bytes.
 MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
-COMPARED_BYTES = 2**20  # The digest of a larger GPU tensor covers only a sample of elements.
-_COMPARED_ITEMS = 50_000  # The approximate number of elements in a sample of a large value.
+# The digest of a GPU tensor above this size covers only some elements.
+COMPARED_BYTES = 2**20
+# To detect changes in a large tensor or list, compare about this many elements.
+_COMPARED_ITEMS = 50_000
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
-MOST_SEARCHED = 500  # Larger lists and dicts are not searched for objects with attributes.
+MOST_SEARCHED = 500  # The maximum length of a list or dict that is searched for objects.
 
 
 class NotPlainError(Exception):
@@ -89,16 +91,13 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
     items = _items_of(value)
     is_atomic = set(map(type, items)) <= ATOMS
     if is_atomic or most < len(items) <= MOST_ITEMS:
-        # Use marshal's format 2, because the output of later formats also depends on reference
-        # counts. If the items contain tensors or other objects, marshal raises a ValueError.
+        # Use marshal's format 2. In later formats, equal lists can give different bytes.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # The list of a dict's items alternates between keys and values. Make the step odd, so that the
-    # sample contains both keys and values.
+    # Make the step odd. An even step through a dict's items would compare only its keys.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
-    # Lower the maximum for each nested container. If a container contains itself, the maximum
-    # reaches 0, and digest() raises a NotPlainError.
+    # Lower the limit for nested containers, so that the recursion ends if a list contains itself.
     most_inside = min(most - 1, max(most // len(found), 8))
     marks = [] if len(found) == len(items) else [_mark(item) for item in items]
     return kind, len(items), [digest(item, most_inside) for item in found], marks
@@ -173,10 +172,9 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
 
 
 class Identity:
-    """Compares values by identity if they cannot be compared by a digest.
+    """Compares an object by identity, because digest() does not support its type.
 
-    Two Identity instances are equal if they were created from the same object. Instances that were
-    created from a container are equal only if its items are also the same objects.
+    For a list or dict, also compare the identities of the items.
     """
 
     def __init__(self, value: Any) -> None:
@@ -205,7 +203,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # For an array of a few long strings, the quotient is 0, but the step must be at least 1.
+    # The step of a slice must not be 0, even for an array of a few long strings.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -222,7 +220,7 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Ranges, dates and other small values
+# Copies of ranges, dates and fractions
 
 
 def arguments_of(value: Any) -> list[Any] | None:
@@ -257,7 +255,7 @@ def is_named_tuple(kind: type) -> bool:
 def find_class(base: type, module: str, name: str) -> Any:
     """Return the subclass of ``base`` with the given name, or None.
 
-    Search only modules that are already imported, because an import would run code.
+    Do not import ``module``, because an import could run any code.
     """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -472,10 +470,10 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's exact state into its existing dicts, which other objects may share.
+    """Load an optimizer's state into its existing param_groups and state dict.
 
-    load_state_dict() alone would create new parameter groups, but a wrapper around the optimizer
-    may still use the old groups. load_state_dict() would also change the dtype of some tensors.
+    Keep the old param_groups list, because a wrapper may still use the list. Keep the saved dtypes,
+    because load_state_dict() casts some tensors.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -489,7 +487,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.state = state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = saved.get("state") if isinstance(saved, dict) else None
-    # An optimizer that overrides state_dict may use another format.
+    # Check the types, because an optimizer may override state_dict() with its own format.
     for index, values in states.items() if isinstance(states, dict) else ():
         if index not in range(len(parameters)) or not isinstance(values, dict):
             continue
@@ -506,7 +504,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Move the tensors in a saved value to the devices of the tensors in ``loaded``."""
+    """Return optimizer state with its saved dtypes, on the devices of ``loaded``."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
@@ -529,10 +527,7 @@ def read_shared(value: Any) -> Any:
 
 
 def write_shared(value: Any, saved: Any) -> None:
-    """Write a saved value into an object in shared memory.
-
-    Raise an error if the type or the length of the value does not match the object.
-    """
+    """Write a saved value into an object in shared memory."""
     content = value.get_obj()
     if hasattr(content, "value"):
         content.value = saved

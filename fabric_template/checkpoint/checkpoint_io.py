@@ -22,8 +22,7 @@ NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _SEARCHED_TYPES = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Values of these types need no conversion. Skipping the conversion saves time, because Python's RNG
-# state alone has 625 numbers.
+# Skip items of these common types, to save faster.
 _UNCHANGED_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -121,15 +120,15 @@ def describe_content(content: Any) -> str:
 
 # Conversion of NumPy values
 
-# For safety, NumPy objects are never unpickled. Therefore, checkpoints store each NumPy value as
-# a tensor or a Python value, and its dtype under NUMPY_KEY. Trainer can also read these values.
+# Checkpoints store NumPy values as tensors or numbers, because unpickling NumPy objects is unsafe.
+# NUMPY_KEY contains the original dtypes.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Replace the NumPy values in a checkpoint with Python values and tensors.
 
     Returns:
-        A copy of the checkpoint, whose NUMPY_KEY entry contains the dtypes of the replaced values.
+        A copy of the checkpoint, with the original dtypes under NUMPY_KEY.
     """
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -165,8 +164,7 @@ def replace_numpy_values(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # A set treats a NumPy number and an equal Python number as the same item. Therefore, the
-        # dtypes of numbers in a set are not saved.
+        # NumPy dtypes in a set are lost, because its items have no keys or indices.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
@@ -197,10 +195,12 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a container in which some items are replaced.
+    """Return a copy of a dict, list, tuple or deque with new items.
 
-    ``replaced`` maps keys or indices to new values. Dict keys that are NumPy values become Python
-    values. If nothing changes, return the container itself.
+    NumPy dict keys become Python values. If nothing changes, return the container itself.
+
+    Args:
+        replaced: The new items, keyed by dict key or list index.
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
@@ -221,8 +221,7 @@ def plain_value(value: Any) -> tuple[Any, str | None]:
     """Convert a NumPy value to a Python value or a tensor.
 
     Returns:
-        The converted value, and its NumPy dtype as text. If the value is not a NumPy value, or
-        cannot be restored exactly, return the unchanged value and None.
+        The converted value and its NumPy dtype, or (value, None) if no exact conversion exists.
     """
     if not isinstance(value, np.generic) and type(value) is not np.ndarray:
         return value, None

@@ -2,8 +2,8 @@
 
 Each process writes its shards to a new folder beside the checkpoint file, such as
 ``last.ckpt.step=400``. The checkpoint file contains the name of the shard folder, and all values
-that are not sharded. An old checkpoint at the same path is removed only after the new checkpoint is
-written. Therefore, if a process is killed during a save, the old checkpoint stays intact.
+that are not sharded. An old checkpoint at the same path stays intact until the new checkpoint is
+written.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Replace NumPy values with tensors and Python values here, because a custom CheckpointIO
-    # might save NumPy objects unchanged.
+    # A custom CheckpointIO may pickle NumPy values, but a resumed run cannot load them.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -234,7 +233,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the model's weights or the optimizers' parameters, depending on ``key``."""
+    """Return the weights or the optimized parameters, keyed by their names in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}

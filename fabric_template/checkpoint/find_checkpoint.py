@@ -67,7 +67,7 @@ def find_start_point(
         if not getattr(environment, "creates_processes_externally", False):
             raise
         # If only this process lacks the checkpoint, an error here would leave the other processes
-        # waiting. Therefore, check_same_checkpoint raises the error later, in all processes.
+        # waiting. check_same_checkpoint raises the error later, in all processes.
         return StartPoint(error=error)
     if path is None:
         return StartPoint()
@@ -143,7 +143,7 @@ def find_checkpoint(
         ``ckpt_path="last"`` finds no checkpoint, return (None, {}).
 
     Raises:
-        MissingCheckpointError: There is no checkpoint for an argument such as ``resume="last"``.
+        MissingCheckpointError: No checkpoint was found.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)
@@ -195,8 +195,7 @@ def callbacks_of(plan: Plan) -> list[Any]:
     """Return the callbacks that may have saved the checkpoint.
 
     If the loop has no checkpoint callback, also return the callbacks that the module's
-    configure_callbacks creates. These callbacks are used only to find the checkpoint, because the
-    run calls configure_callbacks again.
+    configure_callbacks creates.
     """
     callbacks = plan.loop.callbacks
     own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
@@ -276,8 +275,8 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
     paths = [getattr(saver, "dirpath", None) for saver in savers]
     has_own_folder = all(path and not is_in_log_folder(path, folder) for path in paths)
     if not has_own_folder and save_dir is not None:
-        # Without a dirpath, ModelCheckpoint saves to the log folder. For resume="auto", accept any
-        # checkpoint there, because a killed run may have left no last.ckpt.
+        # Without a dirpath, ModelCheckpoint saves to the log folder. A killed run may have no
+        # last.ckpt, so resume="auto" accepts any checkpoint.
         name = "*" if keyword == "auto" else "last*"
         patterns = {f"checkpoints/{pattern_of(saver, name)}" for saver in savers}
         found = list_versions(plan, folder, patterns)
@@ -390,11 +389,8 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 
 def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
-    """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None.
-
-    If this run has a checkpoint callback, return None, because the files of that callback have
-    already been searched.
-    """
+    """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None."""
+    # The files of this run's own checkpoint callbacks have already been searched.
     if find_callbacks(callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)

@@ -2,10 +2,10 @@
 
 A checkpoint contains an attribute only if its value has changed since the run started. A script may
 resume a run with objects that an earlier ``fit`` call in the same process has changed, such as the
-model or a callback. Before ``fit`` restores a checkpoint, it resets changed attributes to their
-values at the start of the saved run. If the user has changed an attribute between two ``fit``
-calls, the attribute keeps the user's value. ``fit`` resets attributes only if an earlier ``fit``
-call in the same process saved to the checkpoint's folder.
+model or a callback. Before restoring a checkpoint, ``fit`` undoes the changes that earlier ``fit``
+calls made to attributes. If the user has changed an attribute between two ``fit`` calls, the
+attribute keeps the user's value. If no earlier ``fit`` call in this process saved to the
+checkpoint's folder, ``fit`` resets no attributes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 # Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[Any, tuple[Any, Any]]
-# Maps each object to a dict of its ObjectRecords, keyed by a kind such as "attributes". The
-# references to the objects are weak, so that Python can free the objects.
+# Maps an object, such as the model, to a dict {"attributes": ObjectRecord, "flags": ...}.
+# The references to the objects are weak, so that Python can free their memory.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
-_MOST_RUNS = 4  # Keep the start values of an object for at most this many runs.
+# An ObjectRecord stores the start values of at most this many runs.
+_MOST_RUNS = 4
 
 
 class ObjectRecord:
@@ -75,11 +76,7 @@ class ObjectRecord:
         return found
 
     def _keep_user_changes(self, values: Values) -> None:
-        """If the user changed an attribute after the latest ``fit`` call, keep the user's value.
-
-        Store the user's value as the attribute's start value, so that no ``fit`` call resets the
-        attribute.
-        """
+        """If the user changed an attribute after the latest ``fit`` call, keep the user's value."""
         for name in {**values, **self.end}:
             if values.get(name, _MISSING)[0] == self.end.get(name, REMOVED):
                 continue
@@ -104,8 +101,7 @@ class ObjectRecord:
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
         """Record the changes that a validate, test or predict call has made to an object.
 
-        Without this record, the next ``fit`` call would treat changes that a validate, test or
-        predict call has made as changes by the user.
+        ``fit`` keeps a user's changes, but resets changes by validate, test and predict.
         """
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
@@ -113,7 +109,7 @@ class ObjectRecord:
 
 
 class FitRecord:
-    """Records the values of a run's objects at the start and at the end of a call such as ``fit``.
+    """Records attributes and flags, such as those of the model, before and after ``fit``.
 
     Args:
         checkpoint: The path of the checkpoint from which the run resumes, or None for a new run.
@@ -132,18 +128,15 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # Maps an object's id and a kind of values, such as "attributes", to the object, a function
-        # that returns digests of its current values, and its values at the start of the run.
+        # Maps keys such as (id(model), "flags") to (model, function to read flags, start flags).
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # If the run ends before its checkpoint is restored, ``store`` calls these functions to undo
-        # the resets of attributes and flags.
+        # Functions that undo the resets of attributes if restoring the checkpoint fails.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
-        """Record attributes at the start of a run, so that later ``fit`` calls can reset them.
+        """Record the attributes of objects at the start of a run.
 
-        If the run resumes, also undo changes that earlier ``fit`` calls made to the attributes.
-        Skip objects whose attributes are already recorded.
+        In a resumed run, first undo attribute changes by earlier ``fit`` calls.
 
         Args:
             state: A PlainState that has just been created.
@@ -162,7 +155,7 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Call ``reset_and_record_attributes`` for objects that the run's PlainState lacks."""
+        """Call ``reset_and_record_attributes`` for objects such as optimizers."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -173,10 +166,7 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Record an object's flags, options or arguments at the start of a run.
-
-        If the run resumes, also reset values that earlier ``fit`` calls have changed. If the object
-        already has a record of the given ``kind``, do nothing.
+        """Record an object's flags or options, after undoing changes by earlier ``fit`` calls.
 
         Args:
             kind: The kind of values, such as "flags" or "options".
@@ -219,9 +209,9 @@ class FitRecord:
         return found
 
     def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
-        """Return whether to reset an attribute to ``value``.
+        """Return whether an attribute can be reset to its start value ``value``.
 
-        Warn if an attribute cannot be reset because its original value was not recorded.
+        Warn if the start value was not recorded.
 
         Args:
             current: The digest of the attribute's current value.
@@ -241,17 +231,13 @@ class FitRecord:
         return False
 
     def keep_resets(self) -> None:
-        """Discard the functions that could undo the resets of attributes and flags.
-
-        Call this method after the checkpoint has been restored.
-        """
+        """Keep the reset attributes and flags, because the checkpoint has been restored."""
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
-        """Store each object's start values and digests, so that later ``fit`` calls can reset it.
+        """Store the recorded attributes and flags for later ``fit`` calls.
 
-        If the run ended before its checkpoint was restored, undo the resets of attributes and flags
-        before storing.
+        If the run failed before the checkpoint was restored, first undo the resets of attributes.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -269,7 +255,7 @@ class FitRecord:
                     record.add_fit(run, start, end)
                 else:
                     record.add_evaluation(start, end)
-        # Drop all references, so that Python can free the objects.
+        # Remove the references to the model, so that Python can free its memory.
         self._objects, self._reverts, self._model = {}, [], None
 
 
@@ -278,14 +264,12 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the key of a Part's record, which is an object and a kind such as "buffers"."""
+    """Return (object, "attributes"), (object, "buffers") or (list item, "item") for a Part."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # Use the list item itself, because PlainState wraps the item in a new ListItem in each run.
+    # Each run creates new ListItem objects, so record the list items inside them.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # Objects of some classes, such as SimpleNamespace, do not support weak references. Store the
-    # record of such an object with the model's records, under a kind that contains the object's
-    # name.
+    # If an object does not support weak references, use the model as the key.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 
@@ -338,7 +322,7 @@ def make_restore_function(state: PlainState, places: Iterable[Place]) -> Callabl
 
 
 def copy_content(value: Any) -> Any:
-    """Copy a tensor, an array or a container whose content ``load_attributes`` may replace."""
+    """Copy a value that ``load_attributes`` may change in place."""
     if type(value) in (Tensor, nn.Parameter):
         return value.detach().clone().requires_grad_(value.requires_grad)
     return copy(value) if isinstance(value, np.ndarray | list | dict | set | deque) else value
@@ -374,10 +358,9 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks that use Lightning's state_dict(), which may leave out attributes.
+    """Return the callbacks that inherit Lightning's state_dict().
 
-    Leave out progress bars and checkpoint callbacks. The attributes of a checkpoint callback
-    describe the files that it has saved, so they must not be reset.
+    Checkpoint callbacks are left out, because their attributes describe saved files.
     """
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
@@ -389,10 +372,7 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Record the train mode of each module and requires_grad of each parameter.
-
-    If the run resumes, also undo changes that earlier ``fit`` calls made to these flags.
-    """
+    """Reset and record the train mode of modules and requires_grad of parameters."""
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)
@@ -425,7 +405,7 @@ def reset_options(loop: FabricLoop, start: StartPoint) -> None:
 
 
 def warn_of_changed_attribute(place: str) -> None:
-    # Continue the run even if a warning filter turns the warning into an error.
+    # With ``python -W error``, this warning must not stop the run.
     with suppress(Warning):
         warnings.warn(
             f"resume: an earlier fit in this process changed the attribute {place}, and the loop"

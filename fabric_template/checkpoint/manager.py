@@ -114,8 +114,8 @@ class CheckpointManager:
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # In the middle of an epoch, a training metric still has its value from the previous epoch.
-        # Therefore, compare only validation metrics here.
+        # In the middle of an epoch, a training metric still has its value from the previous epoch,
+        # so compare only validation metrics.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
@@ -169,14 +169,12 @@ class CheckpointManager:
     def replace_last(self, run: Run) -> None:
         """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
 
-        Call this method before CSV rows that were written after the checkpoint are removed. Without
-        the copy, a run that is killed before its first save would leave an old last.ckpt that
-        refers to removed CSV rows.
+        Call this method before removing CSV rows, because an old last.ckpt may refer to them.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return
         path, last = Path(str(run.plan.start.path)), self._path("last.ckpt")
-        # If save_last is False, do not create a last.ckpt that would become outdated.
+        # With save_last=False, the run would never update a new last.ckpt.
         is_used = self.config.save_last or last.exists()
         # A copy of a sharded checkpoint would refer to the shards of the original.
         is_sharded = SHARDS_KEY in (run.plan.start.checkpoint or {})
@@ -190,7 +188,7 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Skip a validation metric if validation has not run since the previous comparison.
+        # Without another validation run, the validation metric has not changed.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
@@ -308,9 +306,8 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Start without best checkpoints, because the metric has changed or the folder is new.
+            # Ignore the saved scores of a different metric or folder.
             return
-        # Use only the file names, because the paths in an untrusted checkpoint could point
-        # anywhere.
+        # Paths in an untrusted checkpoint could point anywhere, so use only their file names.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}
         self._best_scores = {str(path): value for path, value in kept.items() if path.exists()}

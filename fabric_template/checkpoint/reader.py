@@ -29,8 +29,7 @@ _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# The attribute bit that marks a folder in a zip archive. torch would read a folder as an empty
-# file.
+# This bit marks a folder in a zip archive. torch would read the folder as an empty file.
 _FOLDER = 0x10
 
 
@@ -38,9 +37,6 @@ class Placeholder:
     """Replaces a saved object that could run arbitrary code when it is loaded.
 
     For each unknown class or function in a file, the unpickler creates a subclass of Placeholder.
-    If the file calls the unknown class or function, the unpickler creates an instance of the
-    Placeholder subclass instead.
-    Methods that are called during unpickling, such as append and __setstate__, do nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +52,7 @@ class Placeholder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    # The unpickler calls these methods, and a placeholder ignores the calls.
     __setstate__ = __setitem__ = append = extend = add = __init__
 
     def __repr__(self) -> str:
@@ -173,18 +170,14 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each key of a checkpoint, describe the first object that became a placeholder.
-
-    Hyperparameters are not searched, because a resumed run does not need them. The returned dict
-    omits keys whose values contain no placeholder.
-    """
+    """Describe the first placeholder under each checkpoint key, except for hyperparameters."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Describe the first placeholder in nested containers, or return None if there is none."""
+    """Describe the first placeholder in a value, such as a dict, or return None."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -266,9 +259,8 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds tensors and standard types, and replaces all other objects with placeholders.
 
-    A pickle can call and even modify the classes and functions that ``find_class`` returns.
-    Therefore, ``find_class`` returns only immutable built-ins and newly created objects that no
-    other code uses.
+    A pickle could modify classes of other code, so ``find_class`` returns only immutable built-ins
+    and new objects.
 
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
@@ -279,10 +271,7 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or function that replaces the one in the pickle.
-
-        If the name is not in BUILDERS or VALUES, return a new subclass of Placeholder.
-        """
+        """Return a safe replacement for the class or function with the given name."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads a storage's dtype from an attribute of the storage's class.
@@ -308,11 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Wraps a function that a pickle may call.
-
-    If the pickle passes a placeholder as an argument, return a placeholder instead of calling the
-    function.
-    """
+    """Calls a function from a pickle, unless an argument is a placeholder."""
 
     __slots__ = ("_function",)
 
@@ -346,8 +331,7 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Maps module names in pickles to the names in VALUES and BUILDERS. Pickle protocol 2 uses the
-# module names of Python 2, and Python 3.13 moved the pathlib classes to pathlib._local.
+# Pickle protocol 2 uses Python 2's module names. Python 3.13 moved Path to pathlib._local.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {

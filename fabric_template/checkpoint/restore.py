@@ -36,14 +36,12 @@ if TYPE_CHECKING:
 # |                  |                                   | still create layers                 |
 # | restore_training | optimizers, schedulers, counters, | configure_optimizers creates the    |
 # |                  | max_epochs, max_steps, CSV files  | optimizers                          |
-# | restore_states   | other options, flags, gradients,  | on_train_start must see the values  |
-# |                  | running means, loader positions,  | that the script sets, and may draw  |
-# |                  | and finally the RNG states        | random numbers                      |
-# | restore_position | iterators of the loaders,         | a new iterator starts from the      |
-# |                  | and then attributes               | restored position and RNG states,   |
-# |                  |                                   | and may read attributes, which must |
-# |                  |                                   | still have their values from the    |
-# |                  |                                   | start of the epoch                  |
+# | restore_states   | other options, flags, gradients,  | on_train_start must see the options |
+# |                  | running means, loader positions,  | of the script, and may draw random  |
+# |                  | and finally the RNG states        | numbers                             |
+# | restore_position | iterators of the loaders,         | a new iterator needs the loader's   |
+# |                  | and then attributes               | position, and the attributes from   |
+# |                  |                                   | the start of the epoch              |
 #
 # Validate, test and predict call only restore_model.
 
@@ -92,8 +90,7 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a missing Timer, because the max_time option may have added it to the saved
-    # run. Do not warn about a missing ModelCheckpoint if FabricLoop saves the checkpoints itself.
+    # Do not warn about a Timer from max_time=, or a ModelCheckpoint that FabricLoop replaces.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -134,7 +131,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def checkpointed_module(run: Run) -> nn.Module:
-    """Return the module whose state_dict a checkpoint contains."""
+    """Return the module with the weights that checkpoints contain."""
     return run.module if run.is_lightning_module else run.network
 
 
@@ -147,7 +144,7 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
     target = checkpointed_module(run)
-    # WeightAveraging saves the averaged weights as "state_dict", possibly with another dtype.
+    # With WeightAveraging, "state_dict" contains averaged weights instead of the trained ones.
     weights = checkpoint.get("current_model_state") or find_weights(checkpoint, run.plan.start.path)
     weights = rename_weights(weights, target)
     current, others = target.state_dict(), []
@@ -289,9 +286,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
-        # Ignore the saved should_stop, so that resume="last" continues a run that EarlyStopping
-        # stopped. Only resume="auto" restores should_stop, because job schedulers also restart
-        # finished runs.
+        # resume="last" continues a run that EarlyStopping stopped, but resume="auto" does not.
         own.pop("stop", None)
     load_states(run, own)
 
@@ -340,7 +335,7 @@ def restore_mini_attributes(run: Run) -> None:
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
                 load_object(current, decoder.decode(value[1]))
                 continue
-            # Also accept class attributes. The saved run may have overridden them on the instance.
+            # The saved run may have overridden a class attribute on the instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
                 raise CheckpointError(
@@ -377,14 +372,13 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore the attributes only now. A loader's iterator may read attributes when it is created,
-    # and must read the values from the start of the epoch, not those from the time of the save.
+    # Restore attributes last. A new iterator must read the values from the start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore all saved states except attributes, before the loaders' iterators are created.
+    """Restore options, flags, gradients, loader positions and RNG states.
 
     Returns:
         The saved attributes of the model, the callbacks and other objects, or None if the
@@ -471,8 +465,7 @@ def restore_network(
 def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
     """Prune the same weights that ModelPruning pruned in the saved run.
 
-    Call this function after configure_optimizers, because pruning moves a parameter to the end of
-    ``parameters()``.
+    Pruning reorders ``parameters()``, so call this function after configure_optimizers.
     """
     callbacks = run.hooks.callbacks_of("ModelPruning")
     if any(map(resets_pruned_weights, callbacks)):
@@ -516,8 +509,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
     # differ from the number of schedulers.
     is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
-    # An on_load_checkpoint hook may have removed all scheduler states on purpose. If there are no
-    # scheduler states, warn about new schedulers only if the saved run had no schedulers.
+    # Do not warn if an on_load_checkpoint hook has removed all scheduler states.
     has_new_scheduler = run.plan.start.own.get("arguments", {}).get("schedulers") == []
     if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
@@ -532,8 +524,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
     """Warn if an argument of an optimizer or scheduler differs from the saved argument.
 
-    Raise an error if a scheduler's class or interval has changed. Without this error, torch would
-    load the saved state into the wrong scheduler.
+    Raise an error if a scheduler's class or interval has changed.
 
     Args:
         kind: "optimizers" or "schedulers".
@@ -573,11 +564,7 @@ def add_missing_groups(run: Run, states: list[Any]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook of the saved run replaced a trained parameter.
-
-    The saved optimizer state belongs to the original parameter, not to the parameter that replaced
-    it in the model.
-    """
+    """Raise an error if a hook of the saved run replaced a trained parameter."""
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
@@ -611,8 +598,8 @@ def warn_of_parameter_order(run: Run) -> None:
 
     Trainer does not save the order of an optimizer's parameters. If an optimizer was created from
     ``self.parameters()``, compare the order of the model's weights with the order of the saved
-    weights. A different order causes only a warning, because an on_save_checkpoint hook may have
-    sorted the saved weights.
+    weights. Do not raise an error, because an on_save_checkpoint hook may have sorted the saved
+    weights.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
@@ -664,7 +651,7 @@ def names_in_order(groups: list[list[str | None]]) -> list[str]:
 def check_state_shapes(optimizer: Any) -> None:
     """Raise an error if tensors in the restored state of a torch optimizer have wrong shapes.
 
-    Without this check, torch would not raise an error until the first optimizer step.
+    For wrong shapes, torch itself raises an error only in the first optimizer step.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):
@@ -693,8 +680,7 @@ def groups_of_state(state: Any) -> list[dict[str, Any]]:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
-    # Check only the options that the optimizer's class defines, such as "betas", because a
-    # scheduler may have added others, such as "initial_lr", to the parameter groups.
+    # Ignore options that a scheduler added to the parameter groups, such as "initial_lr".
     options = set(getattr(optimizer, "defaults", ()))
     known = [options & set(group) for group in optimizer.param_groups]
     saved = groups_of_state(state)

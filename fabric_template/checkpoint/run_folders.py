@@ -42,9 +42,8 @@ class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
     A new run records its start time. New and resumed runs record the time of each save.
-    ``resume="last"`` continues the run with the latest recorded time. Runs with the same
-    ``version=`` share a folder. The recorded start and save times show which checkpoints are from
-    an older run.
+    ``resume="last"`` continues the run with the latest start or save. Runs with the same
+    ``version=`` share a folder. A checkpoint from before the latest start belongs to an older run.
     """
 
     def __init__(self) -> None:
@@ -79,14 +78,13 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Write the start time of a run that replaces the previous run in the same folders.
+        """Write the start time to the .lock files, and list the previous run's files for removal.
 
         Args:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder whose CSV files the new run replaces, or None.
         """
-        # The new time must be later than all recorded times, even if another machine's clock was
-        # fast.
+        # Start times must increase, even if the clock of another machine is fast.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -96,10 +94,9 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """When the user resumes a run that a newer run has replaced, mark its checkpoints valid."""
+        """Make the checkpoints of a replaced run valid again, because the user resumes that run."""
         self._write("started 0.0", is_synced=True)
-        # Remove the old CSV files only after the next save, because the resumed run first copies
-        # rows from them.
+        # The resumed run copies rows from the old CSV files, so remove these files after a save.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -107,9 +104,8 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Write the time of a save to the .lock files, and remove files of the previous run."""
-        # Remove the replaced run's CSV files, even if a ModelCheckpoint has saved this checkpoint
-        # outside of the run's folders.
+        """Record the time of a saved checkpoint, and remove the files of the replaced run."""
+        # Remove the old CSV files even if the checkpoint is outside of the run's folders.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -151,9 +147,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Even if FabricLoop saves no checkpoints, a new run replaces an older run of the same
-        # version. Lock the older run's checkpoint folder, so that the new start time is written to
-        # that folder.
+        # Lock an older run's checkpoint folder, to mark its checkpoints as outdated.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -211,8 +205,7 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # The checkpoint may have been copied to another folder. In this case, the .lock file in the
-    # original folder still lists the save time.
+    # If the checkpoint was copied to another folder, the original .lock file lists its save time.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -237,7 +230,7 @@ def choose_version(run: Run) -> None:
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:
-    """Return the folder for checkpoints, or None if FabricLoop does not save checkpoints itself."""
+    """Return the folder in which FabricLoop saves checkpoints, or None if it saves none."""
     config, loggers = run.config, run.loggers.csv_loggers
     if not config.enable_checkpointing or run.loop.checkpoint_callbacks:
         return None
@@ -290,7 +283,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
+    # Use no lock on Windows, which lacks fcntl, and on network drives without file locks.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -26,8 +26,8 @@ class StartPoint:
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
             empty unless the run resumes.
         sampler_seed: The seed with which the saved run shuffled samples, or None.
-        restarts_epoch: For a Trainer checkpoint, whether a resumed Trainer would first finish the
-            epoch in which the checkpoint was saved.
+        restarts_epoch: For a Trainer checkpoint, whether Trainer would continue the saved epoch
+            instead of starting the next one.
     """
 
     path: str | None = None
@@ -76,7 +76,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state. For a Trainer checkpoint, also set ``restarts_epoch``."""
+        """Return the training state, and set ``restarts_epoch`` for a Trainer checkpoint."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -194,10 +194,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether a resumed Trainer would first finish the epoch in which it saved a checkpoint.
-
-    If this function returns False, Trainer would run its sanity check and start the next epoch.
-    """
+    """Return whether Trainer would continue the saved epoch instead of starting the next one."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None or has_max_steps:
         return True

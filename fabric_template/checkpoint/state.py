@@ -37,18 +37,16 @@ if TYPE_CHECKING:
 
 # The names of the counters in Trainer's progress objects.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Only options of these types are saved in checkpoints.
+# Checkpoints contain only FabricLoop options of these types.
 OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Do not save these attributes of optimizers. state_dict() already contains "state" and
-# "param_groups". Tensors in "defaults", such as a learning rate, may also be in "param_groups".
-# Schedulers use "_opt_called" and "_step_count" only for a warning.
+# Optimizer attributes that state_dict() already saves, or that need not be restored.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# Matches the checkpoint keys for hyperparameters, which a resumed run does not read.
+# Matches Lightning's checkpoint keys for hyperparameters.
 _HYPERPARAMETERS = re.compile("hyper_parameters|hparams")
 # The checkpoint keys that a resumed run reads.
 _KEYS_READ_ON_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
@@ -83,8 +81,7 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # Return a new dict. A hook may have kept a reference to ``checkpoint``, and must not see
-    # OWN_KEY.
+    # Add OWN_KEY to a new dict, because hooks must not see this key.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
 
 
@@ -115,14 +112,13 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # Remove the log and log_dict methods that the loop has set on the object, in case state_dict()
-    # returns vars(self).
+    # If state_dict() returns vars(self), remove the loop's log and log_dict methods.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
 def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that Trainer does not save.
+    """Return the state that Trainer does not save, such as RNG states and loader positions.
 
     The "ranks" entry of the returned dict lists the state of each process.
     """
@@ -224,8 +220,7 @@ def make_loop_counters(
     saved = progress.state_dict()
     epoch = make_counts(progress.epochs_done, progress.epochs_done)
     batches = make_counts(saved["total_batches"], saved["batches_done"])
-    # If the checkpoint is saved during a batch, a resumed run repeats the batches since the last
-    # optimizer step. Therefore, count these batches as "ready", but not as "completed".
+    # Batches since the last optimizer step are not "completed", because a resumed run repeats them.
     batches["total"]["ready"] = progress.total_batches
     batches["current"]["ready"] = progress.batches_done
     if progress.is_in_epoch:
@@ -296,7 +291,7 @@ class _TrialUnpickler(PlainUnpickler):
     """Reads the pickles that _TrialPickler writes."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Return None in place of a tensor, because _TrialPickler does not write tensors."""
+        """Return None, because the pickle contains no tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -385,8 +380,7 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run, states: list[Any]) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    A resumed run would give the scheduler copies of the parameters, which the optimizer does not
-    train.
+    After a resume, the scheduler would hold copies of the optimizer's parameters.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -403,7 +397,7 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
 def check_optimizer_states(run: Run) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids.
 
-    A resumed run has different parameter objects with different ids.
+    A saved id refers to no parameter of a resumed run.
     """
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
@@ -420,7 +414,7 @@ def check_optimizer_states(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """For each state, describe the first object that can be read only with weights_only=False."""
+    """Describe saved objects that weights_only=True cannot read, one per checkpoint key."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -429,8 +423,7 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # on_save_checkpoint hooks may have added keys, which only on_load_checkpoint hooks read. If the
-    # run has no on_load_checkpoint hook, do not warn about objects under these keys.
+    # Only on_load_checkpoint hooks read the keys that on_save_checkpoint hooks have added.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -475,12 +468,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Record the attributes of optimizers, so that checkpoints contain those that change later.
-
-    If the run resumes, also undo changes that earlier ``fit`` calls made to the attributes. Search
-    all attributes again for objects to save, because hooks may have created new objects. Skip
-    objects whose state is already saved, such as schedulers.
-    """
+    """Add optimizer attributes to checkpoints, and undo changes by earlier ``fit`` calls."""
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
     parts = {
@@ -545,8 +533,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Save no buffers of a network that shares modules with the trained model, because the
-            # trained model's buffers are already saved.
+            # The buffers of the trained model are already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
