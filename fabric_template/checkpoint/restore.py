@@ -424,7 +424,8 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     Raise an error if the saved position in the epoch cannot be used with the new settings.
     """
     current = run_settings(run)
-    changed = [name for name in saved if saved[name] != current[name]]
+    # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
+    changed = [name for name in saved if saved[name] not in ([], current[name])]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
     for name in ("number of processes", "batch size"):

@@ -177,3 +177,17 @@ def test_a_checkpoint_saved_within_a_step_is_refused_if_one_of_several_loaders_h
         rest, resumed = train(tmp_path / "saved.ckpt")
         assert rest == whole[8:]
         assert_same_weights(model, resumed)
+
+
+def test_a_run_saved_before_its_loaders_exist_resumes_exactly_and_without_warnings(tmp_path):
+    def train(callbacks=(), **options):
+        torch.manual_seed(1)
+        module = Classifier()
+        loop = FabricLoop(**quiet(max_epochs=1, callbacks=[*callbacks]))
+        loop.fit(module, make_loader(), val_loader(), **options)
+        return module
+
+    callback = pl.Callback()
+    callback.on_fit_start = lambda trainer, module: trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    whole = train([callback])
+    assert_same_weights(whole, train(resume=tmp_path / "saved.ckpt"))

@@ -157,6 +157,7 @@ class Evaluated(nn.Module):
     configure_optimizers = Measures.configure_optimizers
 
 
+@pytest.mark.filterwarnings("ignore:save_checkpoint. got a call during a validation")
 def test_the_state_of_a_validation_metric_is_not_saved_during_validation():
     """A run that is saved during a validation repeats this validation when it resumes."""
 
