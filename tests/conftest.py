@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -31,6 +33,7 @@ for name in list(os.environ):
         del os.environ[name]
 os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
+FOLDER_NUMBERS = itertools.count()
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Folders that tools such as pytest and ruff may write at any time.
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
@@ -130,6 +133,26 @@ def skip_fsync():
     with pytest.MonkeyPatch.context() as session:
         session.setattr("os.fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skip_seeds_of_absent_devices():
+    """Do not seed devices that the machine does not have. torch formats a traceback for each of them, in each call."""
+    with pytest.MonkeyPatch.context() as session:
+        for name in ("cuda", "xpu", "mtia"):
+            device = getattr(torch, name, None)
+            if device is not None and not device.is_available():
+                session.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory, request):
+    """Return a new folder. The fixture of pytest searches all earlier folders for the largest number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(FOLDER_NUMBERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture(scope="session")
