@@ -119,8 +119,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of the objects passed to setup(). The first log_dict() of a hand-written loop
-        # writes these descriptions to config.yaml.
+        # Descriptions of the objects passed to setup(), for config.yaml.
         self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
         self._is_recorded = False
         self.run: Run | None = None
@@ -128,8 +127,7 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The options that the loop writes to config.yaml. The command ``fabric-template fit``
-        # replaces this dict with one that also describes the model and the data.
+        # The options for config.yaml. ``fabric-template fit`` adds the model and the data.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -149,7 +147,7 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         # With logger=True, use the loggers of the user's Fabric object if it has any.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # If the user passes only a name such as "wandb", add the CSV logger.
+        # A logger's name, such as "wandb", does not replace the CSV logger.
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -266,7 +264,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Set ``loop.run``, from which attributes such as ``loop.global_step`` get their values.
+        """Set ``loop.run`` and ``loop.status`` for a call such as ``fit``.
 
         Keep ``loop.run`` after the `with` block, so that users can still read ``loop.global_step``.
         """
@@ -295,8 +293,8 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, setup returns the model and the optimizer unchanged. On several
-        devices, or with a precision such as "bf16-mixed", setup returns Fabric's wrappers of both,
-        and ``model.module`` is the original model. Clip gradients with
+        devices, or with another precision, setup wraps the model and the optimizer. After wrapping,
+        ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         With several processes, each process gets its share of a DataLoader's or a TensorLoader's
@@ -361,7 +359,7 @@ class FabricLoop(TrainerAPI):
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
         """Return a context in which backward() does not average gradients over the processes.
 
-        Pass ``enabled=False`` for the last batch before an optimizer step.
+        For the last batch before an optimizer step, pass ``enabled=False`` to average gradients.
         """
         if needs_no_strategy(self.fabric):
             return nullcontext()
@@ -394,11 +392,10 @@ class FabricLoop(TrainerAPI):
     ) -> None:
         """Log several values by name.
 
-        In a step function and in a hook such as on_validation_epoch_end, log_dict calls ``log`` for
-        each value. In your own training loop, log_dict writes a row to metrics.csv if
-        ``dictionary`` has an "epoch" key, and to steps.csv if ``dictionary`` has no such key. In
-        a hook such as on_train_batch_end, log_dict adds the values to the current epoch's row in
-        metrics.csv if dictionary["epoch"] is the current epoch, and to steps.csv if it is not.
+        In step functions and epoch-end hooks, log_dict works like ``log``. In your own training
+        loop, a dictionary with an "epoch" key becomes a row of metrics.csv. A dictionary without an
+        "epoch" key becomes a row of steps.csv. In a hook such as on_train_batch_end, a dictionary
+        with the current epoch is added to the epoch's row in metrics.csv.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -437,7 +434,7 @@ class FabricLoop(TrainerAPI):
         """Atomically write a checkpoint that contains modules, optimizers and other values.
 
         ``load`` can read tensors, arrays, numbers, strings, dates, paths and containers of these.
-        For example, save ``vars(args)`` instead of ``args``, because ``load`` refuses a Namespace.
+        Save ``vars(args)`` instead of ``args``, because ``load`` refuses an argparse.Namespace.
         """
         self._prepare_files("save", path, state)
         kept = {k: StatefulValue(v) if is_container(v) else v for k, v in state.items()}
@@ -454,14 +451,14 @@ class FabricLoop(TrainerAPI):
     ) -> dict[str, Any]:
         """Restore the objects in ``state`` from a checkpoint.
 
-        Return the checkpoint's remaining values, whose keys are not in ``state``.
+        Return the checkpoint's values for all keys that ``state`` lacks.
 
         Args:
             weights_only: If False, also read objects of other classes, which may run code from the
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Replace containers by None, because Fabric.load fails to copy some types, such as range.
+        # Fabric.load fails for containers such as range, so pass None instead.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -499,7 +496,7 @@ class FabricLoop(TrainerAPI):
         self, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **options: Any
     ) -> Any:
         """Measure how long each part of a training step takes. See ``fabric_template.profile``."""
-        # Import the tool late, because users may copy the package without the tools folder.
+        # A copy of the package may lack the tools folder, so import tools.profile only here.
         tool = import_module(f"{__package__}.tools.profile")
         return tool.profile(self, model, train_dataloaders, datamodule, **options)
 
@@ -530,7 +527,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        If the loop has ModelCheckpoint callbacks, search only the checkpoints that they saved.
+        With ModelCheckpoint callbacks, use their ``last_model_path`` or ``best_model_path``.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -576,7 +573,7 @@ def make_fabric(given: dict[str, Any]) -> Any:
 
 
 def check_fabric_arguments(arguments: dict[str, Any]) -> None:
-    """Raise an error for arguments that Fabric would refuse with a message that is hard to read."""
+    """Raise clearer errors than Fabric for invalid ``devices`` and ``plugins``."""
     devices = arguments["devices"]
     if isinstance(devices, int | str) and devices in (0, "0"):
         raise ConfigurationError(
@@ -614,8 +611,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 class StatefulValue:
     """Wrap a value so that Fabric saves it unchanged.
 
-    Without this wrapper, Fabric.save would rebuild each container from its items, so that a deque
-    would lose its maxlen, and a range would raise an error.
+    Without StatefulValue, Fabric.save would rebuild containers, so a deque would lose its maxlen.
     """
 
     def __init__(self, value: Any) -> None:
@@ -629,9 +625,8 @@ class StatefulValue:
 
 
 def is_container(value: Any) -> bool:
-    """Return whether a value is a container or a dataclass, which Fabric would rebuild."""
-    # Fabric saves a str unchanged, but rebuilds a bytes object byte by byte, which takes several
-    # seconds per MB.
+    """Return whether Fabric.save would rebuild a value from its items or fields."""
+    # Fabric.save rebuilds a bytes object byte by byte, which takes several seconds per MB.
     if isinstance(value, str) or has_state(value):
         return False
     return isinstance(value, Mapping | Sequence) or is_dataclass(value)
@@ -664,7 +659,7 @@ def mean_over_processes(fabric: Fabric, values: dict[str, Any]) -> dict[str, Any
 
 
 def is_in_log_hook(run: Run) -> bool:
-    """Return whether the running hook is a step method or epoch-end hook, which may log values."""
+    """Return whether a step method or an epoch-end hook is running."""
     hook = str(run.hooks.current)
     # Like Trainer, do not log at the end of a prediction epoch.
     return hook.endswith("_step") or (hook.endswith("epoch_end") and run.stage != "predict")
@@ -673,9 +668,7 @@ def is_in_log_hook(run: Run) -> bool:
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
     """Log values during fit, validate, test or predict.
 
-    If scalars["epoch"] is the current epoch of fit, add the values to the epoch's row in
-    metrics.csv. If ``scalars`` has no "epoch" key or a different epoch, write a new row to
-    steps.csv.
+    Add values of the current epoch to its row in metrics.csv, and all other values to steps.csv.
     """
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:

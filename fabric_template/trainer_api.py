@@ -121,7 +121,7 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Modules that use an unwrapped optimizer increment the ``completed`` counter themselves.
+    # A module with an unwrapped optimizer increments ``optim_step_progress.total.completed``.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -198,8 +198,7 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # In manual optimization, a model that is not a LightningModule gets the wrapped optimizers
-        # here, because it has no optimizers() method.
+        # In manual optimization, plain models get the wrapped optimizers from this property.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -233,7 +232,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # The constructor sets `recipe` last, so the loop has been created if `recipe` exists.
+        # The constructor sets `recipe` last, so a loop without `recipe` is still being created.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"
@@ -402,8 +401,7 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If a later call to ``validate``, ``test`` or ``predict`` used a different model, write a
-        checkpoint of this later call.
+        If the last call evaluated another model, save that model instead.
         """
         if self.run is None:
             raise AttributeError(
@@ -412,8 +410,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # If the last call evaluated the model of the last fit, save the state of that fit, because
-        # an evaluation has no optimizers.
+        # Prefer the run of ``fit``, because an evaluation has no optimizers to save.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -505,7 +502,7 @@ class LoopAPI:
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Tell Lightning's progress bar whether the loop validates in this epoch."""
+        """Return whether the loop validates in this epoch, for Lightning's progress bar."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 

@@ -50,7 +50,7 @@ def print_summary(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Print a table of the model's layers. This function replaces ModelSummary.summarize."""
+    """Print a table of the model's layers."""
     columns = [[title, *(str(cell).strip() for cell in cells)] for title, cells in summary_data]
     # Omit the FLOPs column if it is empty. The FLOPs are unknown without an example_input_array.
     columns = [column for column in columns if {*column} - {"FLOPs", "0", "n/a"}]
@@ -135,19 +135,15 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
     return sort_callbacks([*kept, *own])
 
 
-# A resumed run calls the hooks on_train_epoch_start and on_train_end of Lightning's averaging
-# callbacks again, because these hooks change values that checkpoints do not contain.
-
-
 def resume_averaging(run: Run) -> None:
-    """If a run resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start again.
+    """In a run that resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start.
 
-    on_train_epoch_start creates the scheduler that weight averaging needs. After the call, restore
-    the learning rates and BatchNorm statistics, which on_train_epoch_start also changes.
+    Without on_train_epoch_start, StochasticWeightAveraging has no scheduler.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
+    # Save learning rates and BatchNorm statistics, because on_train_epoch_start changes them.
     groups = [group for part in run.optimization.optimizers for group in part.param_groups]
     options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
@@ -160,17 +156,12 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, call the averaging callbacks' on_train_end again.
-
-    In on_train_end, the callbacks copy the averaged weights into the model.
-    """
+    """If a finished run is resumed, let averaging callbacks copy their weights into the model."""
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # For a model with BatchNorm layers, StochasticWeightAveraging copies the averaged weights
-        # into the model, and then runs an extra epoch. If the checkpoint was saved after the extra
-        # epoch, the model already has the averaged weights, so do not copy them again.
+        # After StochasticWeightAveraging's extra epoch, the model already has averaged weights.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

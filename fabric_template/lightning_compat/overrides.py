@@ -1,17 +1,15 @@
-"""Check whether an object overrides a hook, is an instance of a class, or has a state_dict."""
+"""Check objects for overridden hooks, Lightning's classes and state_dict methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
-# Users can import Lightning's classes from either of these packages.
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# The function is_instance_of recognizes only classes from these packages.
+# is_instance_of recognizes only classes of Lightning and torch.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
-# The modules that define Lightning's base classes. The hooks of the base classes have empty bodies,
-# so a method from these modules does not count as an override.
+# Hooks that an object inherits from Lightning's base classes are empty.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in LIGHTNING_PACKAGES
@@ -20,10 +18,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None if the object neither defines nor inherits it.
-
-    Return None for an empty hook that the object inherits from a class such as LightningModule.
-    """
+    """Return an object's method, or None if it is missing or an empty hook of Lightning."""
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -35,8 +30,8 @@ def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object is an instance of a Lightning or torch class with a given name.
 
     Unlike isinstance(), this function also recognizes Lightning's classes from the
-    ``pytorch_lightning`` package. A user's class that only has the name of a Lightning class, such
-    as "Timer", is not recognized.
+    ``pytorch_lightning`` package. A user's own class named "Timer" does not count as Lightning's
+    Timer.
     """
     found = [base for base in type(part).__mro__ if base.__name__ in class_names]
     return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)

@@ -44,7 +44,7 @@ def combined_mode(combined: Any) -> str:
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Set the module whose layers get labels in the traces of PyTorchProfiler."""
+    """Set the module that PyTorchProfiler labels in its traces."""
     profiler._lightning_module = module
 
 

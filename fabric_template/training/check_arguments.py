@@ -36,7 +36,7 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if a model, optimizer, step function or loader is missing or invalid."""
     if plan.stage == "fit":
-        # Training must use all launched processes, but an evaluation may use only one.
+        # An evaluation may run in one of the launched processes, but training needs all of them.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -163,8 +163,8 @@ def check_signature(plan: Plan, name: str) -> None:
 def check_optimization(plan: Plan) -> None:
     """Raise an error if the optimizer is missing, or does not work with the strategy.
 
-    In manual optimization, raise an error if the options request gradient clipping or gradient
-    accumulation, because training_step must do both itself.
+    In manual optimization, refuse gradient clipping and accumulation, because training_step must do
+    both.
     """
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
@@ -228,7 +228,7 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return the start of an error message, with {} as a placeholder for the invalid loader."""
+    """Return an error message about an invalid loader, with the placeholder {} for the loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:
@@ -266,7 +266,7 @@ def warn_of_options(plan: Plan) -> None:
 
 
 def warn_of_unused_options(plan: Plan) -> None:
-    """Warn if a callback saves the checkpoints, so that options such as save_top_k are ignored."""
+    """Warn about options such as save_top_k if a callback saves the checkpoints instead."""
     savers = plan.loop.checkpoint_callbacks
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]

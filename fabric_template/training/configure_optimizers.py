@@ -70,8 +70,7 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return fit's ``optimizer`` argument or, if it is a function, the function's return value.
 
-    Pass the model to a function, and the model's parameters to a ``partial`` of an optimizer class,
-    such as partial(Adam, lr=0.1).
+    An ``optimizer`` function gets the model. partial(Adam, lr=0.1) gets the model's parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
@@ -212,7 +211,6 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
 
 
 def _missing_monitor(where: str) -> ConfigurationError:
-    """Return the error for a ReduceLROnPlateau scheduler without a metric to monitor."""
     if where == "optimizer":
         return ConfigurationError(
             "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
@@ -257,7 +255,7 @@ def check_parameters(
     model: Any,
     is_distributed: bool,
 ) -> None:
-    """Raise an error or warn if an optimizer has parameters that are not in the model."""
+    """Check that the model contains all parameters of the optimizers."""
     if not outside:
         return
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -117,7 +117,7 @@ def name_step_values(
 ) -> dict[str, torch.Tensor]:
     """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv.
 
-    For a LightningModule, which logs values itself, return only the loss.
+    A LightningModule logs values itself, so return only its loss.
     """
     prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)
@@ -196,10 +196,7 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Call a hook that switches to train or eval mode, such as on_validation_model_eval.
-
-    If the module does not override the hook, call the function ``default`` to switch the mode.
-    """
+    """Switch to train or eval mode with the module's hook, or else with ``default``."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
@@ -207,8 +204,8 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if the signature of a hook does not match the number of loaders.
 
-    With several loaders, a hook needs an argument ``dataloader_idx``. With a single loader, the
-    loop does not pass ``dataloader_idx``, so this argument must be missing or have a default.
+    With several loaders, a hook needs an argument ``dataloader_idx``. With a single loader,
+    ``dataloader_idx`` must be missing or have a default.
     """
     if not run.is_lightning_module:
         return

@@ -1,7 +1,7 @@
 """Refuse a training_step that calls backward() or optimizer.step() in automatic optimization.
 
-FirstStepCheck checks only the first batch of a run. A training_step may call backward() on a loss
-that it does not return, because the loop clears the resulting gradients.
+FirstStepCheck checks only the first batch of a run. A training_step may call backward() on losses
+that it does not return.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Compares gradients computed in training_step with gradients of the loop's backward pass."""
+    """Checks on the first batch that training_step leaves backward() and step() to the loop."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -58,25 +58,21 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to optimizer.step(), {REMEDY}")
 
     def check_gradients(self) -> None:
-        """Raise an error if training_step has already run the backward pass for its loss.
+        """Raise an error if training_step has already called backward() on its loss.
 
-        The error is raised if training_step and the loop's own backward pass computed the same
-        gradients. All processes must call this method.
+        All processes must call this method.
         """
         found = self._found
         has_all = all(self.parameters[index].grad is not None for index in found)
         flags = [float(has_all and index in found) for index in range(len(self.parameters))]
         shares = self._means([torch.tensor(flags, device=self.fabric.device)])
-        # Compare gradients only if training_step computed gradients of the same parameters in every
-        # process.
+        # Compare gradients only if all processes have gradients of the same parameters.
         if set(shares.tolist()) not in ({1.0}, {0.0, 1.0}):
             return
-        # Normalize the gradients, because gradient accumulation and the gradient scaler rescale the
-        # gradients of the loop's backward pass.
+        # Normalize the gradients, because accumulation and gradient scaling change their norm.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
-        # In half precision, allow a larger difference, because scaled gradients have rounding
-        # errors.
+        # In half precision, rounding errors make equal gradients differ more.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
@@ -84,5 +80,5 @@ class FirstStepCheck:
     def _means(self, tensors: list[Any]) -> Tensor:
         """Average the tensors over all processes, and join the means to one vector on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # Use the CPU, because MPS has no float64, and a GPU may lack memory for copied gradients.
+        # Compare gradients on the CPU, because MPS has no float64 and a GPU may be full.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -2,14 +2,9 @@
 
 To understand the code of the package, read this module first.
 
-A checkpoint contains the current phase of the epoch (``run.progress.phase``). A resumed run
-continues with the phase from the checkpoint. The phases of an epoch are:
-
-- "start_epoch": the hooks before the first batch
-- "train_batch": a batch, from on_train_batch_start to the optimizer step
-- "log_batch", "validate", "report_validation", "finish_batch": the functions in PHASES_AFTER_BATCH
-- "end_epoch": the hooks after the last batch
-- None: between two batches or two epochs.
+An epoch has the phases "start_epoch", "train_batch", "log_batch", "validate", "report_validation",
+"finish_batch" and "end_epoch". ``run.progress.phase`` is the current phase, or None between two
+batches or epochs. A resumed run continues in the phase that the checkpoint contains.
 
 If a hook saves a checkpoint in the "train_batch" phase, the resumed run repeats all batches since
 the last optimizer step.
@@ -43,7 +38,7 @@ def fit(run: Run) -> None:
     run.validation_schedule.start()
     run.row.choose_interval()
     if run.stop.is_finished or run.config.limit_train_batches == 0:
-        # Like Trainer, call neither on_train_start nor on_train_end if there is nothing to train.
+        # Like Trainer, skip on_train_start and on_train_end if no training batches are left.
         restore_position(run)
         run.fit_record.keep_resets()
         finish_averaging(run)
@@ -55,18 +50,16 @@ def fit(run: Run) -> None:
     run.hooks.call("on_train_start")
     run.progress.start_training()
     resume_averaging(run)
-    # restore_position sets the RNG state for the first batch. Code between this call and the batch
-    # must not draw random numbers.
+    # Code between restore_position and the first batch must not draw random numbers.
     restore_position(run)
     run.fit_record.keep_resets()
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit such as max_steps ended the epoch early, do not save last.ckpt again,
-            # because end_epoch has already saved it.
+            # If a limit such as max_steps ended the epoch early, end_epoch has saved last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
-                # Save the checkpoint before on_train_end, where callbacks may replace the weights.
+                # Save before on_train_end, because callbacks may replace the weights there.
                 run.checkpoints.save_last(run)
             break
     run.hooks.call("on_train_end")
@@ -86,8 +79,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # Like Trainer, count an epoch as finished even if max_steps ends it early. If a signal
-    # interrupts an epoch, do not count it, so that a resumed run can finish it.
+    # Like Trainer, count an epoch as finished if max_steps ends it early. A resumed run finishes
+    # an epoch that a signal has interrupted.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -156,7 +149,7 @@ def run_phases(run: Run, phase: str | None) -> None:
 
 
 def log_batch(run: Run) -> str:
-    """Send the batch's values to the loggers if logging is due, and update the progress bar."""
+    """Log the batch's values if logging is due, and update the progress bar."""
     is_logging = run.progress.is_window_end or not run.optimization.is_automatic
     if is_logging and is_logging_due(run):
         run.loggers.log_step()
@@ -167,8 +160,7 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # If should_stop=True triggers an unscheduled validation, restore the RNG state afterwards,
-    # because a resumed run skips this validation.
+    # A resumed run skips a validation that should_stop=True triggered, so restore the RNG state.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")
@@ -215,7 +207,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """After an epoch with fewer batches than expected, step schedulers and run a due validation."""
+    """Step schedulers and validate after an epoch with fewer batches than expected."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():
@@ -233,7 +225,7 @@ def end_epoch(run: Run) -> None:
         progress.enter("end_epoch")
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # Save the unfinished epoch, so that a run with a higher max_steps can continue it.
+            # A run with a higher max_steps can resume from this checkpoint and finish the epoch.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

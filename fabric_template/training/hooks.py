@@ -70,7 +70,7 @@ class Hooks:
     def is_used(self, name: str) -> bool:
         """Return whether the module or a callback overrides a hook.
 
-        If the hook has not been called since the list of callbacks changed, return True.
+        Return True for a hook that has not been called yet.
         """
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
@@ -93,8 +93,7 @@ class Hooks:
     def call_train_epoch_end(self) -> None:
         """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last.
 
-        EarlyStopping and checkpoint callbacks may monitor a metric that the module logs in this
-        hook.
+        EarlyStopping may monitor a metric that the module logs in on_train_epoch_end.
         """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
@@ -138,10 +137,7 @@ class Hooks:
         return self.inside(name, method)
 
     def _callback_method(self, callback: Any, name: str) -> Callable | None:
-        """Return a callback's hook with its trainer and pl_module arguments already bound.
-
-        If the callback does not override the hook, return None.
-        """
+        """Return a callback's hook with its trainer and pl_module arguments already bound."""
         method = overridden(callback, name)
         if method is None:
             return None
@@ -152,9 +148,8 @@ class Hooks:
     def _module_for(self, callback: Any) -> Any:
         """Return the object that a callback's hooks get as the ``pl_module`` argument.
 
-        Lightning's own callbacks need the methods of a LightningModule, so they get the
-        LightningModule or the ModuleAdapter around the model. All other callbacks get the model
-        that was passed to the loop.
+        Lightning's callbacks get the ModuleAdapter of a plain model, because they call its methods.
+        Users' own callbacks get the model that was passed to the loop.
         """
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(CALLBACK_MODULES) for base in bases)

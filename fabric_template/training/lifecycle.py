@@ -73,7 +73,7 @@ def run_plan(plan: Plan) -> Any:
             raise explained from error
         raise
     finally:
-        # A second Ctrl-C may have interrupted handle_exception, so end the run in any case.
+        # A second Ctrl-C may interrupt handle_exception, so end the run in `finally`.
         run.progress.end_run()
         store_fit_record(run)
 
@@ -88,8 +88,7 @@ def run_in_process(run: Run) -> Any:
             train(run)
         else:
             run.loggers.log_hyperparameters()
-            # Do not clear the gradients, because a hook of another loop may call validate() between
-            # backward() and optimizer.step().
+            # Keep the gradients, because users may validate between backward() and step().
             result = predict(run) if run.stage == "predict" else evaluate(run, run.stage)
         tear_down(run)
     return result
@@ -125,11 +124,10 @@ def return_network(run: Run, device: torch.device) -> None:
 
 
 def set_up_model(run: Run, stack: ExitStack) -> bool:
-    """Call the hooks that create modules, set up the model, and load a checkpoint's weights.
+    """Call ``setup`` and ``configure_model``, load weights, and move the model to the device.
 
     Returns:
-        False if the checkpoint's weights do not match the model, otherwise True. If the weights do
-        not match, fit loads them after on_fit_start, because this hook may add the missing modules.
+        False if the checkpoint's weights do not match the model, otherwise True.
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
@@ -147,8 +145,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     check_network(run.model, run.network)
     run.steps.convert_network()
     if run.steps.is_model_parallel:
-        # Shard the network before loading a checkpoint, because a sharded checkpoint is loaded into
-        # the shards of the network.
+        # A sharded checkpoint can only be loaded into a network that is already sharded.
         run.steps.setup(is_training)
     checkpoint = run.plan.start.checkpoint
     has_weights = checkpoint is None or restore_model(run, checkpoint)
@@ -161,8 +158,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Record the attributes before on_fit_start, so that checkpoints contain the attributes that
-    # on_fit_start changes. A checkpoint lacks attributes that have not changed since this record.
+    # Record attributes before on_fit_start, so that checkpoints contain its changes.
     run.reset_and_record_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -170,6 +166,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     check_new_parameters(run, names, "on_fit_start")
     checkpoint = run.plan.start.checkpoint
     if not has_weights and checkpoint is not None:
+        # on_fit_start may have added modules that the checkpoint's weights need.
         load_weights(run, checkpoint)
         run.plan.start.finish_loading()
     run.network.zero_grad()
@@ -182,11 +179,9 @@ def set_up_training(run: Run, has_weights: bool) -> None:
         print_if_finished(run)
     run.results.start_training()
     if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # Switch to train mode only if all modules are in eval mode, because a user may have put
-        # some modules in eval mode on purpose.
+        # If only some modules are in eval mode, the user has probably frozen them on purpose.
         run.network.train()
-    # Record the requires_grad and training flags before the sanity check. A resumed run skips the
-    # sanity check, so checkpoints must contain the flags that the sanity check changes.
+    # Record requires_grad and training flags now, so that the sanity check's changes are saved.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -199,8 +194,7 @@ def train(run: Run) -> None:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
             run.optimization.count_unwrapped_steps(stack)
-        # If a process received a signal during the set-up, make all processes stop before the first
-        # batch.
+        # Stop before the first batch if any process received a signal during the set-up.
         run.stop.check_signals(run.signals, is_due=True)
         warn_of_eval_modules(run)
         fit(run)
@@ -228,8 +222,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check in a resumed run, unless the run resumes from a Trainer
-    # checkpoint that was saved between two epochs.
+    # Like Trainer, skip the sanity check in a resumed run. The exception is a Trainer checkpoint
+    # that was saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -277,7 +271,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
         attach_log(callback, run, stack)
     if (profiler := run.hooks.profiler) is not None:
         set_profiled_module(profiler, run.module)
-        # The profiler adds the rank to the name of its output file.
+        # With several processes, the profiler's file name contains local_rank.
         local_rank = run.fabric.local_rank if run.fabric.world_size > 1 else None
         profiler.setup(stage=run.stage, local_rank=local_rank, log_dir=run.loop.log_dir)
 
@@ -285,8 +279,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
     """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
 
-    If ``trainer`` is already set to another loop that is still running, set ``trainer`` back to the
-    other loop at the end of the run.
+    If ``part.trainer`` is another running loop, restore it at the end of the run.
     """
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
@@ -299,10 +292,9 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
-    """Replace Lightning's ``log`` and ``log_dict`` with methods that are many times faster.
+    """Replace Lightning's ``log`` and ``log_dict`` with much faster methods.
 
-    If the user's class overrides ``log``, keep the override. Before each call of the override,
-    store the running hook's name in the module, because super().log() reads this name.
+    If the user's class overrides ``log``, the override is still called.
     """
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
@@ -313,22 +305,21 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         return
     for name in ("log", "log_dict"):
         own = getattr(type(part), name, None)
-        # Do not replace a submodule that is named "log".
+        # Do not overwrite a user's attribute, such as a submodule named "log".
         previous = getattr(part, name, None) if own is None else attributes.get(name)
         if previous is not None or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # Exclude self.log from torch.compile. Because self.log changes Python counters,
-        # torch.compile would recompile training_step at every call.
+        # torch.compile would recompile training_step at every call, because self.log changes Python
+        # counters.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         stack.callback(attributes.pop, name, None)
 
 
 def detach_outer_run(part: Any, stack: ExitStack) -> None:
-    """Temporarily remove methods such as ``log`` that another run has added to an object.
+    """Until this run ends, remove methods such as ``log`` that another run has added.
 
-    A module has such methods, for example, if a hook of ``fit`` calls ``validate`` on a second
-    loop, or if the hook copies the module.
+    Two runs share a module if a hook of ``fit`` calls ``validate`` on a second loop.
     """
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
@@ -341,8 +332,7 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Compare names, because isinstance() does not recognize the ResultCollection class of a copy of
-    # this package.
+    # Compare class names, because isinstance() fails for a copy of this package.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
     # Recognize a MiniLoop by its attribute ``_added_methods``, because users may rename the class.
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
@@ -390,10 +380,7 @@ def print_if_finished(run: Run) -> None:
 
 
 def finish_signal(run: Run) -> None:
-    """If a signal ended training, print the epoch and the step, and exit with the signal's code.
-
-    In a notebook, return normally instead of exiting.
-    """
+    """If a signal ended training, print a message and, except in a notebook, exit."""
     number, path, progress = run.stop.signal, run.checkpoints.last_model_path, run.progress
     if number is None:
         return
@@ -407,8 +394,7 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Exit with code 0. If this process ended with an error, Lightning would kill the first
-        # process, which may still be saving.
+        # Exit with 0, because after an error Lightning would kill the first process while it saves.
         raise SystemExit(0)
     raise error_of_signal(number)
 
@@ -416,7 +402,7 @@ def finish_signal(run: Run) -> None:
 def handle_exception(run: Run, error: BaseException) -> None:
     """Call ``on_exception``, and close loggers and loaders.
 
-    Further errors only cause warnings, so that the caller gets the original error.
+    Errors in ``on_exception`` only cause warnings, so that the caller gets the original error.
     """
     run.stop.fail(error)
     run.hooks.leave()
@@ -427,7 +413,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
         except Exception as other:
             text = f"{what} failed after the run ended with {type(error).__name__}."
             text += f" {type(other).__name__}: {other}"
-            # Continue the clean-up even if a warning filter turns the warning into an error.
+            # If a filter turns warnings into errors, the clean-up must still continue.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 

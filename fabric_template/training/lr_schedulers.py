@@ -33,8 +33,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # Like Trainer, count batches rather than optimizer steps for frequency=N. Add 1 to epochs_done,
-    # because it does not include the current epoch.
+    # Like Trainer, a scheduler's frequency counts batches, not optimizer steps.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

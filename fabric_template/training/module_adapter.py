@@ -1,4 +1,4 @@
-"""Give functions and objects the interface of a LightningModule, and run their steps.
+"""Give plain models the interface of a LightningModule, and run the step methods.
 
 On one device, plain Fabric calls ``model.training_step`` without autocast, so ``bf16-mixed``
 silently trains in float32. StepRunner runs every step with the run's precision,
@@ -26,7 +26,6 @@ from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
 
-# A model that is not an nn.Module may keep its modules in containers of these types.
 _MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The loop calls these LightningModule methods on any model that defines them.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
@@ -37,8 +36,8 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Gives LightningModule's interface to a network, or to another object with step methods.
 
-    The adapter shares the network's parameters, buffers and submodules, so the weights in a
-    checkpoint have the keys of ``network.state_dict()``.
+    The adapter shares the network's parameters, so checkpoints have the keys of
+    ``network.state_dict()``.
 
     Args:
         model: The model that was passed to ``fit``.
@@ -106,8 +105,7 @@ class ObjectNetwork(nn.Module):
 
         Args:
             path: The name of the value in error messages, such as "nets[0]".
-            containers: The ids of the containers around the value. A container that contains
-                itself is skipped, because the search would never end.
+            containers: The ids of the containers around the value, to detect cycles.
         """
         # Set _parameters and _modules directly, because add_module() refuses names such as
         # "forward".
@@ -130,7 +128,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error if modules are in a set, or in a dict whose keys cannot be module names."""
+    """Raise an error for modules in a set, or in a dict with invalid module names as keys."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -145,7 +143,7 @@ def check_container(value: Any, path: str) -> None:
 
 
 def find_network(model: Any) -> nn.Module:
-    """Return the model if it is an nn.Module, otherwise an ObjectNetwork with its modules."""
+    """Return the model itself, or an ObjectNetwork if the model is not an nn.Module."""
     if isinstance(model, nn.Module):
         return model
     network = ObjectNetwork()
@@ -183,11 +181,13 @@ def unwrap(part: Any) -> Any:
 
 
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the module inside a ``torch.compile`` wrapper, and the wrapper's compile function.
+    """Remove a ``torch.compile`` wrapper from the model.
 
-    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. For a plain
-    network with step functions, do not remove the ``torch.compile`` wrapper, because the step
-    functions call the compiled ``forward`` of the wrapper.
+    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. Step functions
+    call the compiled ``forward``, so keep the wrapper of a plain network.
+
+    Returns:
+        The model, and the compiler from the wrapper or None.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -203,8 +203,7 @@ def adapt_model(
     """Wrap the model in a ModuleAdapter if necessary.
 
     Returns:
-        Two objects: a LightningModule, which is the model itself or a ModuleAdapter around the
-        model, and the nn.Module that contains the model's parameters.
+        The LightningModule or ModuleAdapter, and the nn.Module that contains the parameters.
     """
     check_object("model", model)
     given = {name: function for name, function in functions.items() if function is not None}
@@ -240,8 +239,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function, a second argument with a default value is the batch index only if its name
-    is ``batch_idx``.
+    In a step function, an argument such as ``scale=1`` does not count as the batch index.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -269,7 +267,7 @@ class _CallStep(nn.Module):
 
 
 def needs_no_strategy(fabric: Fabric) -> bool:
-    """Return whether steps can bypass the strategy, because Fabric uses one device and float32."""
+    """Return whether Fabric uses a single device and float32."""
     strategy = fabric.strategy
     return type(strategy) is SingleDeviceStrategy and type(strategy.precision) is Precision
 
@@ -297,7 +295,7 @@ class StepRunner:
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
 
     def unwrap(self) -> None:
-        """Remove the reference to the strategy's wrapper, such as DDP, at the end of a run."""
+        """Delete the strategy's wrapper around the network, such as DDP."""
         self.wrapped = None
 
     @property
@@ -306,10 +304,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag.
-
-        During an evaluation, return the flags that the modules had before the evaluation.
-        """
+        """Return each module's ``training`` flag, as it was before a running evaluation."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -325,7 +320,6 @@ class StepRunner:
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Store the training and requires_grad flags for a later call to ``changed_flags``."""
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
@@ -340,8 +334,8 @@ class StepRunner:
         """Store each module's mode (train or eval) before an evaluation sets the eval mode.
 
         Yields:
-            A function that the caller calls to restore each module's previous mode (train or eval).
-            If the `with` block raises an error, ``captured_modes`` restores the modes itself.
+            A function that restores each module's previous mode (train or eval). After an error in
+            the `with` block, the modes are restored automatically.
         """
         self._modes = self.training_modes()
         restore = partial(self.set_training_modes, self._modes)
@@ -360,8 +354,7 @@ class StepRunner:
     def setup(self, is_training: bool) -> None:
         """Move the network to the device or, with ModelParallelStrategy, shard it.
 
-        For training, put the network inside the strategy's wrapper, such as
-        DistributedDataParallel, if the strategy has one.
+        For training, also wrap the network, for example in DistributedDataParallel.
         """
         self.convert_network()
         if self.is_model_parallel:
@@ -381,8 +374,7 @@ class StepRunner:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # network.to() does not call overridden to() methods of submodules, so call them here.
-            # Like Trainer, convert the module before moving it to the device. The move resets the
-            # dtype to which a torchmetrics object casts its inputs.
+            # Like Trainer, convert the dtype before the move to the device.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -413,9 +405,8 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
 
-        In automatic optimization, DDP's ``forward`` prepares the averaging of gradients. In manual
-        optimization, prevent this preparation in ``forward``, because ``loop.backward(loss)``
-        prepares the averaging of gradients for each loss.
+        In manual optimization, ``loop.backward(loss)`` prepares DDP's averaging of gradients, so
+        ``forward`` must not.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -436,7 +427,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that creates the precision's context manager, or None for float32."""
+        """Return a factory for a context such as torch.autocast, or None for float32."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

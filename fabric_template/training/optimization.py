@@ -48,9 +48,7 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
-    The subclasses AutomaticOptimization and ManualOptimization train the model. An evaluation uses
-    an object of the base class Optimization. After on_fit_start, ``fit`` replaces this object with
-    an object of a subclass.
+    The subclasses AutomaticOptimization and ManualOptimization train the model.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
@@ -94,10 +92,7 @@ class Optimization:
         }
 
     def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
-        """Return the constructor arguments of an optimizer or scheduler, such as ``lr``.
-
-        In a resumed run, ignore changes that earlier ``fit`` calls made to these arguments.
-        """
+        """Return the constructor arguments of an optimizer or scheduler, such as ``lr``."""
 
         def read() -> dict[str, Any]:
             return call_or_none(describe, part) or {}
@@ -158,8 +153,7 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         self._call_backward = self._run_backward
         if self.is_automatic:
-            # Set hooks.current to "backward" during the backward pass, because explain_error adds
-            # advice to an error in the backward pass only if hooks.current has this value.
+            # explain_error recognizes errors of the backward pass by hooks.current == "backward".
             self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
@@ -204,8 +198,7 @@ class Optimization:
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, unscale and clip the gradients, and step the optimizer.
 
-        In manual optimization, ``LightningOptimizer.step()`` calls this method. The gradient scaler
-        skips a step if the gradients are not finite.
+        The gradient scaler skips a step if the gradients are not finite.
         """
         scaler = self._scaler
         if scaler is None:
@@ -229,11 +222,15 @@ class Optimization:
         return step_output
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that a checkpoint must contain, keyed by parameter name."""
+        """Return the gradients to save in a checkpoint, keyed by parameter name."""
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Copy the gradients of all parameters, except parameters with an id in ``cleared``."""
+        """Copy the parameters' gradients.
+
+        Args:
+            cleared: The ids of parameters to leave out.
+        """
         if self.run.steps.is_model_parallel:
             # FSDP accumulates gradients in private tensors, so a checkpoint cannot contain them.
             self.run.warn_once(
@@ -243,7 +240,7 @@ class Optimization:
             return {}
         kept = {name: p for name, p in self.named_parameters().items() if id(p) not in cleared}
         gradients = {name: p.grad for name, p in kept.items() if p.grad is not None}
-        # Copy the gradients to the CPU, because the GPU may have no memory left.
+        # Copy gradients to the CPU, because the GPU may have no memory left.
         return {name: grad.to("cpu", copy=True) for name, grad in gradients.items()}
 
 
@@ -264,8 +261,7 @@ class AutomaticOptimization(Optimization):
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
-        # Except for LBFGS, torch's optimizers call the closure once at the start of step().
-        # Computing the gradients before step() is faster and gives bit-identical results.
+        # A step without a closure is faster. Of torch's optimizers, only LBFGS needs a closure.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = (calls_closure_first or not takes_closure(optimizer)) and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -293,7 +289,7 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch, and return the outputs for ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward stores outputs in this dict, because a closure can return only the loss.
+        # _forward_backward fills _outputs, because an optimizer's closure can return only the loss.
         self._outputs = {}
         if progress.is_window_end:
             self._take_step(batch, batch_idx)
@@ -311,9 +307,8 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step, so that autograd can reuse each parameter's
-        # AccumulateGrad node, which saves time. If the module overrides backward, do not keep the
-        # loss, because the override may have kept the graph with retain_graph=True.
+        # A kept loss makes the next step faster, because autograd reuses its AccumulateGrad nodes.
+        # After an overridden backward(), a kept loss may hold the whole graph in memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -344,9 +339,8 @@ class AutomaticOptimization(Optimization):
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Run ``training_step`` and the backward pass, and return the loss.
 
-        If ``training_step`` returns None, skip the backward pass, and return None. Like Trainer,
-        the loop steps the optimizer even if ``training_step`` returns None, unless the loop uses a
-        gradient scaler.
+        If ``training_step`` returns None, skip the backward pass. Like Trainer, step the optimizer
+        after a skipped backward pass, except with a gradient scaler.
         """
         run, check = self.run, self._first_step_check
         if check is None:
@@ -386,8 +380,7 @@ class AutomaticOptimization(Optimization):
         elif has_own_zero_grad(self._optimizer):
             self._optimizer.zero_grad()
         else:
-            # Avoid Optimizer.zero_grad(), because it calls record_function(), which takes 20
-            # microseconds even when no profiler is running.
+            # Optimizer.zero_grad() is 20 microseconds slower, because it calls record_function().
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -395,15 +388,14 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # Save no gradients, because a resumed run repeats the entire accumulation window.
+            # A resumed run repeats the entire accumulation window, so it needs no gradients.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # Do not save the optimizer's gradients, because the next batch clears them. If the user
-        # overrides zero_grad(), save all gradients, because the override may keep some of them.
+        # Omit gradients that the next batch clears. An overridden zero_grad() may keep gradients.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -418,9 +410,7 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward pass.
         self._stepped_optimizers: set[int] = set()
-        # With DDP, whether training_step has called loop.backward(loss), which averages gradients
-        # over the processes. If training_step calls loss.backward() instead, this flag stays False,
-        # and _count_step raises an error. Without DDP or for a LightningModule, the flag is True.
+        # With DDP, _averages_gradients is False until a step function calls loop.backward(loss).
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -438,13 +428,11 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Before each batch, make all optimizers call _count_step after a step, because hooks
-            # may have replaced the optimizers.
+            # Set the callbacks in every batch, because hooks may have replaced the optimizers.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear _stepped_optimizers here, because training_step may call loss.backward() instead
-            # of loop.backward(loss), which clears _stepped_optimizers.
+            # loop.backward(loss) clears _stepped_optimizers, but loss.backward() does not.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -495,18 +483,18 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because the loop cannot know which of them are still needed."""
+        """Return all gradients, because training_step may still need any of them."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
 
 def has_own_zero_grad(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's class or the user overrides ``zero_grad``."""
+    """Return whether ``optimizer.zero_grad`` differs from torch's Optimizer.zero_grad."""
     return getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer unscales gradients itself, as fused optimizers do with AMP."""
+    """Return whether ``optimizer.step`` unscales gradients, as in fused optimizers with AMP."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

@@ -71,8 +71,7 @@ class Plan:
     def copied(self) -> Plan:
         """Return a Plan with copies of the model and optimizer.
 
-        Without copies, a spawned process would change tensors that it shares with the parent
-        process.
+        Spawned processes share tensors with the parent process, so they must train copies.
         """
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
@@ -128,7 +127,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the values of Plan's fields ``model``, ``module``, ``network`` and ``compile``.
+    """Return the arguments ``model``, ``module``, ``network`` and ``compile`` of Plan.
 
     If no model was passed, use the model of the previous run.
     """
@@ -147,7 +146,7 @@ def choose_model(
 def choose_data(
     stage: str, loaders: dict[str, Any], datamodule: Any, module: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the values of Plan's fields ``loaders``, ``datamodule`` and ``source``.
+    """Return the arguments ``loaders``, ``datamodule`` and ``source`` of Plan.
 
     Loaders that were not passed come from ``source``, which is the datamodule or the module.
     """

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# The phases that a resumed run repeats from their start. A checkpoint that is saved during such a
-# phase contains these values of Progress, which were valid at the start of the phase.
+# A run that resumes in the phase "train_batch" or "start_epoch" repeats the entire phase.
 _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
     "train_batch": {"is_last_batch": False, "phase": None},
     "start_epoch": {"is_in_epoch": False, "phase": None},
@@ -28,7 +27,7 @@ _REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
 
 @dataclass
 class Progress:
-    """Counts batches, steps and epochs. Only this class's methods change the counters."""
+    """Counts batches, steps and epochs. Only methods of Progress change the counters."""
 
     is_per_process = False
 
@@ -124,7 +123,7 @@ class Progress:
         self.optimizer_steps_in_epoch += steps
 
     def count_manual_batch(self) -> None:
-        """In manual optimization, count each batch as one step of the epoch, like Trainer."""
+        """Like Trainer, count each batch as one step in manual optimization."""
         self.optimizer_steps_in_epoch = self.batches_done
 
     def finish_batch(self, is_window_end: bool) -> None:
@@ -185,10 +184,9 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether a step after ``since``, up to the current one, is a multiple of ``every``.
+        """Return whether ``global_step`` has reached a multiple of ``every`` since step ``since``.
 
-        In manual optimization, a batch may take several optimizer steps, and any of these steps may
-        be a multiple of ``every``.
+        In manual optimization, one batch may take several optimizer steps.
         """
         return self.global_step // every > since // every
 
@@ -196,8 +194,7 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value that callbacks get as ``trainer.current_epoch``.
 
-        As in Trainer, if a run resumes at the end of epoch 3, ``trainer_epoch`` is 4 until
-        on_train_start has run, and then 3 until the epoch ends.
+        If a run resumes at the end of epoch 3, on_train_start gets epoch 4, as in Trainer.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -327,7 +324,7 @@ class StopCondition:
 
 
 class ValidationSchedule:
-    """Decides after which training batches the loop validates.
+    """Decides when to validate during training.
 
     Attributes:
         every_n_batches: The interval in training batches, or infinity if the interval has another
@@ -340,8 +337,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # In a resumed run, do not warn that training ended before the first validation, because the
-        # earlier run may have validated.
+        # Do not warn in a resumed run, because the earlier run may have validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
@@ -350,7 +346,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the validation schedule, now that the number of training batches is known."""
+        """Start the validation schedule once the number of training batches is known."""
         self.restart()
         self.count_batches()
 
@@ -374,7 +370,7 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute ``every_n_batches`` from the options and the number of training batches."""
+        """Compute the number of training batches between two validations."""
         config = self.run.config
         self._counts_in_epoch = config.check_val_every_n_epoch is not None
         self._is_enabled = self.run.should_validate
@@ -414,7 +410,7 @@ class ValidationSchedule:
         return self.is_planned() or (stop.should_stop and stop.can_stop_early)
 
     def is_planned(self) -> bool:
-        """Return whether the options require validation after the current batch."""
+        """Return whether an option such as val_check_interval requires a validation now."""
         progress = self.run.progress
         if self._seconds is not None:
             self._check_time(self._seconds)
@@ -429,9 +425,8 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
 
-        With several processes, the clock of the first process decides when to validate, because all
-        processes must validate after the same batch. About once a second, and when the interval is
-        expected to end, the first process broadcasts whether a validation is due.
+        All processes must validate after the same batch, so the first process decides for all. The
+        first process broadcasts its decision about once a second.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -89,41 +89,35 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
 
-        If ``is_per_process`` is True for an object, each process saves its own state_dict of the
-        object.
+        Each process saves its own state_dict of objects with ``is_per_process = True``.
         """
         return {name: getattr(self, name) for name in SAVED_PARTS}
 
     def set_options(self, config: LoopConfig) -> None:
-        """Replace the options for the rest of the run."""
+        """Use the options in ``config`` for the rest of the run."""
         self.config = config
         self.progress.set_options(config)
         self.stop.set_options(config)
         self.checkpoints.set_options(config)
 
     def undo_earlier_fits(self) -> None:
-        """In a resumed run, undo changes that earlier ``fit`` calls made to the run's objects."""
         self.fit_record = undo_earlier_fits(self)
 
     def reset_and_record_attributes(self) -> None:
-        """Record the attributes of the model, the datamodule and the callbacks.
-
-        A checkpoint contains an attribute only if its value has changed since it was recorded. In a
-        resumed run, first undo the changes that earlier ``fit`` calls made to the attributes.
-        """
+        """Record attributes of model, datamodule and callbacks, to save changed ones later."""
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)
         reset_and_record_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
-        """Replace ``optimization`` with an AutomaticOptimization or a ManualOptimization.
+        """Choose automatic or manual optimization.
 
         Call this method after on_fit_start, which may change ``automatic_optimization``.
         """
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, collect the modules that the hooks have created."""
+        """Find modules that ``setup`` or ``configure_model`` has added to a plain object."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
