@@ -122,8 +122,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "verify": {"path": {"help": "A checkpoint, or a folder of checkpoints."}},
 }
-# FabricLoop options that the command line does not have, and "callbacks", which CLASS_OPTIONS
-# defines.
+# The parser generates no command-line options for these arguments of FabricLoop.
 NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
@@ -143,7 +142,6 @@ class Class(metaclass=ShortName):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        # Reject built-in types, metaclasses and jsonargparse's own classes.
         is_plain = other.__module__.partition(".")[0] in ("builtins", "jsonargparse")
         return not is_plain and not issubclass(other, type)
 
@@ -180,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:
-        # If a program such as `head` has closed the pipe, prevent a second error at exit.
+        # Without this line, Python would print a BrokenPipeError when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SystemExit as stop:
@@ -253,7 +251,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Add the options of a run (--run) or a demo, such as demos.digits, to a command's arguments.
+    """Add the config of --run, or of a demo such as demos.digits, to a command's arguments.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -334,7 +332,7 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, add options so that the command uses the existing run's folders.
+    If ``is_new_run`` is False, also return the run's name, version and root directory.
     """
     import yaml
 
@@ -395,7 +393,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
-    # Ignore case, because versions of jsonargparse capitalize this message differently.
+    # Versions of jsonargparse capitalize "unrecognized arguments" differently.
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -516,7 +514,7 @@ def fit_command(
             command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
-    # Call run_folder in every process, because reading loop.log_dir synchronizes all processes.
+    # All processes must call run_folder, because run_folder broadcasts the path.
     folder = run_folder(loop)
     if loop.fabric.is_global_zero:
         print(f"\n{format_summary(summarize(loop, folder))}")
@@ -528,7 +526,7 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Instead of Python code that resumes the run, the summary shows a command.
+    # Remove the Python code that resumes the run. Users of the command line need a command.
     summary.pop("resume", None)
     if folder is None:
         return summary
@@ -584,7 +582,7 @@ def predict_command(
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame. A predicted vector gets one column per element."""
+    """Convert predictions to a DataFrame with one column per vector element."""
     import pandas as pd
     import torch
 

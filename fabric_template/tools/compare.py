@@ -175,7 +175,7 @@ def compare_command(first: str, second: str, *, steps: int = 50) -> int:
 
 def find_differences(quantity: str, first: Record, second: Record) -> list[tuple[Any, Any]]:
     if quantity.endswith(AFTER_THE_LAST_STEP) and quantity not in second["quantities"]:
-        # Compare final values only if both runs end at this step.
+        # Final weights are comparable only if both runs end at the same step.
         return []
     a, b = (record["quantities"].get(quantity, []) for record in (first, second))
     if quantity in (*first.get("tensors", []), *second.get("tensors", [])):
@@ -183,7 +183,7 @@ def find_differences(quantity: str, first: Record, second: Record) -> list[tuple
         # float, so round both to float32.
         a, b = (torch.tensor(values, dtype=torch.float32).tolist() for values in (a, b))
     if quantity == "digest of a sample" and ({*a} <= {*b} or {*b} <= {*a}):
-        # Do not report additional inputs of one model, such as targets, as a difference.
+        # Ignore additional inputs, such as targets that only one of the two models receives.
         return []
     if quantity == "batch size" and 0 in (*a, *b):
         # The batch size is recorded as 0 if no module with parameters received the batch.
@@ -217,8 +217,7 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no list of modules in eval mode, because backward()
-    # records this list.
+    # A step without a backward pass has no "eval modules" key.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -289,7 +288,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
     If ``is_shown`` is True, print the elapsed time while the script runs.
     """
-    # A path to an existing file needs no quotes, even if it contains spaces.
+    # Do not split the path of an existing file at its spaces.
     arguments = [script] if os.path.isfile(script) else shlex.split(script)
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
@@ -456,8 +455,7 @@ class Recorder:
 
     def name_parameters(self, parameters: list[torch.Tensor]) -> list[str]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # A parameter has a different name in each module that contains it. Use the name in the
-        # module that was called first, which is usually the whole model.
+        # Prefer names in the first module, because it is usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
@@ -492,8 +490,7 @@ class Recorder:
         number = self.optimizers.index(optimizer) + 1
         options = [name for name in optimizer.defaults if name not in OPTIONS_OF_THE_IMPLEMENTATION]
         tensors = [name for name in options if find_tensors([group[name] for group in groups])]
-        # List causes before effects, such as batches before losses. The first difference is then
-        # the cause of all others.
+        # List causes before effects, because compare() reports only the first difference.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],

@@ -22,7 +22,7 @@ fabric_template {version} without your changes to the copy.
 `fabric-template diff` and `fabric-template update` need these files. Commit them unchanged.
 """
 Files = dict[str, bytes]  # Maps a path in the package to the file's content.
-Changes = dict[str, bytes | None]  # Maps a path to the file's new content, or to None to remove it.
+Changes = dict[str, bytes | None]  # Maps a path to the file's new content. None deletes the file.
 
 
 class Copy:
@@ -101,11 +101,7 @@ def find_problem(target: Path) -> str:
 
 
 def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> int:
-    """Print how the copy and the installed version have changed since the copy was made.
-
-    Returns:
-        1 if there are changes, otherwise 0.
-    """
+    """Print how the copy and the installed version have changed since the copy was made."""
     copy = find_copy("diff", path)
     sides = {}
     if yours or not upstream:
@@ -159,11 +155,7 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
 
 
 def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
-    """Return the outcome of updating a file, such as "merged", and the new content of the file.
-
-    If there is nothing to update in the file, the outcome is "". If the updated copy does not
-    contain the file, the content is None.
-    """
+    """Return the outcome of updating a file, such as "merged", and the new content of the file."""
     mine, old, new = (files.get(name) for files in (copy.current, copy.original, copy.upstream))
     if new in (mine, old):
         return "", mine

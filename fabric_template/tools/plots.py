@@ -90,7 +90,7 @@ def plot_logs(
 
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
-    """Drop runs without rows, choose the x axis, and prepare the tables of the other runs."""
+    """Drop runs without rows, and return the remaining runs and the name of the x axis."""
     if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
@@ -198,8 +198,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
     for found, table in zip(all_found, make_tables(all_found), strict=True):
         label = group = found["label"]
         if counts[label] > 1:
-            # Add the file's name to the label if two exported files contain runs with the same
-            # name.
+            # Two CSV files may contain runs with the same name.
             label = group = f"{label} ({found['file'].name})"
         changed = dict(found["changed"])
         if seeds and changed.pop("seed", None) is not None and len(table):
@@ -230,10 +229,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return ``x``, or raise an error if no table has a column of this name.
-
-    If ``x`` is None, return "step", "epoch" or "row", depending on the columns of the tables.
-    """
+    """Return the name of the x axis, by default "step", "epoch" or "row"."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -247,11 +243,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
 
 
 def is_step_based_table(table: pd.DataFrame) -> bool:
-    """Return whether to plot a table's values by step instead of by epoch.
-
-    Return True if several rows have the same epoch, or if the run logged the steps of its only
-    epoch.
-    """
+    """Return whether to plot a table's values by step instead of by epoch."""
     if "samples_per_second" in table and bool(table["samples_per_second"].notna().any()):
         return True
     if not has_row_per_epoch(table):
@@ -270,7 +262,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's logs with one row per step. If the run logged no steps, return ``table``."""
+    """Return a run's logs with one row per step, or ``table`` if the run logged no steps."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -285,7 +277,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     if not has_own_file:
         return steps
-    # Prefer the columns of steps.csv, which has more rows than metrics.csv.
+    # For columns in both files, prefer steps.csv, because steps.csv has more rows.
     others = table[["step", *table.columns.difference(steps.columns)]]
     return pd.concat([others, steps])
 
@@ -397,10 +389,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
-    """Sort runs from best to worst by the first metric that is not a training metric.
-
-    If all metrics are training metrics, sort the runs by the first of these metrics.
-    """
+    """Sort runs from best to worst, preferably by a validation metric."""
     ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
     mode = best_mode(ranking.column, runs[0].options)
 
@@ -519,14 +508,13 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return the moving averages of a metric's values.
+    """Return the moving average of a metric over at most 4% of all values.
 
-    The n-th moving average covers the latest n / 4 values, but never more than 4% of all values.
-    Early averages cover only a few values, so that high initial losses affect only a few averages.
+    Near the start, average fewer values, because the loss often falls fast there.
     """
     import numpy as np
 
-    # Sum in the highest precision, because very large initial losses would cause rounding errors.
+    # A float64 sum would lose precision after very large initial losses.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
@@ -614,7 +602,7 @@ class LivePlot:
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Redraw the curves at most once per second, and use at most 5% of the training time."""
+        """Redraw the curves at most once per second and for at most 5% of the training time."""
         start = time.monotonic()
         if self.folder is None or start < self.next_time:
             return

@@ -79,7 +79,8 @@ def profile(
     """Train a copy of the model for a few steps, time each part, and try faster settings.
 
     Profiling does not change the model, optimizers, random generators or loaders, and creates
-    only temporary files. Validation, callbacks and all loggers except the CSV logger are disabled.
+    only temporary files. Profiling disables validation, callbacks and all loggers except the CSV
+    logger.
 
     Args:
         loop: The loop with the training options.
@@ -136,7 +137,7 @@ class ValueReadRecorder(TorchFunctionMode):
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
     """Return one line of text per setting that makes steps faster, sorted by speed-up.
 
-    Skip settings that would change the results of training.
+    Try only settings that do not change the results of training.
     """
     steps = min(max(int(200 / milliseconds), 10), 200)
 

@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-# Maps each column of list_runs, and additional keys such as "options", to the value for one run.
+# Describes one run by the columns of list_runs, the logged rows and the options.
 Run = dict[str, Any]
 
 
@@ -39,9 +39,9 @@ def list_runs(
     """List all runs in a folder and its subfolders, or in a CSV file from any tool.
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
-    state of a killed run is "interrupted", and the state of a Trainer run is "unknown". `changed`
-    contains options whose values differ between runs with the same name. `changed` also contains
-    each setting in hparams= that exists in every run and differs between runs.
+    state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
+    `changed` column contains the options that differ between runs with the same name. Settings in
+    hparams= are also compared between runs with different names.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -131,8 +131,7 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # If the user does not set max_epochs, MiniLoop writes its default, which is -1 or 1000, to
-        # config.yaml.
+        # MiniLoop records an unset max_epochs as -1 or 1000 in config.yaml.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
@@ -190,8 +189,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
     if epochs:
-        # The number of epochs is the last epoch plus 1, unless a log counts epochs from 1 or has
-        # epochs such as 0.5.
+        # Some tools count epochs from 1, or log fractions of epochs such as 0.5.
         is_from_one = min(epochs) == 1 or any(epoch % 1 for epoch in epochs)
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
@@ -204,10 +202,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 
 
 def choose_metric(run: Run) -> str | None:
-    """Return the metric by which a run is ranked, or None if the run has no metrics.
-
-    Prefer the metric in the ``monitor`` option, and then validation metrics.
-    """
+    """Return the metric by which a run is ranked, or None if the run has no metrics."""
     monitor = run["options"].get("monitor")
     if monitor in run["rows"]:
         return str(monitor)
@@ -223,21 +218,13 @@ def choose_metric(run: Run) -> str | None:
 
 
 def best_mode(metric: str, options: dict[str, Any]) -> str | None:
-    """Return "min" or "max", depending on which value of a metric is best, or None if unknown.
-
-    Use the ``mode`` option if the metric is the run's ``monitor``. If the metric is not the
-    ``monitor``, or if the mode is "auto", infer "min" or "max" from the metric's name.
-    """
+    """Return "min" if lower values of a metric are better, "max" if higher, None if unknown."""
     mode = options.get("mode") if metric == options.get("monitor") else None
     return mode if mode in ("min", "max") else find_direction(metric)
 
 
 def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Return a dict with the best value of a metric, and the epoch and step of this value.
-
-    The value, the epoch and the step are None if the metric has no finite value or no known mode
-    ("min" or "max").
-    """
+    """Return a dict with the best value of a metric, and the epoch and step of this value."""
     rows, metric = run["rows"], metric or choose_metric(run)
     found: Run = {
         "metric": metric,
@@ -265,11 +252,12 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
     """Return the numeric columns of a CSV file, and its column of run names.
 
-    If the file is missing or damaged, return no columns. This function is much faster than pandas.
+    If the file is missing or damaged, return no columns. Reading the file with pandas would
+    be much slower.
     """
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
-        # Ignore warnings about the last line, which may be incomplete while a run trains.
+        # Ignore warnings about an incomplete last line, because the run may still be training.
         warnings.simplefilter("ignore")
         columns = read_columns(path)
     names = columns.pop(RUN, [])
@@ -282,8 +270,8 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed" to the lock file. If a run's process is killed, the
-    lock file is no longer locked, and contains no state such as "finished".
+    "finished", "interrupted" or "failed" to the lock file. A killed run leaves an unlocked lock
+    file without a state.
     """
     if not path.is_file():
         return "unknown"
@@ -317,10 +305,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the model class, optimizers and batch size in the "about" section of config.yaml.
-
-    Do not return values that ``options`` already contains.
-    """
+    """Return the model class, optimizers and batch size in the "about" section of config.yaml."""
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -344,7 +329,7 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml.
 
-    Cache each entry of the "about" section, because many runs have identical entries.
+    Split the "about" section at its keys, so that parse_yaml can cache text that many runs share.
     """
     if not text.startswith("about:\n"):
         return parse_yaml(text)
@@ -356,9 +341,9 @@ def parse_section(text: str) -> Any:
 
 
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a dict of the options in config.yaml and hparams.yaml, and the "about" section.
+    """Return the options in config.yaml and hparams.yaml, and the "about" section of config.yaml.
 
-    The "about" section of config.yaml describes the model, the machine and the package versions.
+    The "about" section describes the model, the machine and the package versions.
     """
     import yaml
 
@@ -383,6 +368,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If an option has its default value, use the setting of the same name in hparams= instead.
+    # Settings in hparams= override options of the same name that have their default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

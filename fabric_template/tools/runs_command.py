@@ -164,7 +164,7 @@ def print_best(runs: Sequence[Run]) -> None:
 
 
 def find_checkpoints(run: Run) -> list[Path]:
-    """Return the paths of a run's checkpoints from the epoch and step of its best metric value."""
+    """Return the paths of the checkpoints that a run saved at its best epoch and step."""
     # If a run is in logs/digits/version_0, its checkpoints are in checkpoints/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []
@@ -178,8 +178,7 @@ def find_checkpoints(run: Run) -> list[Path]:
             epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
         except (CheckpointError, OSError, ValueError):
             continue
-        # Trainer counts steps from 0 in CSV files, but from 1 in checkpoints, so also accept
-        # best_step + 1.
+        # Trainer counts steps from 0 in CSV files, but from 1 in checkpoints.
         is_same_step = run["best_step"] is None or step in (run["best_step"], run["best_step"] + 1)
         if epoch == run["best_epoch"] and is_same_step:
             found.append(path)

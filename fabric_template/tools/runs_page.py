@@ -75,10 +75,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
 
 
 def rank_runs(runs: Sequence[Run]) -> list[int]:
-    """Return the indices of the runs, from the best run to the worst.
-
-    Rank the runs by the metric that most of them use, and put all other runs last.
-    """
+    """Return the indices of the runs, from the best run to the worst."""
     counts = Counter(run["metric"] for run in runs if run["best"] is not None)
     ranking = next((metric for metric, _ in counts.most_common(1)), None)
 
@@ -157,7 +154,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # Only the first MOST_COLORED styles have colors, so give these styles to the best runs.
+        # There are not enough colors for all runs, so color the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
@@ -183,10 +180,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Return up to three quantities, such as "loss", to draw above the table.
-
-    Start with the metrics by which the runs are ranked, followed by losses and accuracies.
-    """
+    """Return up to three quantities, such as "loss", to draw above the table."""
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
@@ -226,8 +220,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
     """Remove points from long curves in place, and convert the arrays of points to lists.
 
     Returns:
-        The number of points in the longest curve before and after this call, or None if the
-        function has removed no points.
+        The longest curve's old and new number of points, or None if no points were removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
@@ -239,11 +232,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Return the indices of at most ``most`` values that preserve the shape of a curve.
-
-    Divide the curve into equal sections. Keep each section's minimum and maximum, and both ends of
-    the curve.
-    """
+    """Choose up to ``most`` points of a curve, including its peaks, and return their indices."""
     import numpy as np
 
     if len(values) <= most:

@@ -25,7 +25,7 @@ from ..data.tensor_loader import TensorLoader
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
-# The timed loop copies these options, because they influence the duration of a step.
+# FabricLoop options that influence the duration of a training step.
 OPTIONS = ["accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "compile"]
 OPTIONS += ["log_every_n_steps", "deterministic", "benchmark", "detect_anomaly"]
 OFF = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -50,11 +50,8 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the typical duration of the given parts of a step, in seconds.
-
-        Average the durations in about ten groups of steps, and return the median of the averages.
-        """
-        # Times of individual steps are not comparable, because workers deliver batches in bursts.
+        """Return the typical duration of the given parts of a step, in seconds."""
+        # Average groups of steps, because DataLoader workers deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))

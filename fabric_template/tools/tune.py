@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting only if every trial with the setting is more than MIN_GAIN times as fast as every
-# trial without the setting.
+# Keep a setting if its slowest trial is MIN_GAIN times as fast as the fastest trial without it.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
@@ -155,7 +154,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # Give the child a second to exit, because a normal exit also ends its DataLoader workers.
+        # Wait a second before kill(), because a normal exit also ends the DataLoader workers.
         child.join(1)
         child.kill()
         child.join()
@@ -165,7 +164,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, hide its output, and send its result or error to the parent process."""
     if hasattr(signal, "SIGCHLD"):
-        # torch's SIGCHLD handler for DataLoader workers would end this process, so remove it.
+        # Without this line, torch's SIGCHLD handler ends this process if a DataLoader worker fails.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         # Run in a new thread, because OpenMP may hang in the main thread of a forked process.
