@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Duration = str | timedelta | dict[str, int]
 LOGGER_NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 _LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-# If the user leaves one of these options at None, with_defaults() sets the option to this value.
+# The default values that with_defaults() fills in.
 _DEFAULTS: dict[str, Any] = {
     "logger": True,
     "enable_checkpointing": True,
@@ -31,7 +31,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 50,
     "num_sanity_val_steps": 2,
 }
-# With barebones=True, these options are off by default, to save time.
+# barebones=True turns off loggers, checkpoints, console output and the sanity check.
 _OFF = {name: 0 if name.endswith("_steps") else False for name in _DEFAULTS}
 
 
@@ -175,7 +175,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import errors.py only if needed, because it imports Lightning, which delays --help.
+            # A global import of errors.py would also import Lightning, and delay --help.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -259,7 +259,7 @@ class LoopConfig:
     def resolve(self) -> LoopConfig:
         """Return a copy of the options with all defaults filled in.
 
-        If fast_dev_run is set, the copy also contains the limits that fast_dev_run implies.
+        If fast_dev_run is set, also limit the number of batches, steps and epochs.
 
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
@@ -293,14 +293,14 @@ class LoopConfig:
         return self.changed(**values)
 
     def with_options(self, **values: Any) -> LoopConfig:
-        """Return a LoopConfig with changed options. Raise an error if a value is invalid."""
+        """Copy this LoopConfig, replace the given options, and check them."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # validate_every_n_steps has set check_val_every_n_epoch to None. Restore the default.
+            # Undo with_defaults(), which set check_val_every_n_epoch to None.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Return a LoopConfig with changed options, without checking the values."""
+        """Copy this LoopConfig, and replace the given options without checking them."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
@@ -324,7 +324,7 @@ def _convert_option(name: str, value: Any) -> Any:
 
 
 def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
-    """Convert a value to types that YAML supports. Objects of other types become strings.
+    """Convert a value to numbers, strings, lists and dicts, so that YAML can store the value.
 
     Raises:
         TypeError: ``is_strict`` is True, and the value contains an object that YAML cannot store.
@@ -352,7 +352,6 @@ def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """Convert a setting to types that YAML supports or, if that fails, to its class name."""
     try:
         return to_yaml_value(value)
     except Exception:
@@ -471,8 +470,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to 3. FabricLoop rejects 3.0, because Trainer treats this value
-# as a fraction, and uses all batches.
+# Do not convert overfit_batches=3.0 to 3, because Trainer reads 3.0 as a fraction.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -515,7 +513,7 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
     """Split FabricLoop's keyword arguments into a LoopConfig and the remaining arguments.
 
     Raises:
-        TypeError: An option is unknown. The error message may suggest a similar option.
+        TypeError: An option is unknown.
     """
     from .errors import ConfigurationError, unknown_option
 
@@ -547,10 +545,7 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that copies a dataclass's signature and field docstrings to a constructor.
-
-    The copied signature makes editors, help() and notebooks show all options and their types.
-    """
+    """Return a decorator that copies a dataclass's signature and docstrings to a constructor."""
 
     def sign(init: Any) -> Any:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -32,7 +32,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     # Delete the temporary file that a killed process with the same process ID may have left.
     temporary.unlink(missing_ok=True)
     try:
-        # Mode "xb" always creates a new file, so open() never follows a symbolic link.
+        # Mode "xb" fails if the path exists, so open() cannot write through a symbolic link.
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -49,7 +49,7 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # Import errors.py only if needed, because it imports Lightning, which slows down plotting.
+        # A global import of errors.py would also import Lightning, and delay the plot command.
         from .errors import CheckpointError
 
         raise CheckpointError(
@@ -93,7 +93,7 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit links last, to prefer the real path of a folder to a path through a link.
+        # Visit links last, to yield a folder's real path if possible.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen
@@ -114,7 +114,7 @@ def version_folder(version: int | str) -> str:
 
 def version_of(name: str) -> int | str:
     """Return the number in a name such as "version_3", but return all other names unchanged."""
-    # Do not use a regular expression, because it is slow for thousands of versions.
+    # A regular expression would be slow for thousands of folder names.
     text = name[8:] if name.startswith("version_") else ""
     return int(text) if text.isdecimal() and str(int(text)) == text else name
 
@@ -195,10 +195,7 @@ def make_folder(folder: Path) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigurationError:
-    """Return a ConfigurationError with the reason why a folder cannot be read or created.
-
-    If the folder's path contains a broken link, the error message names the link.
-    """
+    """Return a ConfigurationError with the reason why a folder cannot be read or created."""
     from .errors import ConfigurationError
 
     reason = f"The system reported: {error.strerror}."

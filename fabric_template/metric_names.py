@@ -27,7 +27,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= {"tr": "train", "te": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "eval", "dev"), "validation")
 _SPLIT = f"(?P<split>{'|'.join(SPLITS)})"
-# A data split is a prefix, as in "val_loss" or "valid_0's l2", or a suffix, as in "Loss/val".
+# _PREFIX matches "val_loss" and "valid_0's l2", and _SUFFIX matches "Loss/val".
 _PREFIX = re.compile(
     rf"(?is){_SPLIT}(?:_\d+)?(?:'s)?(?:[\W_]+|(?-i:(?<=[a-z])(?=[A-Z])))(?P<quantity>.+)"
 )
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Metric(NamedTuple):
-    """Holds the data split, such as "validation", and the quantity, such as "acc", of a column."""
+    """Describes a column such as "val_acc", with split="validation" and quantity="acc"."""
 
     column: str
     split: str
@@ -66,10 +66,7 @@ def parse_metric(column: str) -> Metric:
 
 
 def find_axis(columns: Iterable[str], axis: str) -> str | None:
-    """Return the name of the epoch column (axis="epoch") or the step column (axis="step").
-
-    If no column in ``columns`` matches ``axis``, return None.
-    """
+    """Return the name of the epoch column (axis="epoch") or the step column (axis="step")."""
     names = {str(column).strip().lower(): str(column) for column in reversed([*columns])}
     known = {"epoch": EPOCH_NAMES, "step": STEP_NAMES}.get(axis, (axis.lower(),))
     return next((names[name] for name in known if name in names), None)
@@ -81,13 +78,12 @@ def is_metric(column: str) -> bool:
     if name in (*EPOCH_NAMES, *STEP_NAMES, *NOT_METRICS) or name.startswith("unnamed:"):
         return False
     parts = re.split(r"[\W_]+", name.strip("_() "))
-    # Exclude columns such as "time/fps", "time_ms" and "Relative Time (Process)".
+    # Columns such as "time/fps", "time_ms" and "Relative Time (Process)" contain no metrics.
     return parts[-1] not in DURATIONS and not ("time" in parts and find_direction(name) is None)
 
 
 # mini.py has its own copy of the following code, because mini.py imports nothing from this package.
 
-# Terms in metric names, grouped by whether lower values, higher values or neither are better.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -127,14 +123,14 @@ def find_direction(metric: str) -> str | None:
 
     If the name does not show whether higher or lower is better, return None.
     """
-    # In a name such as "fpr@recall" or "fpr_at_recall", look only at "fpr".
+    # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Also look up shorter terms: "top" for "top5", and "loss" for "valloss".
+            # Look up "top5" as "top" and "valloss" as "loss" if the full name is unknown.
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

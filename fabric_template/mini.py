@@ -3535,14 +3535,14 @@ def find_direction(metric: str) -> str | None:
 
     If the name does not show whether higher or lower is better, return None.
     """
-    # In a name such as "fpr@recall" or "fpr_at_recall", look only at "fpr".
+    # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     for spelling in (name.lower(), spaced.lower()):
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Also look up shorter terms: "top" for "top5", and "loss" for "valloss".
+            # Look up "top5" as "top" and "valloss" as "loss" if the full name is unknown.
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

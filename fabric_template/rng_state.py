@@ -56,7 +56,7 @@ def unchanged_rng_state() -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator, except for the global generators."""
+    """Return whether a value is a random generator, but not a global one."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     is_known = isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
     is_global = any(value is part for part in (torch.default_generator, _OF_RANDOM, _OF_NUMPY))
@@ -64,9 +64,9 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the random generators in a dict of attributes, keyed by attribute name.
+    """Return the random generators among an object's attributes, keyed by attribute name.
 
-    A generator in a list, tuple or dict has a key such as "generators.0".
+    The first generator in the list ``self.generators`` has the key "generators.0".
     """
     found = {}
     for name, value in attributes.items():

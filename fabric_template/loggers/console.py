@@ -216,10 +216,7 @@ class Console:
         return True
 
     def _print(self, text: str) -> None:
-        """Print a line above the progress bar.
-
-        In a notebook, the printed line appears when the progress bar is redrawn.
-        """
+        """Print a line above the progress bar."""
         if self._output == "notebook":
             self._lines.append(text)
             return

@@ -10,7 +10,7 @@ from typing import Any
 from ..metric_names import SPLITS, find_axis, is_metric
 
 Columns = dict[str, list[Any]]
-# The name of a temporary column, which contains run names if a file contains several runs.
+# A temporary column that contains the run name of each row.
 RUN = "run of the row"
 # The column names that other tools use for the run, the metric and the data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
@@ -60,7 +60,7 @@ def has_number(cells: Iterable[Any]) -> bool:
 def to_wide(columns: Columns) -> Columns:
     """Convert a long table to a wide table, which has one column per metric.
 
-    In a long table, each row contains one metric value, or the values of one data split.
+    A long table has a column such as "metric" or "split", and several rows per epoch.
     """
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
@@ -89,10 +89,11 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split a column into one column per key, for example into one column per metric.
+    """Split a column into one column per metric or data split.
 
-    ``keys`` contains one key for each row. Each row's cell is copied to the column named by the
-    row's key. The row's cells in all other columns are empty strings.
+    Example:
+        >>> select(["loss", "acc"], ["0.5", "0.9"])
+        {'loss': ['0.5', ''], 'acc': ['', '0.9']}
     """
     pairs = list(zip(keys, cells, strict=True))
     return {
@@ -103,7 +104,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 def split_runs(columns: Columns) -> dict[str, Columns]:
     """Split a file's table into one table per run, keyed by run name.
 
-    If the file contains a single run, the key is "".
+    Use "" as the name of the only run in a file.
     """
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
@@ -116,15 +117,14 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # A column such as "name" or "seed" does not always identify runs. Split the file into runs only
-    # if epoch numbers repeat and every row has a value in that column.
+    # Columns such as "name" and "seed" do not identify runs if each epoch occurs only once.
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # If a run's name is only a number, prepend the name of the column, as in "fold=0".
+        # Use "fold=0" as the run name for the cell "0" in the column "fold".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -139,7 +139,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
     """Return a label for each row, such as ("fit 2",) if the second call to fit wrote the row.
 
-    If one call to fit wrote all rows, or if a cell is empty, return an empty list.
+    Return no labels for a single call to fit, or for a file with empty cells.
     """
     positions = []
     is_complete = all(map(all, columns.values()))
@@ -149,8 +149,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         positions = [tuple(map(float, row)) for row in rows]
     number, labels = 1, list[tuple[str, ...]]()
     for row, position in enumerate(positions):
-        # If the epoch numbers start over at a row, a new call to fit wrote that row. In a resumed
-        # run, the epoch numbers continue instead of starting over.
+        # Epoch numbers start over at a new call to fit, but not in a resumed run.
         is_back = row > 0 and all(
             now < last for now, last in zip(position, positions[row - 1], strict=True)
         )
@@ -160,7 +159,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Return unique column names. For example, rename a second "loss" column to "loss.1".
+    """Rename duplicate columns, for example a second "loss" column to "loss.1".
 
     If the file has no header, the names are "column 1", "column 2" and so on.
     """

@@ -197,7 +197,7 @@ class Table:
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row, including rows in memory."""
+        """Return the CSV file's columns, row count and last row, including unwritten rows."""
         last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
@@ -267,7 +267,7 @@ class Table:
         self.waiting = []
 
     def replace(self, columns: list[str], rows: Rows) -> None:
-        """Replace all rows of the CSV file. If there are no columns, remove the file."""
+        """Replace the content of the CSV file, or delete the file if ``columns`` is empty."""
         head = [dict(zip(columns, columns, strict=True))] if columns else []
         content = to_lines(columns, [*head, *rows])
         if not content:
@@ -318,9 +318,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
 def rows_before(
     rows: list[dict[str, str]], position: Mapping[str, Any], step: int
 ) -> tuple[list[dict[str, str]], bool]:
-    """Return the rows that a CSV file contained when a checkpoint was saved.
-
-    Also return whether another program has changed the file since the checkpoint was saved.
+    """Return the rows written before a checkpoint, and whether the CSV file was edited.
 
     Args:
         position: The number of rows in the checkpoint and, if known, the last of these rows.
@@ -338,7 +336,7 @@ def rows_before(
 
 
 def is_before(row: Mapping[str, str], step: int) -> bool:
-    """Return True if a CSV row's own step is at most ``step``, or if the row has no step."""
+    """Return whether the "step" cell of a CSV row is empty or at most ``step``."""
     try:
         return float(row.get("step", "")) <= step
     except ValueError:

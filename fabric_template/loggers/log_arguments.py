@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 
-# The hooks that may call self.log. By default, hooks in a training step log the value of each step,
-# and hooks in an evaluation step log the mean over the epoch. Epoch hooks cannot log step values.
+# In the hooks of a training step, self.log defaults to on_step=True and on_epoch=False.
 _TRAIN_STEP_HOOKS = [
     "training_step",
     "on_train_batch_start",

@@ -57,7 +57,7 @@ class LoggerConnector:
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Send the values from an evaluation to the loggers.
 
-        If metrics.csv gets no row for the evaluation, write the values to steps.csv.
+        An evaluation without a row in metrics.csv gets a row in steps.csv.
         """
         run = self.run
         if run.progress.stage == "sanity_check":
@@ -66,7 +66,7 @@ class LoggerConnector:
         self.log_metrics(metrics, row=None if has_row else row)
 
     def log_train_epoch(self) -> None:
-        # Log the values at the epoch's last step. The step counter is already one higher.
+        # Subtract 1, because the step counter is already past the epoch's last step.
         self.log_metrics(self.run.results.update_metrics().logged, step_offset=-1)
 
     def log_metrics(
@@ -127,7 +127,7 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # The new run's setup hook may have created the event file, so hparams.yaml must exist, too.
+    # A setup hook may create the event file, but only an earlier run creates hparams.yaml.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 

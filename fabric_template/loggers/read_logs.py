@@ -66,7 +66,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def require_runs(path: Any) -> list[Any]:
     """Return each run's name, version and CSV file. If there are no runs, raise an error."""
     if not isinstance(path, str | os.PathLike):
-        # Import errors.py only if needed, because it imports Lightning, which slows down plotting.
+        # A global import of errors.py would also import Lightning, and delay the plot command.
         from ..errors import describe
 
         text = f"got {describe(path)}, expected a path"
@@ -84,8 +84,7 @@ def require_runs(path: Any) -> list[Any]:
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     """Return the columns of a CSV file as lists of strings, keyed by column name.
 
-    If several rows contain the values of one epoch, or of one step if ``steps`` is True, merge the
-    rows.
+    Merge rows of the same epoch, or of the same step if ``steps`` is True.
 
     Use pandas only to merge rows, because reading thousands of files with pandas is slow.
     """
@@ -97,7 +96,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     headers = [row for row in content.rows if [*row.values()] == [*row]]
     rows = [row for row in content.rows if row not in headers] if headers else content.rows
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
-        # Skip the first row below the header if it has no numbers, because it contains units.
+        # Skip a row of units, such as "s" or "%", below the header.
         rows = rows[1:]
     found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
     names = {name: name.strip() for name in found}
@@ -122,10 +121,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge rows of a run that contain values of the same epoch or step.
-
-    If all rows are complete, return the columns unchanged.
-    """
+    """Merge the rows of a run if several rows belong to the same epoch or step."""
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
     positions = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*positions}) == len(positions) and all(map(all, positions))
@@ -136,11 +132,7 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
-    """Return whether a file without a step column has several complete rows in each epoch.
-
-    All epochs except the last must have the same number of rows. If an epoch has more rows than the
-    others, a restarted run has repeated the epoch.
-    """
+    """Return whether a file has equally many rows for each epoch, and no step column."""
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
@@ -197,8 +189,7 @@ def read_table(path: Path) -> CSVTable:
 
     If the file is missing, return a table without rows.
 
-    Do not use Python's csv module, which raises an error for very long cells. After a stray
-    quotation mark, the csv module also reads all following lines as one cell.
+    Do not use Python's csv module, because it fails on long cells and stray quotation marks.
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
@@ -255,8 +246,8 @@ def unquote(record: str) -> list[str]:
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
     """Merge the rows of a table into one row per validation, or per step if ``steps`` is True.
 
-    A merged row contains the last value of each column, and the step at which the validation ran.
-    An epoch in which no validation ran becomes one row.
+    Keep each column's last value from the merged rows, and the step of the validation.
+    An epoch without validation becomes one row.
     """
     import pandas as pd
 
@@ -272,8 +263,7 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Give each row the number of the next validation in its epoch. Rows after the epoch's last
-        # validation get the number of that last validation.
+        # Group each row with the next validation of its epoch, or else with the last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]
@@ -294,7 +284,7 @@ def parse_cell(cell: str) -> Any:
 def to_values(cells: list[Any]) -> list[Any]:
     """Convert cells to numbers if possible.
 
-    Use float(), because pandas.read_csv sometimes rounds the last digit differently.
+    Parse numbers with float(), because pandas.read_csv may round the last digit.
     """
     for kind in (int, float):
         with suppress(ValueError):

@@ -93,7 +93,10 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a scalar to the epoch's sum. For a mean, weight the scalar by ``batch_size``."""
+        """Add a logged scalar to the sums of the epoch and of the next CSV row.
+
+        For a mean, weight the scalar by ``batch_size``.
+        """
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -137,7 +140,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call to(), which also sets metric.dtype to torch's default dtype.
+            # Like Trainer, call metric.to(), which sets metric.dtype to torch's default dtype.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -147,10 +150,10 @@ class LoggedMetric:
     def compute(self, sums: Sums | None) -> Tensor | None:
         """Return the mean, sum, maximum or minimum of the values, or None if nothing was logged.
 
-        If ``sums`` is None, return the value of the last step. For a torchmetrics object, return
-        the result of its own ``compute`` method.
+        If ``sums`` is None, return the last logged value. For a torchmetrics object, return the
+        result of its own ``compute`` method.
 
-        All processes must call this method, because it may reduce the value over all processes.
+        Call this method in all processes, because it may call all_reduce.
         """
         if sums is None:
             value: Any = self.step_value
@@ -227,11 +230,7 @@ class LoopResults:
                 yield metric
 
     def start_hook(self, hook: str | None) -> None:
-        """Reset the values that ``hook`` logged in the previous epoch.
-
-        From the second batch of an epoch on, reset no values, because all values are from the
-        current epoch.
-        """
+        """Reset the values that ``hook`` logged in the previous epoch."""
         self.last_hook = hook
         if self.is_first_batch is not False:
             for metric in self.metrics.values():
@@ -267,7 +266,7 @@ class ResultCollection:
 
     is_per_process = True
 
-    # In an unpickled copy, which has no instance attributes, this default makes log() do nothing.
+    # After unpickling, is_enabled is False, so that log() does nothing.
     is_enabled = False
 
     def __init__(self, run: Run) -> None:
@@ -293,15 +292,15 @@ class ResultCollection:
         return {name: getattr(self, name) for name in names}
 
     def load_metrics(self, metrics: dict[str, dict[str, Any]]) -> None:
-        """Load the metrics that a process launched by ddp_spawn returned to the main process."""
+        """Copy the metrics of a ddp_spawn process to the main process."""
         vars(self).update(metrics)
 
     def __deepcopy__(self, memo: dict) -> ResultCollection:
-        """Return self, so that a copied module logs to the same run."""
+        """Let a module and its deep copy log to the same run."""
         return self
 
     def __getstate__(self) -> dict:
-        """Return no state, so that pickling a module does not pickle the run."""
+        """Leave out the run when a module is pickled."""
         return {}
 
     def log(
@@ -383,7 +382,7 @@ class ResultCollection:
     def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
         """Return whether ``reduce_fx`` or ``on_epoch`` differs from the value in the checkpoint.
 
-        Warn if the checkpoint contains a sum for the current epoch, because this sum is lost.
+        Warn if the resumed run drops a sum of logged values from the checkpoint.
         """
         saved = metric.arguments
         is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
@@ -399,10 +398,6 @@ class ResultCollection:
         return True
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
-        """Log a torchmetrics object.
-
-        Like Trainer, raise an error if the object is not a submodule of the LightningModule.
-        """
         is_known = value is metric.torchmetric or attribute is not None
         if not is_known and self.run.is_lightning_module and isinstance(value, nn.Module):
             names = {id(part): name for name, part in find_torchmetrics(self.run.module).items()}
@@ -471,15 +466,11 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """Compute the means after the last batch of an epoch or of an evaluation loader.
-
-        After this call, current_values returns the means instead of the last step's values.
-        """
+        """Average the logged values after the last batch of an epoch or evaluation loader."""
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Reduce the means across processes now, because a later hook may read them in only one
-        # process.
+        # Compute means in all processes now, because all_reduce hangs in a single process.
         metrics = [*self.active.current()]
         self._reduce({metric: metric.epoch for metric in metrics})
         for metric in metrics:
@@ -490,10 +481,7 @@ class ResultCollection:
                 self.returned[metric.arguments.name] = value
 
     def _reduce(self, sums: dict[LoggedMetric, Sums]) -> None:
-        """Reduce the sums of metrics over all processes.
-
-        The processes may have logged the metrics in different orders, so sort them by name.
-        """
+        """Combine the sums of logged values from all processes."""
         if self._all_reduce is None:
             return
         metrics = sort_by_name(sums)
@@ -508,7 +496,6 @@ class ResultCollection:
             metric.compute(sums[metric])
 
     def _warn_of_missing_sync_dist(self, arguments: LogArguments) -> None:
-        """Like Trainer, recommend sync_dist=True for values averaged over an epoch."""
         is_synced = self._all_reduce is None or arguments.sync_dist or arguments.rank_zero_only
         if not is_synced:
             self.run.warn_once(
@@ -521,14 +508,14 @@ class ResultCollection:
     def end_loader(self) -> None:
         """After the last batch of an evaluation loader, store the loader's metrics."""
         self.end_batches()
-        # Like Trainer, do not update callback_metrics after each loader of a sanity check.
+        # In a sanity check, Trainer updates callback_metrics only after the last loader.
         if self.run.progress.stage != "sanity_check":
             self._loader_values.append(self.update_metrics())
         # Values that a hook logs after the last batch do not belong to a loader.
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Return the metrics of each loader, the metrics for loggers, and the row for CSV files.
+        """Return an evaluation's metrics per loader, its metrics for loggers, and its CSV row.
 
         Call this method after the evaluation's last hook.
         """
@@ -609,7 +596,7 @@ class ResultCollection:
     def take_means(self) -> dict[str, Tensor]:
         """Return the mean of each training value since the last row of metrics.csv.
 
-        In a step-based run, reset the sums afterwards, so that the next row starts from zero.
+        In a step-based run, reset the sums for the next row of metrics.csv.
         """
         row: dict[str, Tensor] = {}
         sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
@@ -659,7 +646,7 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Until the resumed run logs the metric, use the checkpoint's arguments of ``self.log``.
+            # Use the saved arguments of self.log until the resumed run calls self.log.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)
@@ -718,7 +705,7 @@ def to_scalar(name: str, value: Any) -> Tensor:
 
 
 def to_float(value: Tensor) -> Tensor:
-    """Convert a tensor to float32 or float64, because Trainer sums values in these dtypes."""
+    """Convert integers and half-precision floats to float32 or float64, as Trainer does."""
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
     return value.to(float_type())
@@ -741,7 +728,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 def plain_attributes(metric: Any) -> dict[str, Any]:
     """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) can load.
 
-    Do not use the object's state_dict(), because it contains only persistent states.
+    Metric.state_dict() would omit the states added with persistent=False.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())

@@ -22,16 +22,15 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# When a new run replaces an older one, the older CSV files stay in this subfolder until the new run
-# saves a checkpoint.
+# The subfolder for the CSV files of a replaced run, until the new run saves a checkpoint.
 REPLACED_LOGS = ".replaced"
 
 
 class RowWriter:
     """Collects the values of a row, decides when the row is due, and writes it to metrics.csv.
 
-    An epoch-based run has a row for each epoch. A step-based run has a row for each validation or,
-    without validation, for each epoch. A step-based run also has a last row at the end of training.
+    By default, each epoch has one row in metrics.csv. A step-based run writes a row after each
+    validation and at the end of training.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
@@ -62,7 +61,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Choose step-based or epoch-based rows, once the number of training batches is known."""
+        """Set ``is_step_based`` from the options and the number of training batches."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -75,12 +74,12 @@ class RowWriter:
         """Replace the run's rows with ``rows``, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
-    # Measuring the time since the last row
+    # Clock
 
     def start_clock(self) -> None:
-        """Start the clock for the next row of metrics.csv.
+        """Start to measure the "time" column of the next row.
 
-        A resumed run starts its clock at the elapsed time saved in the checkpoint, not at 0.
+        In a resumed run, also count the seconds saved in the checkpoint.
         """
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
@@ -101,8 +100,7 @@ class RowWriter:
         try:
             yield
         finally:
-            # Overwrite the seconds that a save during validation has added, because the time of the
-            # validation includes these seconds.
+            # Do not count the time of a save during validation twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -110,8 +108,7 @@ class RowWriter:
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
         """Collect the values that training_step returned.
 
-        If a LightningModule returns a dict, collect only the loss, because other values are logged
-        with self.log.
+        A LightningModule logs its metrics with self.log, so collect only its loss.
 
         In manual optimization, ``loss`` is None if the step returned a dict without "loss".
         """
@@ -184,10 +181,7 @@ class RowWriter:
             self._write(is_in_epoch=False)
 
     def write_after_training(self) -> None:
-        """In a step-based run, write a final row for the steps since the previous row.
-
-        If the run is resumed from an earlier checkpoint, the final row is removed from metrics.csv.
-        """
+        """In a step-based run, write a final row for the steps since the previous row."""
         last_step = self.rows[-1]["step"] if self.rows else 0
         if self.is_step_based and self.run.progress.global_step > last_step:
             self._write(is_in_epoch=True)
@@ -200,7 +194,7 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # log_train_epoch sends a LightningModule's means to the loggers at the end of an epoch.
+            # log_train_epoch already sends the values of a LightningModule to the loggers.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 
@@ -242,7 +236,7 @@ class RowWriter:
     def check_loss(self, row: Mapping[str, Any]) -> None:
         """With on_nan="stop", end training if a row's ``train_loss`` is NaN or infinite.
 
-        All processes must call this method, so that all of them end training at the same step.
+        Call this method in all processes, because it calls all_reduce.
         """
         run = self.run
         if run.config.on_nan != "stop" or run.stop.divergence:
@@ -263,7 +257,6 @@ class RowWriter:
     # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values collected for the next row, and the number of rows in each CSV file."""
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {
@@ -294,14 +287,13 @@ class RowWriter:
     def _rewind(self, state: Mapping[str, Any]) -> None:
         """Remove the CSV rows written after the checkpoint, and read those written before it.
 
-        If training is already finished, read all rows, and remove none.
+        Keep all CSV rows if training is already finished.
         """
         is_finished = self.run.stop.is_finished
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # If this run has more CSV loggers than the saved run, each additional logger starts with
-        # the rows of the saved run's first CSV logger.
+        # An additional CSV logger gets the rows of the checkpoint's first CSV logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -323,19 +315,18 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return folders that may contain the saved run's rows, the most likely folder first."""
+        """Return possible folders of the earlier run's metrics.csv, the most likely one first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
-        # Also look for folders named as in the checkpoint's path, because the user may have renamed
-        # the run's folders since the checkpoint was saved.
+        # If the user renamed the run, its current name is in the checkpoint's path.
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # If a run is resumed as a new version, the old version's folder contains the saved rows.
+        # A run resumed as a new version finds its earlier rows in the old version's folder.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The folder "logs" may be in any of the four folders above the checkpoint.
+        # The folder "logs" may be up to four levels above the checkpoint.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
-        # ModelCheckpoint saves to a subfolder of the log folder, so search the parent folders.
+        # ModelCheckpoint saves checkpoints to a subfolder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
 
 
@@ -370,7 +361,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether two rows have the same epoch, the same step and about the same time.
 
-    A row's time may differ slightly if a spreadsheet program has rounded it in the CSV file.
+    A spreadsheet program may have rounded the time in the CSV file.
     """
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False
@@ -386,7 +377,7 @@ def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers, with training values first, and without "epoch" or "step"."""
+    """Put training metrics first, convert tensors to numbers, and drop "epoch" and "step"."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 

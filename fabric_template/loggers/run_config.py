@@ -1,4 +1,4 @@
-"""Collect hyperparameters, and describe a run's options, code and objects in config.yaml."""
+"""Write config.yaml, and collect the hyperparameters for the loggers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 def write_run_config(run: Run) -> None:
     """Write config.yaml beside metrics.csv.
 
-    If writing fails, warn and continue training. Keep an existing config.yaml if the run is
+    If config.yaml cannot be written, only warn. Keep an existing config.yaml if the run is
     resumed, or if another program wrote the file.
     """
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
@@ -118,7 +118,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
     return {**config, "about": about}
 
 
-# Descriptions of the process, the model and the optimizers
+# Descriptions
 
 
 def describe_process(fabric: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the values that YAML can store, and add descriptions of the others to ``unknown``."""
+    """Drop values that YAML cannot store, and describe the dropped values in ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:
@@ -253,7 +253,7 @@ def keep_plain(
 
 
 def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> None:
-    """Send hyperparameters to a logger. Send the loop's options only to the CSV logger."""
+    """Send hyperparameters to a logger, and the loop's options to the CSV logger."""
     if isinstance(logger, CSVLogger):
         options = {name: value for name, value in vars(config).items() if name != "hparams"}
         logger.log_hyperparams({"hparams": hparams, "config": options})
@@ -280,7 +280,7 @@ def merge_hyperparameters(
 ) -> dict[str, Any]:
     """Merge the hyperparameters that a module and a datamodule saved.
 
-    Values in ``own`` replace saved values.
+    The dict ``own`` overrides the saved hyperparameters.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for a hyperparameter.
