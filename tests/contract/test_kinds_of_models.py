@@ -390,7 +390,7 @@ MODELS |= {
 
 
 def make_loaders():
-    return DataLoader(make_data(24), batch_size=4, shuffle=True), DataLoader(make_data(16, seed=5), batch_size=8)
+    return DataLoader(make_data(16), batch_size=4, shuffle=True), DataLoader(make_data(16, seed=5), batch_size=8)
 
 
 def make_model(name):
@@ -509,7 +509,7 @@ def test_each_kind_of_model_can_be_trained_saved_resumed_and_loaded(tmp_path, lo
     expected = state_of(train_by_hand(name))
     whole, model = train(name, loop, tmp_path / "whole", max_epochs=2)
     assert same(state_of(model), expected)
-    train(name, loop, tmp_path / "cut", max_epochs=2, max_steps=4)
+    train(name, loop, tmp_path / "cut", max_epochs=2, max_steps=3)
     resumed, again = train(name, loop, tmp_path / "cut", seed=9, max_epochs=2, resume="last")
     assert same(state_of(again), expected)
     assert same(optimizer_state(resumed), optimizer_state(whole))

@@ -467,7 +467,7 @@ def test_the_verify_command_reports_damaged_checkpoints(capsys):
 
 
 def test_fit_on_two_processes_prints_the_summary_once():
-    argv = ["fit", "--max_epochs", "1", "--devices", "2", "--accelerator", "cpu"]
+    argv = ["fit", "--max_epochs", "1", "--limit_train_batches", "2", "--devices", "2", "--accelerator", "cpu"]
     command = fork_command([sys.executable, "-m", "fabric_template", *argv])
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "FORKING_PYTHON": forking_python()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)

@@ -57,7 +57,7 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(noteboo
         return render(*args, **options)
 
     monkeypatch.setattr(plots, "render_picture", render_slowly)
-    fit(notebook, LivePlot(), epochs=32)
+    fit(notebook, LivePlot(), epochs=22)
     # The last picture is always drawn.
     *times, _ = (at for at, _ in notebook.shown)
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
