@@ -798,8 +798,9 @@ class HasKeyedMeters(Model):
         return super().training_step(batch, batch_idx) * self.meters[key].add(0.1 + batch_idx)
 
 
-@pytest.mark.parametrize("keys", [[0, 1, -2], ["0", 0, "a-1", "-2"], ["dogs'", "'a'", "'"], [np.int64(3), 4]])
-@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(
+    ("kind", "keys"), once(SAVES, [[0, 1, -2], ["0", 0, "a-1", "-2"], ["dogs'", "'a'", "'"], [np.int64(3), 4]])
+)
 def test_objects_in_a_defaultdict_are_restored_under_their_keys(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
     expected = train(kind, tmp_path / "whole", make)
@@ -1105,8 +1106,7 @@ METERED = {
 }
 
 
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.parametrize("name", METERED)
+@pytest.mark.parametrize(("name", "kind"), halve(METERED, SAVES))
 def test_a_run_with_objects_that_use_slots_resumes_exactly(tmp_path, name, kind):
     whole = train(kind, tmp_path / "whole", METERED[name])
     for batches in (3, 7, 11):

@@ -6,6 +6,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import Classifier
+from parameters import halve
 from runs import assert_same_end, fit, logs_of, tree, val_loader, with_files
 
 from fabric_template import FabricLoop
@@ -58,9 +59,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("logger", [True, False])
-@pytest.mark.parametrize("dirpath", [None, "kept"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "dirpath", "logger"), halve(FILES, [None, "kept"], [True, False]))
 def test_resume_auto_finds_checkpoints_in_subfolders_and_with_a_different_extension(tmp_path, name, dirpath, logger):
     given = {} if dirpath is None else {"dirpath": tmp_path / dirpath}
 

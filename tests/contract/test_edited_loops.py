@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights
-from parameters import halve
+from parameters import halve, once
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -231,8 +231,9 @@ class Decays(MiniLoop):
         super()._step_optimizer()
 
 
-@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 3}])
-@pytest.mark.parametrize("kind", [Counts, Averages, CreatesLate, Decays])
+@pytest.mark.parametrize(
+    ("kind", "options"), once([Counts, Averages, CreatesLate, Decays], [{}, {"validate_every_n_steps": 3}])
+)
 def test_a_resumed_run_restores_the_attributes_that_an_edited_loop_adds(kind, options):
     assert_resumes(kind, kill=14, **options)
 

@@ -254,8 +254,7 @@ def check_resume(tmp_path, loop_name, name, limit):
     assert found == rows
 
 
-@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 8}], ids=["after an epoch", "in an epoch"])
-@pytest.mark.parametrize("loop_name", LOOPS)
+@pytest.mark.parametrize(("loop_name", "limit"), halve(LOOPS, [{"max_epochs": 2}, {"max_steps": 8}]))
 def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, limit):
     options = {"make_loader": LOADERS["shuffled"], "make_net": Remembers}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
@@ -265,8 +264,7 @@ def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, 
     assert found == rows
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}], ids=str)
-@pytest.mark.parametrize("loop_name", LOOPS)
+@pytest.mark.parametrize(("loop_name", "limit"), once(LOOPS, [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}]))
 def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, loop_name, limit):
     """The weights and all CSV rows stay the same, including the row after the last steps."""
     make_loader = LOADERS["shuffled"]

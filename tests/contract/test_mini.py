@@ -23,7 +23,7 @@ import torch
 import torchmetrics
 from interpreter import fork_command
 from modules import Classifier, assert_same_weights, by_epoch, by_step, make_data, make_loader, run_trainer, sgd
-from parameters import halve
+from parameters import halve, once
 from processes import run_processes
 from runs import Plain, same, val_loader
 from test_parity_plain import CASES as PLAIN
@@ -52,8 +52,7 @@ def run_mini(
 # Weights and metrics
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("case", sorted(PLAIN.keys() - {"clipped_by_value"}))
+@pytest.mark.parametrize(("case", "level"), once(sorted(PLAIN.keys() - {"clipped_by_value"}), LEVELS))
 def test_mini_loop_ends_with_the_same_weights_as_a_hand_written_loop(case, level):
     plain_options, make_optimizer, options = PLAIN[case]
     torch.manual_seed(1)

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from modules import make_loader, quiet
+from parameters import once
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -157,8 +158,7 @@ def assert_equal_weights(expected, net):
     assert not different, different
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "level"), once(CASES, LEVELS))
 def test_fit_ends_with_the_same_weights_as_a_plain_loop(case, level):
     plain_options, make_optimizer, options = CASES[case]
     torch.manual_seed(1)

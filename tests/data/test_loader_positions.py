@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from modules import Classifier, make_data, make_loader
+from parameters import halve
 from resume_loaders import Stream, loader, streams
 from runs import Record, Snapshots, fit, same
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
@@ -161,9 +162,10 @@ class Pairs:
         yield from zip(indices, indices, strict=True)
 
 
-@pytest.mark.parametrize("is_lazy", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("argument", ["sampler", "batch_sampler", "without batches"])
+@pytest.mark.parametrize(
+    ("argument", "num_workers", "is_lazy"),
+    halve(["sampler", "batch_sampler", "without batches"], [0, 1], [True, False]),
+)
 def test_resume_warns_about_samplers_that_draw_random_numbers_during_the_epoch(is_lazy, num_workers, argument):
     def make():
         sampler = ShufflesChunks(is_lazy)

@@ -12,7 +12,7 @@ from interpreter import fork_command
 from lightning.pytorch.utilities import CombinedLoader
 from modules import quiet
 from pandas import DataFrame
-from parameters import halve
+from parameters import halve, once
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
@@ -429,8 +429,9 @@ class Ends(RecordingModule):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("error", [None, ValueError("mine"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("loop", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize(
+    ("loop", "error"), once([FabricLoop, MiniLoop], [None, ValueError("mine"), KeyboardInterrupt()])
+)
 def test_a_fit_that_ends_within_an_epoch_leaves_no_worker_process(loop, error):
     """The garbage collector would wait five seconds for each remaining worker."""
     dataset, before = [torch.zeros(1)] * 16, multiprocessing.active_children()

@@ -10,6 +10,7 @@ import torch
 from both import Notes, assert_same_files, plain, run_both
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, by_epoch, by_step, make_loader, sgd, weight_averaging
+from parameters import once
 from runs import same, val_loader, with_files
 from torch import nn
 
@@ -132,15 +133,16 @@ def test_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_path, make)
         assert same(expected.files()["last.ckpt"][key], ours.files()["last.ckpt"][key])
 
 
-@pytest.mark.parametrize("optimizers", [sgd, by_step, by_epoch], ids=["sgd", "step", "epoch"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"logging_interval": "step", "log_momentum": True},
-        {"logging_interval": "epoch", "log_weight_decay": True},
-    ],
-    ids=str,
+    ("options", "optimizers"),
+    once(
+        [
+            {},
+            {"logging_interval": "step", "log_momentum": True},
+            {"logging_interval": "epoch", "log_weight_decay": True},
+        ],
+        [sgd, by_step, by_epoch],
+    ),
 )
 def test_learning_rate_monitor_logs_the_same_values_as_with_trainer(tmp_path, optimizers, options):
     expected, ours = run_both(

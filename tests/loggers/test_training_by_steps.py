@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, make_loader
+from parameters import once
 from runs import TIMES, Plain, Snapshots, fit, logs_of, same, val_loader, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -57,8 +58,7 @@ def read(root, name):
     return pd.read_csv(root / "logs/run/version_0" / name)
 
 
-@pytest.mark.parametrize("make", [Plain, Silent, Means])
-@pytest.mark.parametrize("train", [make_loader, endless], ids=["epochs", "endless"])
+@pytest.mark.parametrize(("train", "make"), once([make_loader, endless], [Plain, Silent, Means]))
 def test_metrics_csv_has_a_row_per_validation_and_one_for_the_last_step(tmp_path, make, train):
     options = {"max_steps": 25, "validate_every_n_steps": 10, "log_every_n_steps": 5, "log_grad_norm": True}
     _, module, history = fit(tmp_path, make, train, val_loader, gradient_clip_val=0.1, **options)

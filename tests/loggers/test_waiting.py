@@ -8,6 +8,7 @@ import pytest
 import torch
 from clock import Clock
 from lightning.pytorch.callbacks import ModelCheckpoint
+from parameters import halve
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -59,9 +60,10 @@ def train(train_data, val_data=None, step_seconds=0.0, resume=None, make=FabricL
     return loop, loop.fit(net, loader, optimizer=optimizer, training_step=step, resume=resume, **val)
 
 
-@pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], ids=str)
-@pytest.mark.parametrize("data", [Slow(0.02), SlowStream()], ids=["map_style", "stream"])
+@pytest.mark.parametrize(
+    ("data", "options", "make"),
+    halve([Slow(0.02), SlowStream()], [{}, {"validate_every_n_steps": 2}, {"max_steps": 8}], [FabricLoop, MiniLoop]),
+)
 def test_metrics_csv_contains_the_fraction_of_time_spent_waiting_for_data(data, options, make):
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
