@@ -71,12 +71,11 @@ class LoopConfig:
     """Predict at most this many batches per loader (int), or this fraction of the batches
     (float)."""
     overfit_batches: int | float = 0.0
-    """Train and validate on this many batches (int), or on this fraction of the batches (float).
-    The loop reads the first batches of each loader, without shuffling. 0 turns this option
-    off."""
+    """Train and validate on the first N batches of each loader (int), or on this fraction of the
+    batches (float), without shuffling. 0 means all batches."""
     fast_dev_run: int | bool = False
-    """Run only this many batches of each loader, without loggers or checkpoints. True means one
-    batch of each loader."""
+    """Run only this many batches of each loader, without loggers or checkpoints. True means
+    fast_dev_run=1."""
 
     # Validation and logging
     val_check_interval: int | float | Duration | None = None
@@ -108,8 +107,8 @@ class LoopConfig:
     deterministic: bool | str | None = None
     """Use deterministic algorithms only. "warn" allows other algorithms, with a warning."""
     benchmark: bool | None = None
-    """Set torch.backends.cudnn.benchmark to this value. None leaves the setting
-    unchanged, unless deterministic=True, which turns benchmarking off."""
+    """Set torch.backends.cudnn.benchmark to this value. None leaves
+    cudnn.benchmark unchanged, or turns it off if deterministic=True."""
     inference_mode: bool = True
     """Evaluate in torch.inference_mode (True) or in torch.no_grad (False)."""
     reload_dataloaders_every_n_epochs: int = 0
@@ -125,8 +124,8 @@ class LoopConfig:
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. True or None means the CSV logger, False means no logger, and
-    "tensorboard", "wandb" or "mlflow" adds Lightning's logger of that name to the CSV logger."""
+    """A logger or a list of loggers. None and True mean the CSV logger, False means no logger.
+    "tensorboard", "wandb" and "mlflow" mean the CSV logger and Lightning's logger of that name."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -141,8 +140,8 @@ class LoopConfig:
     """The run's name. Logs are written to logs/<name>/version_<n>, and checkpoints to
     checkpoints/<name>/version_<n>."""
     version: int | str | None = None
-    """The run's version. None means the version of the run that is resumed or, for a new run, the
-    next free number."""
+    """The run's version. None means the next free version or, when resuming, the version of the
+    resumed run."""
     monitor: str | None = None
     """The metric that selects the best checkpoint. Without monitor, the loop keeps only the last
     checkpoint."""
@@ -152,14 +151,14 @@ class LoopConfig:
     save_top_k: int = 1
     """Keep the k best checkpoints. 1 keeps only best.ckpt. -1 keeps all checkpoints."""
     save_last: bool = True
-    """Keep last.ckpt, and rewrite it at the end of each epoch and after each validation."""
+    """Save last.ckpt at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
     """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit.
 
-    Like `seed_everything(workers=True)`, this option also seeds the DataLoader workers of later
-    runs in the same process.
+    The seed also applies to the DataLoader workers of later runs in the same process, as with
+    `seed_everything(workers=True)`.
     """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
@@ -497,7 +496,7 @@ class LoopArguments(LoopConfig):
     callbacks: Any = None
     """Lightning's callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
-    """Another name for the logger option. Pass either logger or loggers."""
+    """An alias of the logger option. Do not pass both logger and loggers."""
 
 
 # FabricLoop does not support these Trainer options, but accepts their default values.
