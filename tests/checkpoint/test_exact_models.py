@@ -291,8 +291,7 @@ def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path,
     assert_same(train(kind, tmp_path / "cut", CASES[name], resume="auto"), whole)
 
 
-@pytest.mark.parametrize("writer", SAVES)
-@pytest.mark.parametrize("name", ["pairs", "keyed_by_weight", "table"])
+@pytest.mark.parametrize(("name", "writer"), once(["pairs", "keyed_by_weight", "table"], SAVES))
 def test_each_loop_resumes_the_other_loops_runs_if_the_model_has_list_or_dict_attributes(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()

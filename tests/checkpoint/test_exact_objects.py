@@ -809,8 +809,7 @@ def test_objects_in_a_defaultdict_are_restored_under_their_keys(tmp_path, kind, 
     assert train(kind, tmp_path / "parts", make, resume="last") == expected
 
 
-@pytest.mark.parametrize("keys", [[(0, 1)], [0.5], [None], [SlowWeights]])
-@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(("kind", "keys"), once(SAVES, [[(0, 1)], [0.5], [None], [SlowWeights]]))
 def test_resume_warns_about_a_dict_value_whose_key_is_neither_a_string_nor_an_integer(tmp_path, kind, keys):
     make = shuffled(type("Keyed", (HasKeyedMeters,), {"keys": keys}))
     with pytest.raises(KilledError):

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from modules import assert_same_weights, make_data, make_loader, sgd
+from parameters import once
 from processes import run_processes
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -306,10 +307,9 @@ def fit_in_process(rank, name, step, accumulated):
         loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
 
 
-@both_loops
-@pytest.mark.parametrize(("step", "accumulated"), [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)])
-def test_a_step_that_calls_backward_is_refused_in_runs_with_two_processes(name, step, accumulated):
-    codes, errors = run_processes(fit_in_process, name, step, accumulated, ranks=2)
+@pytest.mark.parametrize(("name", "case"), once(LOOPS, [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)]))
+def test_a_step_that_calls_backward_is_refused_in_runs_with_two_processes(name, case):
+    codes, errors = run_processes(fit_in_process, name, *case, ranks=2)
     assert codes == [0, 0], errors
 
 
