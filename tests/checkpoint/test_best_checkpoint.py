@@ -64,7 +64,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
         assert tree(root) == tree(tmp_path / "run")
 
 
-def test_if_the_monitored_metric_is_an_epoch_mean_one_checkpoint_is_saved_per_epoch(tmp_path):
+def test_monitoring_an_epoch_mean_saves_one_checkpoint_per_epoch(tmp_path):
     loop, _, history = fit(
         tmp_path, max_epochs=2, val_check_interval=2, monitor="train_loss_epoch", save_top_k=-1, **EPOCH
     )

@@ -73,7 +73,7 @@ UNCHANGED += [
 
 @both_loops
 @pytest.mark.parametrize("make_scheduler", UNCHANGED)
-def test_resuming_with_an_unchanged_scheduler_causes_no_warning(tmp_path, kind, make_scheduler):
+def test_resume_does_not_warn_about_an_unchanged_scheduler(tmp_path, kind, make_scheduler):
     whole = fit(kind, tmp_path / "whole", 4, make_scheduler)
     fit(kind, tmp_path / "parts", 2, make_scheduler)
     assert fit(kind, tmp_path / "parts", 4, make_scheduler, resume="last") == whole
@@ -126,7 +126,7 @@ def test_resume_warns_about_changed_optimizer_arguments_and_keeps_the_saved_valu
 
 
 @both_loops
-def test_a_learning_rate_changed_by_a_hook_causes_no_warning_when_resuming(tmp_path, kind):
+def test_resume_does_not_warn_about_a_learning_rate_changed_by_a_hook(tmp_path, kind):
     def fit_with_hook(epochs, **arguments):
         torch.manual_seed(1)
         net = nn.Linear(8, 3)
@@ -186,7 +186,7 @@ def test_resume_does_not_warn_about_optimizer_and_scheduler_arguments_changed_by
         fit_parts(6, *used)
 
 
-def test_a_run_resumes_with_a_new_scheduler_if_on_load_checkpoint_drops_the_saved_state(tmp_path):
+def test_on_load_checkpoint_can_drop_the_saved_state_of_a_scheduler(tmp_path):
     class Module(LightningModule):
         def __init__(self, kind):
             super().__init__()

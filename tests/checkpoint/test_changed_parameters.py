@@ -99,7 +99,7 @@ def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, 
 
 @both_loops
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_a_run_can_resume_even_if_only_the_saved_or_only_the_new_model_is_compiled(kind, before, after):
+def test_a_run_of_a_compiled_model_can_resume_uncompiled_and_vice_versa(kind, before, after):
     def run(is_compiled, epochs, **fit):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
@@ -164,7 +164,7 @@ def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_sh
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
-def test_a_trainer_checkpoint_resumes_even_if_optimizer_states_and_weights_differ_in_shape(optimizer):
+def test_a_trainer_run_resumes_even_if_optimizer_states_and_weights_differ_in_shape(optimizer):
     save_with_trainer(Layers(optimizer=optimizer))
     train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
 
@@ -197,7 +197,7 @@ def test_resuming_with_a_different_default_dtype_is_refused(kind):
 @pytest.mark.parametrize(
     "precisions", [("64-true",) * 2, ("bf16-true",) * 2, (None, "bf16-mixed"), ("bf16-mixed", None)]
 )
-def test_a_run_resumes_with_any_precision_that_keeps_the_saved_dtypes_of_the_weights(kind, precisions):
+def test_a_run_resumes_with_a_different_precision_if_weights_keep_their_dtype(kind, precisions):
     train(kind, Layers(), 1, precision=precisions[0])
     train(kind, Layers(), 2, resume="last", precision=precisions[1])
 
@@ -225,7 +225,7 @@ def test_resume_warns_about_a_different_dtype_of_a_buffer_or_a_frozen_layer(kind
         train(kinds[1], HasTeacher(*dtypes), 2, resume="last")
 
 
-def test_a_trainer_checkpoint_with_float64_weights_cannot_resume_with_float32_weights():
+def test_a_trainer_run_with_float64_weights_cannot_resume_with_float32_weights():
     save_with_trainer(Layers(), precision="64-true")
     with pytest.raises(
         ValueError, match=r"resume: got torch\.float32 as the dtype of 'a\.weight', expected torch\.float64"

@@ -74,7 +74,7 @@ def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
-def test_a_checkpoint_has_the_keys_of_trainer_even_if_the_model_is_not_an_nn_module(tmp_path):
+def test_a_checkpoint_of_a_plain_python_object_has_the_keys_of_trainer(tmp_path):
     _, model, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
@@ -169,7 +169,7 @@ def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
     ],
     ids=str,
 )
-def test_monitor_and_save_top_k_select_the_kept_checkpoints(tmp_path, options, files):
+def test_monitor_and_save_top_k_decide_which_checkpoints_are_kept(tmp_path, options, files):
     loop, _, _ = fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, **options)
     assert kept(tmp_path) == files
     saver = loop.checkpoint_callback
@@ -229,7 +229,7 @@ def test_a_custom_checkpoint_io_writes_the_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_load_best_and_load_last_read_the_files_of_a_model_checkpoint_callback(tmp_path, name):
+def test_load_finds_the_best_and_last_files_of_a_model_checkpoint_callback(tmp_path, name):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "mine", monitor="val_loss", filename="{epoch}", save_last=True)
     loop, module, _ = fit(tmp_path, Classifier, make_loader, val_loader, max_epochs=2, callbacks=[saving])
     assert loop.checkpoint_path(name) == Path(getattr(saving, f"{name}_model_path"))

@@ -49,7 +49,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
     assert read_checkpoint(last)["epoch"] == 2
 
 
-def test_without_a_checkpoint_resume_auto_starts_a_new_run_but_resume_last_is_refused(tmp_path):
+def test_resume_auto_starts_a_new_run_if_no_checkpoint_exists(tmp_path):
     with pytest.raises(MissingCheckpointError, match="resume: got 'last', but there is no checkpoint"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
@@ -141,7 +141,7 @@ def test_saving_a_checkpoint_syncs_files_and_folders_to_disk(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
-def test_training_continues_with_a_warning_after_a_checkpoint_could_not_be_saved(tmp_path, monkeypatch):
+def test_training_continues_with_a_warning_if_a_checkpoint_cannot_be_saved(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, "last.ckpt", [2])
     with pytest.warns(UserWarning, match=r"last\.ckpt: the checkpoint could not be saved: No space left"):
         loop, module, _ = fit(tmp_path / "cut", callbacks=[disk])
@@ -161,7 +161,7 @@ def test_fit_raises_an_error_if_the_last_checkpoint_could_not_be_saved(tmp_path,
     assert fit(tmp_path, resume="last")[0].global_step == 18
 
 
-def test_two_runs_cannot_write_to_the_same_version(tmp_path):
+def test_two_runs_cannot_write_to_the_same_version_folder(tmp_path):
     fit(tmp_path, max_epochs=1)
     with RunFolders().locked([tmp_path / FOLDER]):
         with pytest.raises(CheckpointError, match=r"another run is writing to this folder \(process \d+\)"):

@@ -120,7 +120,7 @@ def end_of(optimizer, scheduler, precision, resume=None):
     + [(precision, torch.optim.Adam, lr_scheduler.StepLR) for precision in PRECISIONS],
     ids=lambda kind: getattr(kind, "__name__", kind),
 )
-def test_training_with_each_optimizer_scheduler_and_precision_resumes_exactly(precision, optimizer, scheduler):
+def test_a_run_with_each_optimizer_scheduler_and_precision_resumes_exactly(precision, optimizer, scheduler):
     if scheduler is torch.optim.swa_utils.SWALR and not HAS_PLAIN_SWALR:
         with pytest.raises(CheckpointError, match="lr_schedulers/0/anneal_func"):
             end_of(optimizer, scheduler, precision)
@@ -169,7 +169,7 @@ def fit_layer(kind, epochs, resume=None):
 
 
 @pytest.mark.parametrize("saved", OWN_FORMATS, ids=str)
-def test_only_fabric_loop_trains_and_resumes_with_a_custom_optimizer_state_format(saved):
+def test_fabric_loop_resumes_an_optimizer_with_a_custom_state_format(saved):
     kind = own_optimizer(saved)
     fit_layer(kind, 1)
     fit_layer(kind, 2, resume="last")

@@ -281,7 +281,7 @@ def assert_same(resumed, whole):
 
 
 @pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [3, 6]))
-def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path, name, kind, kill_at):
+def test_a_run_with_large_or_shared_model_attributes_resumes_exactly(tmp_path, name, kind, kill_at):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])
     torch.manual_seed(1)
@@ -292,7 +292,7 @@ def test_a_run_with_large_attributes_or_shared_objects_resumes_exactly(tmp_path,
 
 
 @pytest.mark.parametrize(("name", "writer"), once(["pairs", "keyed_by_weight", "table"], SAVES))
-def test_each_loop_resumes_the_other_loops_runs_if_the_model_has_list_or_dict_attributes(tmp_path, name, writer):
+def test_each_loop_restores_list_and_dict_attributes_saved_by_the_other_loop(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")

@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_resuming_resets_an_object_without_weak_reference_support_to_its_state_before_fit(tmp_path, kind):
+def test_resuming_resets_an_object_without_weakref_support(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)
@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_resuming_restores_the_value_that_an_attribute_had_before_fit_changed_it(tmp_path, name):
+def test_resuming_restores_the_attribute_values_from_before_fit(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -94,7 +94,7 @@ def test_resuming_keeps_an_attribute_that_the_user_reassigned_after_fit(tmp_path
     assert holder.value is mine
 
 
-def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_fits(tmp_path):
+def test_resuming_an_earlier_run_keeps_attributes_set_between_two_calls_of_fit(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8
@@ -103,7 +103,7 @@ def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_fits
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_resuming_resets_attributes_changed_by_fit_only_for_the_four_newest_runs(tmp_path):
+def test_fit_remembers_the_initial_attributes_of_the_four_newest_runs(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -112,7 +112,7 @@ def test_resuming_resets_attributes_changed_by_fit_only_for_the_four_newest_runs
     assert record_fit(holder, tmp_path / "3", resumes=True) == {"value": 3}
 
 
-def test_resuming_does_not_treat_attributes_changed_by_validate_as_changed_by_the_user(tmp_path):
+def test_resuming_resets_attributes_that_validate_changed(tmp_path):
     holder = Holder(value=0)
     record_fit(holder, tmp_path, add_one)
     record_fit(holder, tmp_path, add_one, is_training=False)
@@ -124,7 +124,7 @@ def test_resuming_does_not_treat_attributes_changed_by_validate_as_changed_by_th
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_resuming_keeps_an_object_created_in_training_if_the_checkpoint_contains_its_state(tmp_path, saved):
+def test_resuming_keeps_objects_created_in_training_if_their_state_was_saved(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -187,7 +187,7 @@ def test_fit_record_reads_attributes_only_once_and_does_not_copy_large_lists():
     assert PlainState({"a": Part(counted)}).start_values(["a"])["a"]["value"][1] == UNKNOWN
 
 
-def test_resume_succeeds_even_if_the_user_turns_warnings_about_attributes_into_errors(tmp_path):
+def test_resume_succeeds_even_if_warnings_are_errors(tmp_path):
     holder = Holder(value=torch.zeros(300_000))
     record_fit(holder, tmp_path, lambda holder: holder.value.add_(1))
     for _ in range(2):
@@ -229,7 +229,7 @@ def test_resuming_from_a_file_outside_the_checkpoint_folder_resets_no_model_attr
     assert (model.count, model.scale, loop.current_epoch, loop.accumulate_grad_batches) == (3, 3.0, 3, 2)
 
 
-def test_a_failed_resume_leaves_attributes_and_requires_grad_flags_unchanged(tmp_path):
+def test_a_failed_resume_changes_neither_model_attributes_nor_requires_grad(tmp_path):
     model, loader = Counting(), make_loader()
     make_loop(tmp_path).fit(model, loader)
     model.double()
@@ -253,7 +253,7 @@ def test_resuming_does_not_delete_attributes_of_a_dataset_from_an_installed_pack
     assert dataset.path == "data"
 
 
-def test_resuming_with_the_same_weight_averaging_callback_equals_an_uninterrupted_run(tmp_path):
+def test_resuming_with_the_same_weight_averaging_callback_is_exact(tmp_path):
     callback, model, loader = StochasticWeightAveraging(0.05, swa_epoch_start=1), Classifier(), make_loader()
     make_loop(tmp_path, 3, callbacks=[callback], monitor="train_loss", save_top_k=-1).fit(model, loader)
     expected = deepcopy(model)

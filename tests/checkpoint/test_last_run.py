@@ -69,7 +69,7 @@ def make_empty_folders(root):
 @pytest.mark.parametrize(
     ("keyword", "change"), halve(["last", "auto"], [touch, copy, copy_older_files, make_empty_folders])
 )
-def test_resume_continues_the_run_with_the_most_recently_saved_checkpoint(tmp_path, change, keyword):
+def test_resume_continues_the_run_that_was_the_last_to_save_a_checkpoint(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
     fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)
@@ -117,7 +117,7 @@ def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_resume_last_prefers_runs_of_this_package_to_trainer_checkpoints(tmp_path):
+def test_resume_chooses_a_run_of_the_loop_before_a_trainer_checkpoint(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -132,7 +132,7 @@ def test_resume_last_prefers_runs_of_this_package_to_trainer_checkpoints(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "1\nstarted\nsaved nan\n", "saved 99999999999", "\0\n" * 99, "finished"])
-def test_resume_ignores_a_lock_file_whose_timestamps_are_missing_or_invalid(tmp_path, text):
+def test_resume_ignores_a_lock_file_with_missing_or_invalid_timestamps(tmp_path, text):
     for epochs in (1, 2):
         fit(tmp_path, Plain, max_epochs=epochs)
     (folder(tmp_path, 0) / ".lock").write_text(text)
@@ -182,7 +182,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     halve([{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], [0, "tuned"]),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_resume_last_is_refused_if_the_newest_run_of_a_version_folder_has_no_checkpoint(tmp_path, first, version):
+def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpoint(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -210,7 +210,7 @@ def test_resume_last_is_refused_if_the_newest_run_of_a_version_folder_has_no_che
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_the_first_save_of_a_new_run_removes_the_checkpoints_of_the_run_it_replaces(tmp_path):
+def test_the_first_save_of_a_new_run_removes_the_replaced_checkpoints(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -266,7 +266,7 @@ def test_resuming_from_a_copy_of_a_checkpoint_continues_the_same_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_a_run_without_checkpointing_replaces_the_older_run_in_its_version_folder(tmp_path):
+def test_a_run_without_checkpoints_replaces_the_older_run_of_the_same_version(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):

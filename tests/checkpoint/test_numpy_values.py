@@ -199,7 +199,7 @@ def test_trainer_resumes_a_checkpoint_with_numpy_values(tmp_path, optimizers):
     assert trainer.current_epoch == 3
 
 
-def test_loop_save_and_load_keep_numpy_values(tmp_path):
+def test_numpy_values_are_unchanged_after_loop_save_and_loop_load(tmp_path):
     loop, net = FabricLoop(**with_files(tmp_path)), torch.nn.Linear(2, 2)
     optimizer = sgd(net, np.float32(0.1))
     state = {"net": net, "optimizer": optimizer, "errors": np.arange(3.0), "best": np.float64(1)}

@@ -116,7 +116,7 @@ def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_
     assert new.one[0] is new.last
 
 
-def test_plain_state_omits_networks_functions_and_attributes_that_have_not_changed():
+def test_plain_state_omits_networks_functions_and_unchanged_attributes():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -144,7 +144,7 @@ def test_a_single_changed_number_in_a_large_attribute_is_detected():
     assert sorted(changed) == ["array", "items", "large", "small", "texts"]
 
 
-def test_fabric_loop_and_mini_loop_detect_an_in_place_change_of_one_tensor_in_a_long_list():
+def test_both_loops_detect_an_in_place_change_of_one_tensor_in_a_long_list():
     tensors = [torch.ones(1) for _ in range(60_000)]
     for mark in (digest, mark_value):
         before = mark(tensors)
@@ -164,7 +164,7 @@ def test_both_loops_detect_a_replaced_list_item_even_if_its_memory_address_is_re
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])
-def test_a_warning_appears_if_attributes_contain_more_than_500_objects(number, recwarn):
+def test_plain_state_warns_about_more_than_500_objects_in_attributes(number, recwarn):
     groups = [[Holder(count=0) for _ in range(min(number, 200))] for _ in range(-(-number // 200))]
     holder = Holder(groups=groups, other=Holder(inner=Holder(count=0)))
     state = PlainState({"a": Part(holder)}, network=nn.Linear(2, 2))

@@ -87,7 +87,7 @@ def test_a_resumed_run_passes_the_last_validation_metric_to_reduce_lr_on_plateau
     assert whole[0].lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
 
 
-def test_a_run_with_step_functions_resumes_exactly(tmp_path):
+def test_a_run_with_a_training_step_function_resumes_exactly(tmp_path):
     def step(net, batch):
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
@@ -118,7 +118,7 @@ def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_accepts_the_words_last_and_auto_and_a_path(tmp_path):
+def test_resume_accepts_last_auto_or_a_checkpoint_path(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)

@@ -123,7 +123,7 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_the_error_about_a_missing_model_checkpoint_callback_names_the_version_folder(tmp_path):
+def test_an_error_names_the_version_folder_if_model_checkpoint_is_missing(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -150,7 +150,7 @@ def test_resume_auto_finds_a_run_even_if_validate_has_used_the_model_checkpoint_
 
 
 @pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
-def test_reusing_a_model_checkpoint_callback_for_a_second_run_causes_a_warning(tmp_path, kind):
+def test_fit_warns_about_a_model_checkpoint_callback_used_by_an_earlier_run(tmp_path, kind):
     def run(callback):
         logger = True if kind is None else kind(tmp_path, "run")
         fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)
@@ -161,7 +161,7 @@ def test_reusing_a_model_checkpoint_callback_for_a_second_run_causes_a_warning(t
         run(callback)
 
 
-def test_reusing_a_model_checkpoint_callback_that_has_a_dirpath_causes_no_warning(tmp_path, recwarn):
+def test_fit_does_not_warn_about_a_reused_model_checkpoint_callback_with_a_dirpath(tmp_path, recwarn):
     callback = ModelCheckpoint(tmp_path / "kept", save_last=True)
     for epochs in (1, 2):
         fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto")

@@ -85,7 +85,7 @@ def test_a_run_killed_while_it_removes_csv_rows_resumes_exactly(tmp_path, kind, 
 
 
 @pytest.mark.parametrize(("is_copied", "save_last"), halve([False, True], [True, False]))
-def test_killing_a_run_resumed_from_a_checkpoint_path_loses_no_csv_rows(tmp_path, is_copied, save_last):
+def test_no_csv_rows_are_lost_if_a_run_resumed_from_a_path_is_killed(tmp_path, is_copied, save_last):
     expected = train("FabricLoop", tmp_path, 4, save_top_k=3)
     logs = logs_of(tmp_path)
     (path,) = Path(tmp_path, "checkpoints/run/version_0").glob("epoch=1-*.ckpt")
@@ -115,7 +115,7 @@ def test_resuming_from_an_older_checkpoint_changes_no_file_if_nothing_is_left_to
 
 
 @both_loops
-def test_a_call_to_fit_that_is_refused_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
+def test_a_refused_fit_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
     train(kind, tmp_path, 3)
     logs = logs_of(tmp_path)
     with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype"):
@@ -131,7 +131,7 @@ def train_ranked(rank, kind, *args):
 
 @both_loops
 @pytest.mark.usefixtures("quick_spawn")
-def test_killing_a_two_process_run_resumed_from_the_best_checkpoint_loses_no_csv_rows(kind):
+def test_no_csv_rows_are_lost_if_two_resumed_processes_are_killed(kind):
     found = []
     for arguments in ((), ("best", (1, 2)), ("auto",)):
         codes, errors = run_processes(train_ranked, kind, *arguments)

@@ -64,13 +64,13 @@ def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path
     assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
-def test_resume_warns_that_checkpoints_lack_the_initial_weights_used_by_model_pruning(tmp_path):
+def test_resume_warns_that_model_pruning_does_not_save_the_initial_weights(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
     with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
 
 
-def test_a_saved_attribute_does_not_replace_a_parameter_of_the_same_name():
+def test_restoring_attributes_does_not_replace_a_parameter_of_the_same_name():
     layer = nn.Linear(2, 2)
     state = PlainState({"layer": Part(layer)})
     saved = {("layer", "weight"): ("tensor", torch.zeros(2, 2), False, True)}
@@ -92,7 +92,7 @@ class LogsMost(Classifier):
 
 
 @pytest.mark.parametrize("saves", [1, None])
-def test_a_resumed_run_uses_the_new_reduce_fx_if_the_script_changed_mean_to_max(tmp_path, saves, recwarn):
+def test_a_resumed_run_uses_a_changed_reduce_fx(tmp_path, saves, recwarn):
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
@@ -152,7 +152,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_resume_warns_if_one_of_several_callbacks_of_a_class_was_moved_or_removed(tmp_path, name, recwarn):
+def test_resume_warns_if_callbacks_of_the_same_class_were_moved_or_removed(tmp_path, name, recwarn):
     saved, steps, is_warned = CHANGES[name]
     interrupt(tmp_path, Classifier, lambda: map(Counts, saved))
     fit(tmp_path, callbacks=[*map(Counts, steps)], resume="auto", **OPTIONS)
@@ -207,7 +207,7 @@ class Iterates(cb.Callback):
         next(self.values["a"])
 
 
-def test_fit_warns_that_resume_cannot_restore_the_position_of_an_iterator_in_a_dict(tmp_path):
+def test_fit_warns_that_the_position_of_an_iterator_in_a_dict_is_not_saved(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
 
@@ -227,7 +227,7 @@ class ReadsSettings(SavesSettings):
 
 
 @pytest.mark.parametrize("kind", [SavesSettings, ReadsSettings])
-def test_fit_warns_if_a_callback_saves_an_object_that_its_on_load_checkpoint_cannot_read(tmp_path, kind, recwarn):
+def test_fit_warns_about_callback_state_that_on_load_checkpoint_cannot_read(tmp_path, kind, recwarn):
     fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
     found = [warning for warning in recwarn if "Settings" in str(warning.message)]
     assert len(found) == (kind is ReadsSettings)

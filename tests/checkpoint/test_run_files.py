@@ -71,7 +71,7 @@ def test_metrics_csv_and_steps_csv_contain_the_logged_values(tmp_path):
     assert (hparams["hparams"], hparams["config"]["max_epochs"]) == ({"lr": 0.5}, 2)
 
 
-def test_the_csv_row_of_an_epoch_without_validation_repeats_no_earlier_value(tmp_path):
+def test_the_csv_row_of_an_epoch_without_validation_has_no_validation_loss(tmp_path):
     _, _, history = fit(tmp_path, Known, four, four, max_epochs=4, check_val_every_n_epoch=2)
     assert history["val_loss"].isna().tolist() == [True, False, True, False]
     fit(tmp_path / "inside", Known, four, four, max_epochs=2, val_check_interval=0.5, log_every_n_steps=0)

@@ -152,7 +152,7 @@ def assert_equal(weights, expected):
 
 @both_loops
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_resumed_with_the_same_objects_has_the_weights_of_an_uninterrupted_run(tmp_path, kind, change):
+def test_resuming_with_the_same_model_and_loader_objects_is_exact(tmp_path, kind, change):
     expected = Script(kind, tmp_path / "whole", change).fit()
     script = Script(kind, tmp_path / "killed", change)
     script.fit(kill_at=(2, 3))
@@ -161,7 +161,7 @@ def test_a_run_resumed_with_the_same_objects_has_the_weights_of_an_uninterrupted
 
 @both_loops
 @pytest.mark.parametrize("change", keep([freeze, scale, decay, remember], freeze, remember))
-def test_a_run_resumed_several_times_with_the_same_objects_equals_an_uninterrupted_run(tmp_path, kind, change):
+def test_resuming_several_times_with_the_same_model_and_loader_objects_is_exact(tmp_path, kind, change):
     expected = Script(kind, tmp_path / "whole", change, first=1).fit()
     script, resume = Script(kind, tmp_path / "killed", change, first=1), None
     for kill_at in [(2, 3), (2, 2), (2, 4), (3, 2)]:
@@ -220,7 +220,7 @@ def test_resuming_one_of_two_runs_restores_the_initial_model_attributes_of_that_
 
 
 @both_loops
-def test_a_new_run_with_the_same_model_keeps_the_attribute_that_the_previous_run_changed(tmp_path, kind):
+def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.fit(kill_at=(2, 3))
     script.fit(kill_at=(0, 0))
@@ -325,7 +325,7 @@ class RecordedScript(Script):
 
 @both_loops
 @pytest.mark.parametrize(("change", "first"), halve(RECORDED, [1, 2]))
-def test_resuming_with_the_model_object_of_a_killed_run_equals_an_uninterrupted_run(tmp_path, kind, change, first):
+def test_resuming_with_the_model_object_of_a_killed_run_is_exact(tmp_path, kind, change, first):
     expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
     script = RecordedScript(kind, tmp_path / "killed", change, first)
     script.fit(kill_at=(2, 3))
@@ -344,7 +344,7 @@ def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fi
 
 
 @both_loops
-def test_resume_resets_attributes_that_a_validation_step_changed_between_two_calls_of_fit(tmp_path, kind):
+def test_resume_resets_attributes_that_a_validation_step_changed(tmp_path, kind):
     def validation_step(net, batch):
         net.scale += 10.0
         return torch.zeros(())
@@ -357,7 +357,7 @@ def test_resume_resets_attributes_that_a_validation_step_changed_between_two_cal
 
 
 @both_loops
-def test_a_refused_resume_leaves_attributes_and_requires_grad_flags_unchanged(tmp_path, kind):
+def test_a_refused_resume_changes_neither_model_attributes_nor_requires_grad(tmp_path, kind):
     def change(script):
         script.net.scale, script.loop.accumulate_grad_batches = 5.0, 2
         script.net.memory = script.net.memory or Buffer()

@@ -133,12 +133,12 @@ class AddsLock(Classifier):
     ("make", "callbacks", "part"),
     [(Classifier, [Keeps()], "callbacks/Keeps/inside/0"), (AddsLock, [], "mine/lock")],
 )
-def test_an_error_at_the_first_save_mentions_a_value_that_cannot_be_pickled(tmp_path, make, callbacks, part):
+def test_an_error_names_the_saved_value_that_cannot_be_pickled(tmp_path, make, callbacks, part):
     with pytest.raises(CheckpointError, match=f"the part '{part}' of the checkpoint cannot be pickled"):
         fit(tmp_path, make, max_epochs=3, callbacks=callbacks)
 
 
-def test_training_continues_even_if_a_checkpoint_after_the_first_cannot_be_saved(tmp_path):
+def test_training_continues_even_if_a_later_checkpoint_cannot_be_saved(tmp_path):
     warned = pytest.warns(UserWarning, match="could not be saved: .*cannot pickle")
     with warned, pytest.raises(CheckpointError, match="Training ended"):
         fit(tmp_path, max_epochs=3, callbacks=[Keeps(since=1)])

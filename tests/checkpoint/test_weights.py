@@ -118,7 +118,7 @@ def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, befor
 @pytest.mark.parametrize(
     ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
 )
-def test_a_run_resumes_exactly_if_a_submodule_is_compiled_only_before_or_after_resume(tmp_path, before, after):
+def test_a_run_with_a_compiled_submodule_resumes_uncompiled_and_vice_versa(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")
@@ -200,7 +200,7 @@ def test_load_explains_why_weights_do_not_match_the_model(tmp_path, kind):
         train(tmp_path, make_net, 1, load=tmp_path / "w.pt")
 
 
-def test_load_accepts_a_pickled_module_with_weights_only_false(tmp_path):
+def test_load_needs_weights_only_false_to_read_a_pickled_module(tmp_path):
     saved = make_net()
     torch.save({"model": saved}, tmp_path / "w.pt")
     net = train(tmp_path, make_net, 0, load=tmp_path / "w.pt", weights_only=False)
@@ -257,7 +257,7 @@ def test_resuming_is_refused_if_the_model_lacks_a_saved_module(tmp_path):
         fit(tmp_path, Classifier, max_epochs=2, resume="last")
 
 
-def test_resuming_from_a_file_with_only_weights_raises_an_error_about_the_optimizer_state(tmp_path):
+def test_resume_refuses_a_file_that_contains_only_weights(tmp_path):
     FabricLoop(**with_files(tmp_path)).save(tmp_path / "weights.ckpt", {"state_dict": Classifier().state_dict()})
     with pytest.raises(WeightsOnlyError, match="^Trying to restore optimizer state") as caught:
         fit(tmp_path, max_epochs=1, resume=tmp_path / "weights.ckpt")

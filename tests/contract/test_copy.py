@@ -101,7 +101,7 @@ def test_no_file_looks_up_the_package_by_a_hard_coded_name(path):
     assert not re.findall(lookups + r"""\(?\s*f?["']fabric_template""", source)
 
 
-def test_importing_a_renamed_copy_does_not_import_pandas_or_matplotlib(tmp_path):
+def test_importing_a_copy_of_the_package_imports_neither_pandas_nor_matplotlib(tmp_path):
     """Packages that Lightning itself imports are not counted."""
     copy_to(tmp_path)
     code = """

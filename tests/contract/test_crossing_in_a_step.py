@@ -95,9 +95,7 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_checkpoint_saved_within_a_training_step_resumes_after_the_last_optimizer_step(
-    tmp_path, hook, make, batches, options
-):
+def test_a_run_saved_within_a_step_continues_after_the_last_finished_step(tmp_path, hook, make, batches, options):
     """FabricLoop continues after the last whole accumulation window, and refuses Trainer's file."""
     whole = run("trainer", Saves(), make, **options)
     ends = {}
@@ -123,7 +121,7 @@ BETWEEN = ["on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_v
 
 
 @pytest.mark.parametrize("hook", [*WITHIN, *BETWEEN])
-def test_saving_within_a_batch_or_a_validation_warns_of_different_random_numbers(tmp_path, hook):
+def test_saving_within_a_batch_warns_that_a_resumed_run_draws_other_random_numbers(tmp_path, hook):
     """Checkpoints that are saved between batches and validations cause no warning."""
     callback = pl.Callback()
     setattr(callback, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "saved.ckpt"))
@@ -141,7 +139,7 @@ def test_saving_within_a_batch_or_a_validation_warns_of_different_random_numbers
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_a_checkpoint_saved_within_a_step_is_refused_if_one_of_several_loaders_has_ended(tmp_path, hook, mode):
+def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhausted(tmp_path, hook, mode):
     """A file saved between two batches resumes exactly."""
 
     def train(path=None, saves=()):
@@ -179,7 +177,7 @@ def test_a_checkpoint_saved_within_a_step_is_refused_if_one_of_several_loaders_h
         assert_same_weights(model, resumed)
 
 
-def test_a_run_saved_before_its_loaders_exist_resumes_exactly_and_without_warnings(tmp_path):
+def test_a_run_saved_before_its_loaders_exist_resumes_exactly(tmp_path):
     def train(callbacks=(), **options):
         torch.manual_seed(1)
         module = Classifier()

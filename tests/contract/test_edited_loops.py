@@ -120,14 +120,14 @@ def saves(value):
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_an_edited_loop_refuses_to_save_a_value_that_a_resumed_run_could_not_read(case):
+def test_an_edited_loop_refuses_to_save_a_value_that_cannot_be_loaded(case):
     with pytest.raises(ValueError, match=r"^checkpoint: got (a value of 'mine'|the NumPy value)") as raised:
         train(saves(UNREADABLE[case]), max_epochs=1)
     assert "collections.deque" in str(raised.value) or case != "deque"
 
 
 @pytest.mark.parametrize("value", [np.float64(0.3), {1, 2}, torch.ones(2), [{"a": (None, "b", torch.float32)}]])
-def test_a_resumed_run_reads_a_value_that_an_edited_loop_saves(value):
+def test_a_value_that_an_edited_loop_adds_to_the_checkpoint_is_restored(value):
     kind = saves(value)
     train(kind, max_epochs=1)
     train(kind, max_epochs=2, resume="last")
@@ -377,7 +377,7 @@ class CountsAndSteps(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
-def test_an_edited_step_optimizer_method_may_omit_the_increment_of_global_step(kind):
+def test_an_edited_loop_may_omit_the_increment_of_global_step(kind):
     options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
     loop, net = train(kind, "edited", **options)
     other, expected = train(MiniLoop, **options)
@@ -476,7 +476,7 @@ class SavesEveryThirdBatch(SavesOften):
         (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
     ],
 )
-def test_edited_loops_that_train_a_batch_twice_or_save_during_accumulation_are_refused(kind, every, message):
+def test_an_edited_loop_must_not_train_a_batch_twice_or_save_while_accumulating(kind, every, message):
     with pytest.raises(ValueError, match=message):
         train(kind, accumulate_grad_batches=every)
 
@@ -516,7 +516,7 @@ class OnlyAnnotated(MiniLoop):
         (OnlyAnnotated, (), {"decay": 0.5}, "'decay'"),
     ],
 )
-def test_an_option_of_a_loop_subclass_without_the_dataclass_decorator_is_refused(kind, values, options, name):
+def test_a_loop_subclass_with_new_options_needs_the_dataclass_decorator(kind, values, options, name):
     message = f"^{kind.__name__}: got the option {name}, but .* Write @dataclass.kw_only=True, eq=False. above"
     with pytest.raises(TypeError, match=message):
         kind(*values, **options)
@@ -528,7 +528,7 @@ class Changed(MiniLoop):
     decay: float = 0.9
 
 
-def test_an_option_of_a_loop_subclass_has_its_default_value_unless_a_value_is_passed():
+def test_options_added_by_a_loop_subclass_have_default_values():
     assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
     with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):
@@ -572,7 +572,7 @@ class AddsPathToMetrics(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
-def test_the_first_save_refuses_loop_state_that_cannot_be_loaded_with_weights_only(kind):
+def test_an_edited_loop_cannot_save_a_path_object_in_a_checkpoint(kind):
     with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
         train(kind, max_epochs=1)
 

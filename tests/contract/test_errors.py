@@ -115,7 +115,7 @@ def test_fit_without_an_optimizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
-def test_a_fractional_limit_for_a_loader_without_length_is_refused(tmp_path, stage):
+def test_limit_batches_cannot_be_a_fraction_for_a_loader_without_length(tmp_path, stage):
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), *loaders.values(), options={f"limit_{stage}_batches": 0.5})
     with pytest.raises(ValueError, match=rf"`FabricLoop\(limit_{stage}_batches\)` must be `1.0` or an int"):

@@ -106,7 +106,7 @@ def traced(tmp_path_factory):
     return module.batch - {"demos/digits.py"}, module.log_call, resume
 
 
-def test_how_it_works_md_lists_the_files_that_a_batch_and_a_log_call_and_a_resume_use(traced):
+def test_how_it_works_md_lists_the_files_used_by_training_logging_and_resuming(traced):
     batch, log_call, resume = traced
     assert batch == named("A batch")
     assert len(batch) <= 10
@@ -215,7 +215,7 @@ def edits(title):
 
 
 @pytest.mark.parametrize("title", CHECKS)
-def test_each_code_change_in_how_it_works_md_works_and_edits_at_most_two_files(title, tmp_path):
+def test_each_example_change_in_how_it_works_md_needs_at_most_two_files(title, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = set()

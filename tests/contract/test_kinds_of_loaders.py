@@ -611,7 +611,7 @@ class TurnsMillion(Turns):
     ],
     ids=LOOPS,
 )
-def test_resume_warns_if_it_cannot_reset_a_value_changed_by_set_epoch(tmp_path, loop_name, make_sampler, text):
+def test_resume_warns_if_the_order_of_a_sampler_cannot_be_restored(tmp_path, loop_name, make_sampler, text):
     train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), max_steps=8)
     with pytest.warns(UserWarning, match=f"{text}.* A resumed run may differ"):
         train(loop_name, tmp_path, lambda: DataLoader(DATA, 4, sampler=make_sampler()), resume="last", max_steps=10)
@@ -990,7 +990,7 @@ LISTS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, LISTS, LIMITS_OF_STATE))
-def test_resume_restores_batches_and_sampler_indices_that_training_changed_in_place(tmp_path, loop_name, name, limit):
+def test_resume_restores_in_place_changes_of_batches_and_sampler_indices(tmp_path, loop_name, name, limit):
     make_model, make_loader = LISTS[name]
 
     def run(root, resume=None, **options):
@@ -1074,7 +1074,7 @@ class RestartsIterator(ContinuesIterator):
 
 
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_an_iterator_that_restarts_in_each_epoch_causes_no_warning(tmp_path, loop_name):
+def test_fit_does_not_warn_about_an_iterator_that_restarts_each_epoch(tmp_path, loop_name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "checkpoint: ")
         train(loop_name, tmp_path, IsItsIterator, max_epochs=2)

@@ -100,7 +100,7 @@ def record_passes(fabric, loop):
     Path(f"passes{loop.fabric.global_rank}.json").write_text(json.dumps(passes))
 
 
-def test_a_tensor_loader_in_two_processes_is_shuffled_differently_in_each_pass(monkeypatch):
+def test_a_tensor_loader_in_two_processes_is_reshuffled_in_each_epoch(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork", seed=3))
     loop.fabric.launch(record_passes, loop)
@@ -136,7 +136,7 @@ def setup_other_loaders(fabric, loop):
     Path(f"done{loop.fabric.global_rank}").touch()
 
 
-def test_setup_warns_about_a_loader_whose_samples_it_does_not_divide_among_processes(monkeypatch):
+def test_setup_warns_about_a_loader_that_it_cannot_divide_among_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork"))
     loop.fabric.launch(setup_other_loaders, loop)
@@ -215,7 +215,7 @@ class Settings:
 
 
 @pytest.mark.parametrize("value", [argparse.Namespace(lr=0.1), Settings(), Point(1, 2), [Point(1, 2)]])
-def test_load_reads_custom_objects_only_with_weights_only_false(tmp_path, value):
+def test_load_needs_weights_only_false_to_read_custom_objects(tmp_path, value):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {"args": value, "epoch": 3})
     with pytest.raises(CheckpointError, match=r"in the part 'args.*If you trust the file, pass weights_only=False"):

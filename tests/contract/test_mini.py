@@ -197,7 +197,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_a_run_of_four_epochs_equals_two_epochs_resumed_for_two_more():
+def test_a_run_of_four_epochs_equals_a_run_resumed_after_two_epochs():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -304,7 +304,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_a_checkpoint_in_which_fabric_loop_saved_attributes_of_a_loader():
+def test_mini_loop_refuses_a_fabric_loop_checkpoint_with_loader_attributes():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -400,7 +400,7 @@ def test_resume_restores_the_loop_options_that_a_hook_changed(writer, reader):
     assert_same_weights(whole, module)
 
 
-def test_a_step_based_run_resumes_exactly_within_an_epoch():
+def test_a_run_limited_by_max_steps_resumes_exactly_within_an_epoch():
     """The run writes a row of metrics.csv after steps 7, 14 and 21, and at its end."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
     _, expected, rows = fit("MiniLoop", "whole", -1, max_steps=24, **{**options})
@@ -413,7 +413,7 @@ def test_a_step_based_run_resumes_exactly_within_an_epoch():
 
 
 @pytest.mark.parametrize("options", [{"validate_every_n_steps": 4}, {"max_steps": 14}])
-def test_mini_loop_refuses_torchmetrics_objects_in_a_step_based_run(options):
+def test_mini_loop_refuses_torchmetrics_objects_together_with_max_steps(options):
     message = "log: got the torchmetrics object 'mean' together with validate_every_n_steps or max_"
     with pytest.raises(ValueError, match=message):
         fit("MiniLoop", "run", 2, make_module=Hooked, **options)
@@ -452,7 +452,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_a_random_generator_saved_by_one_loop_class_is_refused_by_the_other():
+def test_neither_loop_restores_a_random_generator_saved_by_the_other_loop():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -676,7 +676,7 @@ def test_ctrl_c_in_one_process_stops_all_processes_of_the_script(ranks):
     assert not list(Path().glob("continued_*"))
 
 
-def test_fit_returns_the_history_after_ctrl_c_in_a_notebook_and_the_run_can_resume(capsys, monkeypatch):
+def test_a_run_can_resume_after_ctrl_c_in_a_notebook(capsys, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     loop, module, rows = fit("MiniLoop", "run", 4, make_module=lambda: Interrupted(by_epoch))
     assert len(rows) == 2
@@ -718,7 +718,7 @@ def train_ranked(rank, epochs, resume, file):
 
 
 @pytest.mark.usefixtures("quick_spawn")
-def test_two_processes_end_with_the_same_weights_as_trainer_and_can_resume():
+def test_mini_loop_with_two_processes_matches_trainer_even_after_resuming():
     options = {"max_epochs": 2, "devices": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
     _, expected = run_trainer(Ranked, make_loader, val_loader, strategy="ddp_fork", **options)
     for arguments in ((2, None, "whole"), (1, None, "parts"), (2, "last", "parts")):
@@ -742,7 +742,7 @@ class Unsized:
 
 
 @pytest.mark.parametrize(("make", "every"), halve([lambda: DataLoader(Stream(), 4), Unsized], [None, 2, 4]))
-def test_both_loops_return_equal_rows_if_the_validation_loader_has_no_length(make, every):
+def test_both_loops_return_the_same_history_for_a_validation_loader_without_length(make, every):
     """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
     results = {}
     for name, (loop_class, quiet) in LOOPS.items():
@@ -1091,7 +1091,7 @@ class WithHparam(Classifier):
 
 
 @pytest.mark.parametrize("case", NESTED)
-def test_hyperparameters_that_cannot_be_read_back_are_refused_before_training(case):
+def test_mini_loop_refuses_hyperparameters_that_torch_load_cannot_read(case):
     make = partial(WithHparam, NESTED[case])
     with pytest.raises(
         ValueError, match=r"torch.load does not read objects of nested classes\). Write save_hyperparameters\(ignore"
@@ -1335,7 +1335,7 @@ def test_resume_warns_about_a_damaged_last_ckpt_and_uses_best_ckpt(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_resume_last_refuses_a_run_whose_checkpoints_are_all_damaged(kind):
+def test_resuming_the_last_run_is_refused_if_all_its_checkpoints_are_damaged(kind):
     fit(kind, "run", 1, version="older", monitor=None)
     fit(kind, "run", 1, monitor=None)
     path = Path("checkpoints/run/version_0/last.ckpt")
@@ -1378,7 +1378,7 @@ def test_saving_traverses_the_modules_equally_often_for_small_and_large_models()
     assert numbers[0] == numbers[1]
 
 
-def test_validate_refuses_batches_of_numpy_arrays_with_the_same_explanation_as_fit():
+def test_validate_and_fit_refuse_numpy_batches_with_the_same_error():
     batches = [(np.ones((2, 8), np.float32), np.zeros(2, np.int64))]
     with pytest.raises(TypeError, match="validation_step: got NumPy arrays in the batch, expected tensors"):
         MiniLoop(accelerator="cpu").validate(Plain(), batches, validation_step=lambda model, batch: model.net(batch[0]))

@@ -81,7 +81,7 @@ def test_fit_warns_about_a_validation_step_without_a_return_value(name):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 
 
-def test_if_the_monitored_loss_is_not_logged_an_error_suggests_returning_the_loss():
+def test_the_error_about_an_unlogged_loss_suggests_returning_the_loss():
     class Forgets(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -181,7 +181,7 @@ def test_a_step_that_calls_backward_on_the_returned_loss_is_refused(name, case, 
 
 
 @both_loops
-def test_a_plain_object_whose_training_step_calls_backward_is_refused(name):
+def test_the_training_step_of_a_plain_python_class_must_not_call_backward(name):
     class Model:
         def __init__(self):
             self.net = make_net()
@@ -213,7 +213,7 @@ def refused(name, step):
 @both_loops
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("step", [backward_twice, adversarial])
-def test_a_step_that_calls_backward_is_refused_in_each_precision(name, precision, step):
+def test_a_training_step_that_calls_backward_is_refused_in_each_precision(name, precision, step):
     options = {"precision": precision}
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -295,7 +295,7 @@ def grad_twice(net, batch):
     ("step", "message"),
     [(grad_of_several_elements, "grad can be implicitly created only for scalar outputs"), (grad_twice, "Trying to")],
 )
-def test_an_error_of_torch_autograd_grad_in_a_training_step_is_raised_unchanged(name, step, message):
+def test_an_error_from_torch_autograd_grad_is_raised_unchanged(name, step, message):
     with pytest.raises(RuntimeError, match=f"^{message}"):
         fit(name, step)
 
@@ -308,7 +308,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 
 @pytest.mark.parametrize(("name", "case"), once(LOOPS, [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)]))
-def test_a_step_that_calls_backward_is_refused_in_runs_with_two_processes(name, case):
+def test_a_training_step_that_calls_backward_is_refused_with_two_processes(name, case):
     codes, errors = run_processes(fit_in_process, name, *case, ranks=2)
     assert codes == [0, 0], errors
 

@@ -141,7 +141,7 @@ class OwnLoader(Classifier):
         self.validation_step(batch, batch_idx)
 
 
-def test_validate_after_fit_prefers_module_loaders_to_datamodule_loaders():
+def test_validate_after_fit_uses_module_loaders_instead_of_datamodule_loaders():
     seen = []
     for run in (run_trainer, run_loop):
         trainer, module = run(OwnLoader, lambda: None, fit={"datamodule": (data := Data())}, max_epochs=1)

@@ -353,7 +353,7 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_compare_finds_no_difference_between_the_old_and_new_code_in_the_readme(tmp_path):
+def test_the_old_and_new_training_loop_in_the_readme_give_equal_results(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
@@ -568,7 +568,7 @@ def test_the_documentation_site_loads_nothing_from_other_servers():
     assert not re.search(r"https?:|@import", (DOCS / "site.css").read_text())
 
 
-def test_the_index_and_the_navigation_list_every_page():
+def test_every_page_is_listed_in_the_index_and_in_the_navigation():
     names = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     listed = re.findall(r"^ +- (?:[^:]+: )?([\w/-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(names)

@@ -147,7 +147,7 @@ def test_loaders_with_workers_give_the_same_weights_as_with_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
-def test_pytorch_lightning_modules_train_the_same_as_with_their_own_trainer():
+def test_modules_of_the_pytorch_lightning_package_train_as_with_its_trainer():
     """The package pytorch_lightning has its own LightningModule class."""
 
     class Other(pytorch_lightning.LightningModule):

@@ -159,7 +159,7 @@ def assert_equal_weights(expected, net):
 
 
 @pytest.mark.parametrize(("case", "level"), once(CASES, LEVELS))
-def test_fit_ends_with_the_same_weights_as_a_plain_loop(case, level):
+def test_fit_ends_with_the_same_weights_as_a_plain_pytorch_loop(case, level):
     plain_options, make_optimizer, options = CASES[case]
     torch.manual_seed(1)
     expected = make_net()
@@ -174,7 +174,7 @@ def test_fit_ends_with_the_same_weights_as_a_plain_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, 12 if case == "accumulated" else 30)
 
 
-def test_tensor_loader_shuffles_in_the_same_order_in_fit_as_in_a_plain_loop():
+def test_tensor_loader_shuffles_in_the_same_order_in_fit_as_in_a_plain_pytorch_loop():
     """In both loops, the loader draws its order from the global random generator."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)
@@ -210,7 +210,7 @@ def plain_with_validation(net, loader, val_loader):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_validation_changes_no_weights_and_gives_the_same_means_as_a_plain_loop(level):
+def test_validation_gives_the_same_metrics_as_a_plain_pytorch_loop(level):
     """The last batches are smaller, and weigh less in the means."""
 
     def loaders():
@@ -230,7 +230,7 @@ def test_validation_changes_no_weights_and_gives_the_same_means_as_a_plain_loop(
         assert row == pytest.approx(expected_row, rel=1e-6)
 
 
-def test_setup_and_backward_give_the_same_weights_as_a_plain_loop():
+def test_calling_setup_and_backward_gives_the_same_weights_as_plain_pytorch():
     """On level 1, the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()

@@ -116,7 +116,7 @@ def trained_loop():
 
 
 @pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_reads_each_private_name_that_fabric_loop_defines(trained_loop, path, file):
+def test_lightning_still_uses_each_private_attribute_that_fabric_loop_offers(trained_loop, path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), trained_loop
     for parent in parents:
@@ -134,7 +134,7 @@ def test_private_py_uses_at_most_15_private_names_of_lightning():
     assert len(OFFERED) <= 15
 
 
-def test_the_package_uses_no_unlisted_private_names_of_lightning():
+def test_the_package_uses_only_allowed_private_names_of_lightning():
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     own = set().union(*map(own_names, trees.values()))
     listed = {*NAMES_OF_OTHERS, *OF_LIGHTNING, *DOCUMENTED}

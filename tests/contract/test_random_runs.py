@@ -51,14 +51,14 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_generated_programs_give_equal_results_in_both_loops_and_a_reference_loop(found, name):
+def test_random_training_scripts_give_equal_results_in_both_loops(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}
     assert len(compared) >= 2
 
 
-def test_comparing_both_loops_on_random_programs_finds_a_planted_bug(found):
+def test_random_training_scripts_reveal_a_planted_bug(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",
@@ -67,7 +67,7 @@ def test_comparing_both_loops_on_random_programs_finds_a_planted_bug(found):
     assert all("weights" in details[0] for kind, details in differences)
 
 
-def test_the_same_seed_generates_the_same_random_programs(monkeypatch):
+def test_the_same_seed_generates_the_same_random_training_scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SOAK))
     import program_pieces as pieces
     from random_programs import assemble, draw

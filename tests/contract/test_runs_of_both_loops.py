@@ -43,7 +43,7 @@ def steps_in(version):
         ("MiniLoop", "MiniLoop", "last"),
     ],
 )
-def test_resume_continues_the_run_with_the_most_recently_saved_checkpoint(first, second, keyword):
+def test_resume_continues_the_run_that_was_the_last_to_save_a_checkpoint(first, second, keyword):
     train(first, 1)
     train(second, 1)
     train(first, 2, resume="last", version=0)
@@ -69,7 +69,7 @@ def test_resume_continues_the_newest_run_if_folders_were_copied_without_hidden_f
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_mini_loop_finds_the_newest_run_even_if_only_best_ckpt_of_that_run_is_readable(is_damaged):
+def test_mini_loop_finds_the_newest_run_even_if_only_best_ckpt_is_readable(is_damaged):
     train("MiniLoop", 2, monitor="val_loss", version=5)
     train("MiniLoop", 2, monitor="val_loss", version=1)
     folder = Path("checkpoints/run/version_1")
@@ -146,7 +146,7 @@ class Dies(Classifier):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "version"), sample(3, LOOPS, LOOPS, LOOPS, [0, "tuned"]))
-def test_resume_last_is_refused_if_the_newest_run_of_a_version_folder_has_no_checkpoint(first, second, third, version):
+def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpoint(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":
@@ -176,7 +176,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_only_fabric_loop_resumes_a_checkpoint_of_a_run_that_a_newer_run_replaced(first, third):
+def test_only_fabric_loop_resumes_a_checkpoint_of_a_replaced_run(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)

@@ -87,7 +87,7 @@ def test_logged_values_are_the_same_as_with_trainer():
     pair(Numbers, lambda: make_loader(39, batch_size=7), max_epochs=3)
 
 
-def test_random_numbers_after_a_run_are_the_same_as_after_a_trainer_run():
+def test_a_run_leaves_the_random_generators_in_the_same_state_as_trainer():
     drawn = []
     for run in (run_trainer, run_loop):
         run(Drawing, make_loader, val_loader, **ON, max_epochs=2)

@@ -104,7 +104,7 @@ def structure(loaders):
 
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_loaders_in_lists_dicts_and_nested_structures_give_the_same_batches_as_with_trainer(call, name):
+def test_nested_loaders_give_the_same_batches_as_with_trainer(call, name):
     """The number of batches and the attributes such as loop.train_dataloader are also compared."""
 
     def act(loop, module):
@@ -208,7 +208,7 @@ def ones_of(stream):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_a_fractional_limit_for_an_iterable_dataset_is_refused_as_with_trainer(call):
+def test_limit_batches_cannot_be_a_fraction_for_an_iterable_dataset(call):
     limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
@@ -338,7 +338,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_hooks_of_a_datamodule_passed_to_fit_do_not_change_batches_of_later_loaders(stage):
+def test_datamodule_hooks_do_not_apply_to_loaders_passed_to_later_calls(stage):
     """As in Trainer, for example if the datamodule normalizes the images on the GPU."""
 
     class Scaled(pl.LightningDataModule):
@@ -357,7 +357,7 @@ def test_hooks_of_a_datamodule_passed_to_fit_do_not_change_batches_of_later_load
 
 
 @pytest.mark.parametrize("stage", STAGE_NAMES)
-def test_only_fit_records_the_attributes_of_a_dataset_for_checkpoints(stage, monkeypatch):
+def test_fit_records_dataset_attributes_but_validate_test_and_predict_do_not(stage, monkeypatch):
     """Comparing a list of a million paths takes seconds, and only fit saves checkpoints."""
     recorded = []
 

@@ -226,7 +226,7 @@ def test_a_killed_run_on_a_stateful_iterable_dataset_resumes_exactly(tmp_path, n
 
 
 @pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-def test_a_checkpoint_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
+def test_a_run_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
     """ModelCheckpoint saves at the end of the validation that follows the last batch."""
 
     def run(root, **options):
@@ -239,7 +239,7 @@ def test_a_checkpoint_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_find_values_does_not_search_a_fabric_loop_inside_a_dataset():
+def test_find_values_skips_a_loop_stored_in_a_dataset_attribute():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")

@@ -127,7 +127,7 @@ def test_a_tensor_loader_gives_the_same_batches_as_a_data_loader(tmp_path, call,
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
 @pytest.mark.parametrize("name", ["last batch", "fraction"])
-def test_several_tensor_loaders_give_the_same_batches_as_data_loaders(tmp_path, call, name):
+def test_a_list_of_tensor_loaders_gives_the_same_batches_as_data_loaders(tmp_path, call, name):
     assert_same_batches(tmp_path, call, name, several=True)
 
 
@@ -237,12 +237,12 @@ def test_a_batch_keeps_the_memory_format_of_the_data():
         ({"generator": np.random.default_rng(0)}, "got generator=.*, expected a torch.Generator"),
     ],
 )
-def test_options_of_the_wrong_type_are_refused(options, text):
+def test_a_tensor_loader_refuses_options_of_the_wrong_type(options, text):
     with pytest.raises((TypeError, ValueError), match=f"^TensorLoader: {text}"):
         tensor_loader(4, **options)
 
 
-def test_numpy_numbers_are_accepted_as_options():
+def test_a_tensor_loader_accepts_numpy_numbers_as_options():
     loader = tensor_loader(5, batch_size=np.int64(2), shuffle=np.False_, drop_last=np.True_)
     assert [batch.flatten().tolist() for (batch,) in loader] == [[0.0, 1.0], [2.0, 3.0]]
     assert (loader.batch_size, type(loader.batch_size), len(loader)) == (2, int, 2)

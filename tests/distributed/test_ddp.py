@@ -98,7 +98,7 @@ def files(folder):
 # A run
 
 
-def test_two_processes_write_a_single_set_of_files(tmp_path):
+def test_two_processes_write_each_file_only_once(tmp_path):
     """Afterwards, the module and the loop of the caller contain the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
@@ -334,7 +334,7 @@ class CountsByRank(pl.Callback):
         Path(trainer.default_root_dir, f"count{trainer.global_rank}").write_text(str(self.count))
 
 
-def test_each_process_restores_its_own_state_of_a_callback(tmp_path):
+def test_each_process_restores_its_own_callback_state(tmp_path):
     for steps, resume in ((2, None), (4, "last")):
         fit(tmp_path, max_steps=steps, callbacks=[CountsByRank()], resume=resume, **FORK)
     assert [(tmp_path / f"count{rank}").read_text() for rank in range(2)] == ["4", "8"]

@@ -130,7 +130,7 @@ def test_invalid_environment_variables_for_a_process_group_are_refused(variables
     ],
     ids=str,
 )
-def test_a_loop_ignores_an_incomplete_set_of_environment_variables_of_a_launcher(variables, monkeypatch):
+def test_incomplete_environment_variables_of_a_launcher_are_ignored(variables, monkeypatch):
     """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

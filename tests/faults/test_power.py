@@ -45,7 +45,7 @@ class WithoutSync:
         pass
 
 
-def test_the_power_cut_check_finds_files_that_are_not_synced(tmp_path, monkeypatch):
+def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search(
@@ -53,7 +53,7 @@ def test_the_power_cut_check_finds_files_that_are_not_synced(tmp_path, monkeypat
     )
 
 
-def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeypatch):
+def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_folder(tmp_path, monkeypatch):
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
@@ -61,7 +61,7 @@ def test_the_power_cut_check_finds_folders_that_are_not_synced(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
-def test_the_power_cut_check_finds_rng_states_or_csv_rows_that_are_not_restored(
+def test_the_power_cut_test_fails_if_resume_does_not_restore_rng_states_or_csv_rows(
     recorded, tmp_path, monkeypatch, mutant
 ):
     if mutant == "CSV rows":

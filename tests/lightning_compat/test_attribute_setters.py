@@ -100,7 +100,7 @@ def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
     ],
     ids=str,
 )
-def test_a_loop_attribute_can_be_set_to_a_value_that_fits_the_other_loop_options(given, name, value):
+def test_an_attribute_setter_accepts_values_that_fit_the_other_options(given, name, value):
     loop = FabricLoop(**quiet(**given))
     setattr(loop, name, value)
     assert getattr(loop.config, name) == value
@@ -161,7 +161,7 @@ def test_the_clipping_algorithm_can_be_an_enum_as_in_trainer(value, is_set):
 
 
 @pytest.mark.parametrize(("place", "name"), [("fit_loop", "min_epochs"), ("fit_loop.epoch_loop", "min_steps")])
-def test_a_hook_can_set_min_epochs_of_fit_loop_and_min_steps_of_epoch_loop_as_in_trainer(place, name):
+def test_a_hook_can_set_min_epochs_and_min_steps_as_in_trainer(place, name):
     ends = []
     for kind in LOOPS.values():
 

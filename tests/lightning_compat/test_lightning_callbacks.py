@@ -214,7 +214,7 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
     assert "log" not in vars(ours.callbacks[0])
 
 
-def test_configure_callbacks_replaces_given_callbacks_as_with_trainer(tmp_path):
+def test_configure_callbacks_replaces_callbacks_of_the_same_class(tmp_path):
     """Callbacks of the module replace callbacks of the same class.
 
     Checkpoint callbacks come last.

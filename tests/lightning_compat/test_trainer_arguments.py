@@ -44,7 +44,7 @@ def test_ckpt_path_is_an_alias_of_load_in_validate_test_and_predict(trained, cal
 
 
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
-def test_ckpt_path_last_without_a_checkpoint_starts_a_new_run(tmp_path, kind):
+def test_ckpt_path_last_starts_a_new_run_if_no_checkpoint_exists(tmp_path, kind):
     loop = kind(**with_files(tmp_path, max_epochs=1, logger=False))
     # Trainer of Lightning 2.5 has no argument weights_only.
     more = {"weights_only": None} if "weights_only" in inspect.signature(kind.fit).parameters else {}

@@ -131,7 +131,7 @@ def read_both(name):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(options):
+def test_loop_attributes_have_the_same_values_as_in_trainer_in_every_hook(options):
     """A new attribute of Trainer fails this test until FabricLoop or DIFFERENT has it."""
     expected, ours = read_both(options)
     for name in NAMES:
@@ -141,7 +141,7 @@ def test_attributes_have_the_same_values_in_every_hook_as_with_trainer(options):
         assert where is None or not [pair for pair in pairs if pair[0][1] not in where], (name, reason)
 
 
-def test_attributes_match_trainer_except_for_listed_names():
+def test_loop_attributes_equal_those_of_trainer_except_for_known_differences():
     expected, ours = read_both("plain")
     different = set(DIFFERENT)
     if not hasattr(pl.Trainer(**quiet()), "val_check_batch"):
@@ -151,7 +151,7 @@ def test_attributes_match_trainer_except_for_listed_names():
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp_spawn"}, {"num_nodes": 2}], ids=str)
-def test_device_attributes_match_those_of_trainer_before_the_launch(options):
+def test_device_attributes_of_a_new_loop_equal_those_of_a_new_trainer(options):
     names = ("num_devices", "device_ids", "num_nodes", "world_size", "local_rank", "global_rank", "node_rank",
              "is_global_zero", "distributed_sampler_kwargs")  # fmt: skip
     sides = [kind(**quiet(**options)) for kind in LOOPS.values()]
@@ -159,7 +159,7 @@ def test_device_attributes_match_those_of_trainer_before_the_launch(options):
     assert first == second
 
 
-def test_the_error_for_a_fabric_attribute_tells_the_user_to_write_loop_dot_fabric():
+def test_an_error_about_a_fabric_attribute_suggests_loop_dot_fabric():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device

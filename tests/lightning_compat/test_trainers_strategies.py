@@ -24,7 +24,7 @@ def test_each_ddp_strategy_name_selects_the_same_strategy_as_with_trainer(name):
     assert settings[0] == settings[1]
 
 
-def test_strategy_objects_for_trainer_are_converted_with_their_arguments():
+def test_strategy_objects_of_trainer_are_converted_to_fabric_strategies():
     arguments = {"process_group_backend": "gloo", "timeout": timedelta(seconds=7), "start_method": "fork"}
     found = convert_strategy(trainers.DDPStrategy(**arguments, static_graph=True))
     assert type(found) is fabrics.DDPStrategy

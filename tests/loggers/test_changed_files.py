@@ -57,7 +57,7 @@ DIALECTS = [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_
 
 
 @pytest.mark.parametrize("change", DIALECTS)
-def test_resuming_keeps_the_rows_of_a_file_that_was_rewritten_in_another_csv_dialect(cut, whole, change):
+def test_resuming_keeps_rows_rewritten_in_another_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)

@@ -265,7 +265,7 @@ def runs_of(text):
     return dict(part.split("\n", 1) for part in without_times(text).split("=== ")[1:])
 
 
-def test_redirected_output_contains_the_printed_table(tmp_path):
+def test_redirected_output_contains_the_metrics_table(tmp_path):
     done = subprocess.run(
         quiet_command(SCRIPT), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

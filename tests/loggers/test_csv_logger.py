@@ -135,7 +135,7 @@ def log_everything(logger, epochs, saved, rows=()):
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("same_logger", [True, False])
 @pytest.mark.parametrize("tail", [b"", b"2,30,0.1"])
-def test_rewinding_and_logging_again_gives_the_same_csv_files_as_a_single_run(tmp_path, saved_after, same_logger, tail):
+def test_a_rewound_csv_logger_writes_the_same_files_as_an_uninterrupted_one(tmp_path, saved_after, same_logger, tail):
     complete, broken, saved = CSVLogger(tmp_path / "complete"), CSVLogger(tmp_path / "broken"), []
     log_everything(complete, range(5), [])
     log_everything(broken, range(4), saved)
@@ -189,7 +189,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_read_table_reads_a_damaged_line_and_all_other_lines_of_a_csv_file(tmp_path, name, end, start):
+def test_read_table_reads_every_line_even_if_one_is_damaged(tmp_path, name, end, start):
     text, cells = LINES[name]
     lines = lines_of(8)
     lines[4] = text

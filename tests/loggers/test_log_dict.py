@@ -33,7 +33,7 @@ HOOKS = ["on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_
 
 
 @pytest.mark.parametrize("hook", HOOKS[::2])
-def test_log_dict_with_an_epoch_adds_values_to_the_csv_row_of_that_epoch(tmp_path, hook):
+def test_log_dict_with_an_epoch_key_adds_values_to_the_row_of_that_epoch(tmp_path, hook):
     options = {"val": val_loader, "max_epochs": 2, "num_sanity_val_steps": 0, "save_every_n_steps": 1}
     copies = Snapshots(tmp_path / "run", tmp_path / "killed")
     fit(tmp_path / "run", Plain, callbacks=[Logs(hook, **EPOCH), copies], **options)
@@ -47,7 +47,7 @@ def test_log_dict_with_an_epoch_adds_values_to_the_csv_row_of_that_epoch(tmp_pat
 
 
 @pytest.mark.parametrize("hook", [*HOOKS[1:3], "on_train_start", "on_train_end"])
-def test_log_dict_writes_values_without_an_epoch_key_to_steps_csv(tmp_path, hook):
+def test_log_dict_without_an_epoch_key_writes_to_steps_csv(tmp_path, hook):
     """Outside of an epoch, values with the key "epoch" are written to steps.csv, too."""
     values = {"mine": 3.0} if hook in HOOKS else EPOCH
     fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Logs(hook, **values)])
@@ -97,7 +97,7 @@ def test_log_dict_writes_a_column_for_each_metric_of_a_metric_collection(tmp_pat
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_log_dict_at_the_end_of_an_epoch_adds_columns_that_can_be_monitored(tmp_path, loop_class):
+def test_monitor_accepts_a_metric_that_log_dict_writes_at_the_end_of_an_epoch(tmp_path, loop_class):
     class Net(Plain):
         def on_validation_epoch_end(self):
             loop.log_dict({"val_rank": loop.current_epoch})

@@ -186,7 +186,7 @@ WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 
 @pytest.mark.parametrize(("kind", "way"), halve(LOOPS, WAYS))
-def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, capsys):
+def test_list_runs_shows_the_learning_rate_of_each_run_if_it_differs(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)
     runs = list_runs().sort_values("best")
@@ -199,7 +199,7 @@ def test_list_runs_shows_the_learning_rate_that_differs_between_runs(kind, way, 
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_list_runs_compares_only_arguments_that_the_optimizers_of_both_runs_have():
+def test_list_runs_compares_only_optimizer_arguments_that_both_runs_have():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]

@@ -130,7 +130,7 @@ def test_resuming_a_finished_run_keeps_its_last_csv_row(tmp_path):
         assert read(tmp_path, "metrics.csv")["step"].tolist() == [5, 10, 13]
 
 
-def test_resuming_after_a_validation_does_not_repeat_its_csv_row(tmp_path):
+def test_resuming_after_a_validation_does_not_duplicate_the_validation_row(tmp_path):
     """The saved run and the resumed run write the row of this validation only once."""
 
     class SavingCallback(Callback):

@@ -197,7 +197,7 @@ def test_help_of_fit_documents_every_option(capsys):
 # Options
 
 
-def test_options_of_the_fit_command_configure_the_loop_and_the_model_and_the_data(capsys):
+def test_the_fit_command_has_options_for_the_loop_the_model_and_the_data(capsys):
     options = ["--max_epochs", 2, "--precision", "bf16-mixed", "--model.hidden", 7, "--data.batch_size", 16]
     code, out, _ = run(capsys, *FIT, *QUIET, *options)
     assert (code, "trained     Lit on Data: 2 epochs, 4 steps" in out) == (0, True)
@@ -222,7 +222,7 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_the_fit_command_without_a_model_trains_the_digits_demo_and_suggests_next_commands(capsys, monkeypatch):
+def test_the_fit_command_trains_the_digits_demo_if_no_model_is_given(capsys, monkeypatch):
     monkeypatch.setattr("fabric_template.tools.plots.save_picture", save_picture)
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
@@ -303,7 +303,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_fit_command_can_repeat_a_run_whose_model_has_default_arguments_of_any_type(capsys):
+def test_the_fit_command_can_repeat_a_run_with_any_default_arguments_of_the_model(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]
@@ -417,7 +417,7 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
     assert expected in error
 
 
-def test_fit_refuses_a_model_class_whose_argument_default_has_no_import_path(capsys):
+def test_the_fit_command_refuses_a_functools_partial_as_a_default_argument(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))

@@ -461,7 +461,7 @@ def test_compare_shows_a_learning_rate_stored_in_a_tensor_as_a_number():
 
 
 @pytest.mark.parametrize("steps", keep([7, 50], 7))
-def test_compare_detects_a_weight_that_changes_immediately_after_the_last_recorded_step(steps):
+def test_compare_detects_a_weight_change_right_after_the_last_step(steps):
     def train(should_change):
         net, optimizer, _, loader, _ = Script().make()
         batch = next(iter(loader))
@@ -487,7 +487,7 @@ def test_compare_refuses_an_invalid_number_of_steps(steps):
         compare("old.py", "new.py", steps=steps)
 
 
-def test_recording_a_training_loop_keeps_its_results_and_leaves_no_torch_function_patched(tmp_path):
+def test_recording_a_training_loop_changes_neither_its_results_nor_torch_functions(tmp_path):
     def train():
         net, optimizer, _, train, _ = Dropping().make()
         for batch in train:
@@ -524,7 +524,7 @@ def quick_scripts(monkeypatch):
     monkeypatch.setattr("sys.executable", forking_python())
 
 
-def test_the_compare_command_passes_arguments_to_the_scripts(tmp_path, capsys, quick_scripts):
+def test_the_compare_command_passes_arguments_to_the_compared_scripts(tmp_path, capsys, quick_scripts):
     (tmp_path / "train.py").write_text(SCRIPT)
     with record_training("recording.json"):
         Script().by_hand()
@@ -549,7 +549,7 @@ def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts
     assert "lr: 0.1 in the first, 0.2 in the second" in capsys.readouterr().out
 
 
-def test_the_compare_command_runs_a_module_of_a_package_like_python_m(tmp_path, capsys, quick_scripts):
+def test_the_compare_command_accepts_a_module_name_after_dash_m(tmp_path, capsys, quick_scripts):
     folder = tmp_path / "project" / "tasks"
     folder.mkdir(parents=True)
     (tmp_path / "train.py").write_text(SCRIPT)

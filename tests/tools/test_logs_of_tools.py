@@ -56,7 +56,7 @@ def lines_of(ax):
     return {line.get_label(): len(line.get_xdata()) for line in ax.get_lines() if line.get_label() != "best"}
 
 
-def test_every_example_file_is_tested():
+def test_each_example_log_file_is_covered_by_a_test():
     assert {path.stem for path in FOLDER.iterdir()} == {*EXPECTED}
 
 
@@ -166,7 +166,7 @@ def test_read_logs_reads_csv_files_in_utf_16_and_in_utf_8_with_a_bom(encoding):
     assert read_logs("log.csv")["val_loss"].tolist() == [3.5, 2.5]
 
 
-def test_read_logs_reads_a_second_header_with_more_columns():
+def test_read_logs_reads_a_csv_file_with_a_second_and_longer_header_row():
     table = read_logs(write("epoch,loss\n0,3\n1,2\nepoch,loss,val_acc\n2,1,0.5\n3,0.5,0.6\n"))
     assert table["loss"].tolist() == [3, 2, 1, 0.5]
     assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
@@ -215,7 +215,7 @@ def test_read_logs_splits_a_table_of_several_runs(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_one_curve_per_file_if_two_files_contain_runs_of_the_same_name():
+def test_plot_logs_draws_runs_with_equal_names_in_two_files_separately():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")
@@ -259,7 +259,7 @@ def test_a_log_without_epochs_is_plotted_against_row_numbers():
         plot_logs(path, x="epoch")
 
 
-def test_plot_logs_draws_only_the_given_file_and_no_other_files_of_its_folder():
+def test_plot_logs_draws_only_the_given_file_of_a_folder():
     Path("a").mkdir()
     write("epoch,step,val_loss\n0,5,77\n", "a/steps.csv")
     for name, loss in (("metrics.csv", 1), ("results.csv", 9)):

@@ -37,7 +37,7 @@ UNKNOWN = """
 @pytest.mark.parametrize(
     ("names", "direction"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "none"]
 )
-def test_find_direction_returns_the_direction_of_common_metrics(names, direction):
+def test_find_direction_returns_min_or_max_for_common_metrics(names, direction):
     assert {name: find_direction(name) for name in names.split()} == dict.fromkeys(names.split(), direction)
 
 
@@ -53,7 +53,7 @@ def test_is_metric_excludes_times_counts_and_ids(names, expected):
     assert is_metric("Relative Time (Process)") is False
 
 
-def test_mini_py_and_the_package_have_the_same_metric_direction_table():
+def test_mini_py_and_the_package_have_the_same_table_of_metric_directions():
     assert metric_names.DIRECTIONS == mini.DIRECTIONS
     assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
 
@@ -72,7 +72,7 @@ def test_the_default_mode_follows_from_the_name_of_the_monitored_metric(make):
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("name", ["val_gap", "score", "val_los"])
-def test_a_monitored_metric_with_an_unknown_direction_needs_a_mode(make, name):
+def test_monitor_requires_a_mode_if_the_metric_name_implies_neither_min_nor_max(make, name):
     expected = f"mode: got 'auto', but the metric name '{name}' does not show .* Write mode='min' or mode='max'"
     with pytest.raises(ValueError, match=expected):
         make(monitor=name)

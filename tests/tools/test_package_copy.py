@@ -69,7 +69,7 @@ def release(tmp_path, monkeypatch):
 # copy
 
 
-def test_the_commands_printed_by_copy_quote_a_path_with_spaces(release, capsys):
+def test_the_copy_command_quotes_a_path_with_spaces_in_printed_commands(release, capsys):
     assert copy_command("my code/mini.py", mini=True) == 0
     assert "fabric-template diff 'my code/mini.py'\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"run `fabric-template update 'my code/mini\.py'`"):
@@ -130,7 +130,7 @@ CASES = {  # (your file, upstream's new file, the outcome, the exit code, the fi
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_update_command_combines_changes_of_the_user_with_changes_of_the_new_version(release, capsys, case):
+def test_the_update_command_merges_user_changes_with_the_new_version(release, capsys, case):
     yours, theirs, outcome, code, expected = CASES[case]
     copy_command("mine")
     write("mine", {"loop.py": yours, "extra.py": "extra\n"})
@@ -175,7 +175,7 @@ def test_the_update_command_refuses_to_overwrite_files_that_git_cannot_restore(r
         update_command("mine")
 
 
-def test_the_update_and_diff_commands_refuse_unusable_copies_with_a_one_line_error(release, monkeypatch):
+def test_update_and_diff_refuse_an_unusable_copy_of_the_package(release, monkeypatch):
     def assert_refused(command, message):
         before = tree("mine")
         with pytest.raises(ValueError, match=f"^{message}$"):

@@ -52,7 +52,7 @@ def legend(ax):
     return found.get_title().get_text(), [text.get_text() for text in found.get_texts()]
 
 
-def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
+def test_plot_logs_draws_a_panel_for_each_metric_and_marks_the_best_value():
     losses, accuracies = plot_logs(HISTORY)
     assert lines(losses) == [
         ("train", PALETTE[0], [[0, 3], [1, 2], [2, 1]]),
@@ -75,14 +75,14 @@ def test_plot_logs_draws_a_panel_per_quantity_and_marks_the_best_value():
         (["val_acc", "val_acc"], ["acc"]),
     ],
 )
-def test_plot_logs_accepts_column_names_such_as_val_acc_and_quantities_such_as_accuracy(metrics, labels):
+def test_plot_logs_accepts_metric_names_with_or_without_the_prefix_val(metrics, labels):
     axes = np.ravel(plot_logs(HISTORY.assign(val_f1=0.5, train_f1=0.4), metrics=metrics))
     assert [ax.get_ylabel() for ax in axes] == labels
     axes[0].figure.canvas.draw()
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
-def test_a_plot_marks_the_best_value_only_if_lower_or_higher_is_known_to_be_better(metric, best):
+def test_plot_logs_marks_no_best_value_of_an_unknown_metric(metric, best):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
     assert lines(ax, "best") == ([best] if best else [])
     assert ("best" in legend(ax)[1]) == bool(best)

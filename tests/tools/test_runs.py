@@ -134,7 +134,7 @@ def test_list_runs_treats_damaged_files_as_empty_and_never_executes_code_in_them
     assert not Path("bad").exists()
 
 
-def test_list_runs_prefers_the_values_in_hparams_yaml_to_those_in_config_yaml():
+def test_list_runs_uses_hparams_yaml_instead_of_config_yaml_for_equal_names():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}
@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_runs_best_prints_the_path_of_a_csv_file_that_another_tool_wrote(capsys):
+def test_finding_the_best_run_in_a_keras_csv_file_prints_the_file_path(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
@@ -305,12 +305,12 @@ def test_list_runs_shows_the_options_that_the_user_set():
 
 
 @pytest.mark.parametrize("metric", ["val_smape", "eval/bpb", "val_brier_score", "test_wer"])
-def test_the_runs_best_command_selects_the_smallest_value_of_an_error_metric(capsys, metric):
+def test_the_best_value_of_an_error_metric_is_the_smallest_value(capsys, metric):
     make_run(config={"monitor": metric}, **{metric: [3.0, 1.0, 2.0]})
     assert run_command(capsys, "best")[1].startswith(f"best        {metric} 1 in epoch 1\n")
 
 
-def test_a_metric_of_unknown_direction_needs_a_mode_in_list_runs_and_runs_best(capsys):
+def test_finding_the_best_run_requires_a_mode_for_an_unknown_metric(capsys):
     make_run(config={"monitor": None}, val_gap=[3.0, 1.0, 2.0])
     assert list_runs(metric="val_gap")["best"].isna().all()
     assert list_runs(metric="val_gap", mode="max")["best"].tolist() == [3.0]
@@ -326,7 +326,7 @@ def test_list_runs_does_not_rank_runs_by_the_learning_rate():
     assert list_runs()["metric"].tolist() == ["train_loss"]
 
 
-def test_the_runs_best_command_requires_a_metric_if_the_runs_monitor_different_metrics(capsys):
+def test_finding_the_best_run_requires_a_metric_if_monitors_differ(capsys):
     make_run(val_acc=[0.1, 0.5, 0.4])
     make_run(version=1, config={"monitor": "val_acc", "mode": "max"}, val_acc=[0.1, 0.7, 0.4])
     code, _, err = run_command(capsys, "best")

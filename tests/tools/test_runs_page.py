@@ -76,7 +76,7 @@ def curves(page, title):
     return {(curve["run"], curve["column"]): curve for curve in panel["curves"]}
 
 
-def test_the_runs_page_has_a_row_per_run_and_a_panel_per_quantity(capsys):
+def test_the_runs_page_has_a_row_for_each_run_and_a_chart_for_each_metric(capsys):
     write_run(hparams={"lr": 1e-05, "layers": [1, 2]}, val_acc=[0.1, 0.5, 0.4], lr=[3.0, 2.0, 1.0])
     write_run(version=10, rows=2, hparams={"lr": 0.1}, val_acc=[0.1, 0.7], lr=[3.0, 2.0])
     page = make_page()
@@ -119,7 +119,7 @@ def test_the_runs_page_shows_html_in_a_run_name_as_text():
     assert text.count("https:") == text.count("https://example.com")
 
 
-def test_the_runs_page_collects_long_values_and_surplus_options_in_one_shared_column():
+def test_the_runs_page_puts_long_values_and_extra_options_into_one_column():
     for version in (0, 1):
         options = {f"option_{i}": version for i in range(10)}
         write_run(version=version, hparams={"path": f"/data/{version}" * 9} | options)

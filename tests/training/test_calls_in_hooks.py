@@ -338,7 +338,7 @@ def test_fit_can_be_called_again_after_ctrl_c_interrupted_the_clean_up(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fit_accepts_a_loader_created_in_a_function_that_fabric_launch_calls(tmp_path, kind):
+def test_fit_accepts_a_loader_created_within_fabric_launch(tmp_path, kind):
     """fabric.launch() stores the loader's arguments, such as its generator, in the loader."""
 
     def make(fabric):

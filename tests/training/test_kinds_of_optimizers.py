@@ -156,7 +156,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_gives_the_weights_of_a_hand_written_loop_even_after_resuming(tmp_path, name):
+def test_each_optimizer_matches_a_hand_written_loop_even_after_resuming(tmp_path, name):
     make = OPTIMIZERS[name]
     expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
     whole, net = train(make, tmp_path / "whole")
@@ -253,7 +253,7 @@ def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, li
     assert [group["lr"] for group in resumed[0].optimizers[0].param_groups] == [0.1, 0.05]
 
 
-def test_resume_refuses_a_parameter_group_whose_parameters_the_new_module_lacks(tmp_path):
+def test_resume_refuses_a_parameter_group_with_parameters_that_the_module_lacks(tmp_path):
     """A new module does not have the parameters of the added group."""
 
     class Grows(ParameterGroupAdder):

@@ -54,7 +54,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_on_nan_stop_ends_training_but_keeps_the_checkpoint_before_the_nan_loss(tmp_path, options, stops_at, saved_at):
+def test_the_checkpoint_before_a_nan_loss_is_kept_if_on_nan_is_stop(tmp_path, options, stops_at, saved_at):
     """Training stops at the first step that reads the loss, to log or save. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
@@ -114,7 +114,7 @@ def test_a_lightning_module_with_a_nan_loss_stops_training_if_on_nan_is_stop(tmp
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "off"])
-def test_fit_warns_once_about_nan_losses_if_on_nan_is_warn_and_never_if_on_nan_is_off(tmp_path, on_nan):
+def test_fit_warns_only_once_about_nan_losses_if_on_nan_is_warn(tmp_path, on_nan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop, _, batches = fit(tmp_path, {7}, on_nan=on_nan)

@@ -64,7 +64,7 @@ PLACES = [("fit", name) for name in FIT_HOOKS] + [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "kind"), once(PLACES, [Broken, KeyboardInterrupt, SystemExit]))
-def test_after_an_error_in_a_hook_the_model_and_loop_can_be_used_again(place, kind):
+def test_the_model_and_loop_can_be_used_again_after_an_error_in_a_hook(place, kind):
     stage, hook = place
     module, error = Complete(), kind("mine")
 

@@ -60,7 +60,7 @@ class Copy(Callback):
             shutil.copytree(self.root, self.to)
 
 
-def test_a_run_killed_at_the_end_of_an_epoch_cut_short_by_max_steps_resumes_exactly(tmp_path):
+def test_a_run_killed_after_reaching_max_steps_resumes_exactly(tmp_path):
     options = {"val": val_loader, "max_steps": 8, "train": train, "make_module": lambda: Classifier(by_epoch)}
     copy = Copy(tmp_path / "whole", tmp_path / "killed", step=8)
     whole = fit(tmp_path / "whole", callbacks=[copy], **options)

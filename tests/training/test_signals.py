@@ -98,7 +98,7 @@ def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, 
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_run_can_resume_after_ctrl_c_in_on_train_epoch_end_of_its_last_epoch(tmp_path, notebook):
+def test_a_run_can_resume_after_ctrl_c_in_the_last_on_train_epoch_end(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
@@ -206,7 +206,7 @@ def test_an_exception_raised_by_the_users_signal_handler_reaches_the_caller(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_handled_by_the_user_or_an_ignored_sigterm_does_not_stop_the_run(tmp_path, received, number):
+def test_a_signal_that_the_script_handles_or_ignores_does_not_stop_the_run(tmp_path, received, number):
     handler = signal.SIG_IGN if number == signal.SIGTERM else lambda number, frame: received.append(number)
     before = signal.signal(number, handler)
     try:
@@ -307,7 +307,7 @@ def test_resume_auto_continues_a_run_ended_by_max_time_only_if_max_time_is_large
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_explains_how_to_continue_a_run_ended_by_should_stop_within_an_epoch(tmp_path, capsys):
+def test_resume_auto_explains_how_to_continue_a_run_ended_by_should_stop(tmp_path, capsys):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *batch):
             trainer.should_stop = trainer.global_step == 8
