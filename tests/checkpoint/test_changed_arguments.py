@@ -71,8 +71,7 @@ UNCHANGED += [
 ]
 
 
-@both_loops
-@pytest.mark.parametrize("make_scheduler", UNCHANGED)
+@pytest.mark.parametrize(("kind", "make_scheduler"), once(BOTH, UNCHANGED))
 def test_resume_does_not_warn_about_an_unchanged_scheduler(tmp_path, kind, make_scheduler):
     whole = fit(kind, tmp_path / "whole", 4, make_scheduler)
     fit(kind, tmp_path / "parts", 2, make_scheduler)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from killed_model import KilledError
 from modules import make_data
-from parameters import halve, keep
+from parameters import keep, once
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
@@ -150,8 +150,7 @@ def assert_equal(weights, expected):
     assert all(map(torch.equal, weights, expected))
 
 
-@both_loops
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("kind", "change"), once([MiniLoop, FabricLoop], CHANGES))
 def test_resuming_with_the_same_model_and_loader_objects_is_exact(tmp_path, kind, change):
     expected = Script(kind, tmp_path / "whole", change).fit()
     script = Script(kind, tmp_path / "killed", change)
@@ -323,8 +322,7 @@ class RecordedScript(Script):
         self.net.noise, self.net.space, self.net.total = SlotNoise(), SimpleNamespace(item=0.0), 0.0
 
 
-@both_loops
-@pytest.mark.parametrize(("change", "first"), halve(RECORDED, [1, 2]))
+@pytest.mark.parametrize(("kind", "change", "first"), once([MiniLoop, FabricLoop], RECORDED, [1, 2]))
 def test_resuming_with_the_model_object_of_a_killed_run_is_exact(tmp_path, kind, change, first):
     expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
     script = RecordedScript(kind, tmp_path / "killed", change, first)
