@@ -122,7 +122,7 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
     The "ranks" entry of the returned dict lists the state of each process.
     """
-    if run.progress.phase == "validate" or run.progress.stage == "sanity_check":
+    if run.progress.phase == "validate":
         run.warn_once(
             "save_checkpoint: got a call during a validation. A resumed run repeats the validation,"
             " but draws other random numbers. To resume exactly, call save_checkpoint() in"
