@@ -186,7 +186,7 @@ class LoopConfig:
     def _has_type(self, name: str) -> bool:
         """Return whether an option's value has the annotated type.
 
-        A bool does not count as an int.
+        Reject True and False for int options, although bool is a subclass of int in Python.
         """
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}

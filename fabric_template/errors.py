@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Advice for argument names that are common in other libraries.
 _INSTEAD = {
     "epochs": "Use max_epochs.",
     "gpus": "Use accelerator='gpu', devices=2.",

@@ -93,7 +93,8 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit links last, to yield a folder's real path if possible.
+        # Visit symbolic links last, because each folder is yielded only once, preferably by its
+        # real path.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen
@@ -114,7 +115,6 @@ def version_folder(version: int | str) -> str:
 
 def version_of(name: str) -> int | str:
     """Return the number in a name such as "version_3", but return all other names unchanged."""
-    # A regular expression would be slow for thousands of folder names.
     text = name[8:] if name.startswith("version_") else ""
     return int(text) if text.isdecimal() and str(int(text)) == text else name
 

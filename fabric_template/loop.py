@@ -147,7 +147,7 @@ class FabricLoop(TrainerAPI):
             return [DummyLogger()]
         # With logger=True, use the loggers of the user's Fabric object if it has any.
         given = as_list(self.fabric.loggers or True if config.logger is True else config.logger)
-        # A logger's name, such as "wandb", does not replace the CSV logger.
+        # Keep the CSV logger if the user adds a logger by name, such as logger="wandb".
         names = [logger for logger in given if logger is True or isinstance(logger, str)]
         if names:
             root = Path(self.default_root_dir)
@@ -458,7 +458,7 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Fabric.load fails for containers such as range, so pass None instead.
+        # Fabric.load cannot load into containers such as a range, so pass None for each container.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -487,7 +487,7 @@ class FabricLoop(TrainerAPI):
         check_state(method, state)
         join_processes(self.fabric)
         strategy = self.fabric.strategy
-        # Strategies that shard the model raise NotImplementedError for checkpoint_io.
+        # strategy.checkpoint_io raises NotImplementedError if the strategy shards the model.
         with suppress(NotImplementedError):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = self.checkpoint_io

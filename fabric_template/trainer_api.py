@@ -109,7 +109,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``LightningModule.log`` reads ``is_distributed`` for sync_dist=True.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
-# Maps attributes of Trainer's loops to functions that compute them from a LoopAPI.
+# Maps attributes of Trainer's loops, such as batch_idx, to functions that return their values.
 _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("epoch_loop", "automatic_optimization", "manual_optimization"), lambda api: api
@@ -121,7 +121,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # A module with an unwrapped optimizer increments ``optim_step_progress.total.completed``.
+    # Modules that step unwrapped torch optimizers may increment
+    # ``optim_step_progress.total.completed``.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -198,7 +199,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # In manual optimization, plain models get the wrapped optimizers from this property.
+        # In manual optimization, a plain model steps its optimizers itself, so return the
+        # optimizers wrapped by Fabric.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -410,7 +412,8 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Prefer the run of ``fit``, because an evaluation has no optimizers to save.
+        # If fit calls an evaluation, save the state of fit, because an evaluation has no
+        # optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(

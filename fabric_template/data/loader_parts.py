@@ -46,7 +46,7 @@ _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search for objects inside a loader skips objects of these packages, such as a FabricLoop.
+# The search for objects inside a loader skips classes from these packages, such as FabricLoop.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -267,7 +267,8 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # Maps each attribute that end_pass() resets to (digest of the loaded value, new value).
+        # Contains the attributes that end_pass() resets, as (digest of the current value, value to
+        # set).
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # Holds the checkpoint's state_dict until the first batch is requested.
         self._loaded: Any = None
@@ -290,8 +291,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Load a saved position. The caller must create the iterator in the ``with`` block."""
-        # Map each attribute to its digest and value in the saved run. Attributes that the saved run
-        # did not change are not in the checkpoint.
+        # The checkpoint lacks attributes that the saved run did not change, so start with the
+        # current attributes.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():
@@ -302,8 +303,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # If an attribute's value in the saved run is unknown, keep the value that
-            # load_state_dict() has set.
+            # If an attribute cannot be encoded or decoded, keep the value set by load_state_dict().
             saved = expected.get(place, (None, REMOVED))
             if saved is not None and saved[0] != loaded:
                 self._attributes_to_reset[place] = loaded, saved[1]
@@ -314,7 +314,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        # Do not reset attributes that have changed since load_state_dict().
+        # Keep attributes that the loader has changed again after load_state_dict().
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

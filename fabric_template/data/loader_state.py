@@ -40,7 +40,6 @@ from .loader_parts import (
 )
 from .tensor_loader import TensorLoader
 
-# next(iterator, END) returns this value after the last batch.
 END: Any = object()
 STICKY_POSITION = (
     "The loader's load_state_dict() seems to change the start of every later epoch, too. Reset the"
@@ -102,8 +101,7 @@ class ResumableLoader:
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
-        # Whether the loader skips its first batches not only in the resumed epoch, but also in
-        # later epochs.
+        # Whether load_state_dict() has made the loader skip batches in all later epochs, too.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader) if is_saved else {}),
@@ -127,8 +125,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # An empty iterator makes CombinedLoader mark this loader as exhausted, as in the saved
-            # run.
+            # The loader was exhausted in the saved run, so return an empty iterator to make
+            # CombinedLoader mark the loader as exhausted.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -142,13 +140,15 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader ends the epoch if a restarted loader yields no batch, so start a new pass.
+        # CombinedLoader ends the epoch if a restarted iterator is empty, so iterate over the loader
+        # again.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Do not call _find_model_state in __init__, because the run replaces its PlainState later.
+        # Do not store the result of _find_model_state(), because the run replaces run.plain_state
+        # later.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -159,7 +159,7 @@ class ResumableLoader:
     def end_pass(self) -> None:
         """Get the last RNG states of persistent workers from their prefetched batches."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
-            # Give the workers an empty sampler iterator, so that they stop prefetching batches.
+            # Use an empty sampler iterator, so that the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
             with suppress(Exception):
                 for _ in self._reader:
@@ -220,7 +220,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # If some workers' RNG states are missing, read the finished batches again to compute them.
+        # If a worker's RNG state is missing, read the epoch's finished batches again to compute the
+        # state.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -300,11 +301,12 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # Like torch, read the samples of an incomplete last batch before dropping the batch,
-            # because the dataset may draw random numbers.
+            # With drop_last=True, workers would not send their RNG state after an incomplete last
+            # batch.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
-            # Persistent workers keep their iterator, so replace the sampler in this iterator.
+            # With persistent_workers=True, DataLoader reuses its iterator, so also replace the
+            # sampler of the iterator.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -334,7 +336,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # Save the dataset's attributes if a resumed run does not read the finished samples again.
+        # A resumed run may skip samples without reading them, so save the attributes that reading
+        # has changed.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -465,7 +468,8 @@ class ResumableLoader:
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
     """Skip the first ``done`` batches: draw their indices, but do not read their samples."""
     indices = iterator._sampler_iter
-    # Draw at least one index, because samplers shuffle when the first index is requested.
+    # Draw at least one index now, because samplers shuffle with the current RNG state at the first
+    # index.
     drawn = draw_items(indices, max(done, 1), loader)
     iterator._sampler_iter = chain(drawn[done:], indices)
 
@@ -500,7 +504,8 @@ class SkippingSampler:
         self._sampler, self._first, self._loader = sampler, first, loader
 
     def __iter__(self) -> Iterator[Any]:
-        # Like torch, call the sampler's iter() immediately, because it may draw random numbers.
+        # Like torch, call iter(sampler) before the first batch is requested, because some samplers
+        # shuffle in iter().
         return self._skip(iter(self._sampler))
 
     def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -540,7 +545,6 @@ class WorkerRecorder:
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
         objects = objects_of_samples(dataset, self._collate_fn)
-        # To save time in collate(), skip objects inside the dataset without random generators.
         parts = {
             name: Part(part, has_attributes=False)
             for name, part in objects.items()

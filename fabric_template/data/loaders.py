@@ -122,7 +122,8 @@ class DataConnector:
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
-                # Like Trainer, call iter() now, because some loaders draw random numbers in iter().
+                # Like Trainer, call iter(loader) when the loader is created, because some loaders
+                # draw random numbers in iter().
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -184,7 +185,6 @@ class DataConnector:
                 problem = f"{loader.restart_problem}, to resume this run after its first epoch."
                 run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
-        # Do not warn if all loggers are CSV loggers, because they write a row in every epoch.
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
             run.warn_once(
@@ -199,7 +199,8 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # Like Trainer, call iter() again in start_train_batches, except in the first epoch.
+            # If the loader was reloaded after the first epoch, start_train_batches calls
+            # iter(loader) again, as Trainer does.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -215,7 +216,8 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # Like Trainer, restart the loggers' step when evaluation loaders are reloaded.
+            # After a reload of the evaluation loaders, count the loggers' evaluation steps from 0,
+            # as Trainer does.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -356,7 +358,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # Without reloads, loaded_in_epoch is 0, so that equal runs write equal checkpoints.
+        # Without reloads, save 0, so that a resumed run saves the same checkpoints as an
+        # uninterrupted run.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -368,7 +371,7 @@ class StageLoaders:
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._prefetched: Any = END
-        # Checkpoints contain the loaders' positions and the RNG state before the prefetch.
+        # Checkpoints contain the loader positions and the RNG state from before the last prefetch.
         self._before_prefetch: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
@@ -395,7 +398,8 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # Skip set_epoch() if the saved run drew the sample order before set_epoch().
+                    # In epoch 0, iter(loader) runs before set_epoch(), so a resumed run skips
+                    # set_epoch() if iter(loader) shuffles.
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
@@ -426,7 +430,8 @@ class StageLoaders:
             items = self._until_first_end(items)
         if self._is_prefetching:
             items = self._with_prefetch(items)
-        # CombinedLoader applies limits only in sequential mode, so stop at the limit here.
+        # CombinedLoader applies options such as limit_train_batches only in sequential mode, so use
+        # islice.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
         now = perf_counter
         requested = now()
@@ -566,10 +571,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by ``dropped`` batches."""
-    # If the loader is exhausted, one of the ``dropped`` calls to next() found no batch.
+    # Add is_finished, because the last next() of an exhausted loader yields no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resumed run draws the sample order again, so remove the samplers' saved state. Also remove
-    # the dataset's saved state if the finished batches are read again.
+    # A resumed run draws the epoch's sample order again, so omit the samplers' state. If a resumed
+    # run also reads the epoch's first samples again, omit the dataset's state.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}

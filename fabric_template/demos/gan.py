@@ -38,7 +38,7 @@ class RingData(SplitData):
 
 
 def judge(points: Tensor) -> dict[str, float]:
-    """Return the fraction of centers that are covered, and the fraction of points near a center.
+    """Return the fraction of covered Gaussian centers, and the fraction of points near a center.
 
     A point is near a center if it is less than four standard deviations away. A center is covered
     if at least 2.5% of the generated points are near the center.

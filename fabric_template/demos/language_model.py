@@ -44,7 +44,6 @@ class TextData(SplitData):
         cut = len(tokens) * 9 // 10
         train = tokens[:cut].unfold(0, self.block + 1, max(self.block // 2, 1))
         val = tokens[cut:].unfold(0, self.block + 1, self.block)
-        # The `predict` command continues three blocks of the validation text.
         self.splits = {"train": train, "val": val, "test": val[:3]}
 
 

@@ -106,8 +106,8 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # Retry until rank 0 has replaced the outdated address in torchrun's store. A time limit is
-        # not needed, because torchrun kills this process if rank 0 fails.
+        # After a restart, torchrun's store contains the old address until rank 0 writes the new
+        # one, so retry. If rank 0 fails, torchrun kills this process, so no time limit is needed.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -145,7 +145,7 @@ def starts_processes(fabric: Fabric) -> bool:
 
 def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
     """Run fit, validate, test or predict in new processes, and copy the results to this process."""
-    # patch.dict restores os.environ at the end, so that the next fit gets a new MASTER_PORT.
+    # Restore os.environ after the launch, so that the next fit chooses a new MASTER_PORT.
     with tempfile.TemporaryDirectory(prefix="fabric_template_") as folder, patch.dict(os.environ):
         call = partial(_run_in_process, folder, run.plan, run_plan)
         with SignalForwarder() as signals:
@@ -195,8 +195,8 @@ def _run_in_process(
             # Raise a RuntimeError, because torch would treat a process that ends with a
             # KeyboardInterrupt as successful.
             raise RuntimeError(repr(error)) from error
-        # After a signal, all processes stop after the same step. None of them waits for another, so
-        # the results can still be returned.
+        # After a signal, all processes stop after the same step, so none of the processes hangs,
+        # and rank 0 can return the results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:

@@ -80,7 +80,7 @@ def _read_sizes() -> tuple[int, int]:
         total = int(os.environ.get("SLURM_NTASKS", 1))
         return total, total // int(os.environ.get("SLURM_NNODES", 1))
     else:
-        # Ignore WORLD_SIZE without RANK, because Lightning's own launcher sets WORLD_SIZE, too.
+        # Lightning's launcher sets WORLD_SIZE, so ignore WORLD_SIZE if RANK is not set.
         pairs = zip(_VARIABLES["world_size"], _VARIABLES["rank"], strict=True)
         sizes = [size for size, rank in pairs if size in os.environ and rank in os.environ]
         total = int(os.environ[sizes[0]]) if sizes else 1

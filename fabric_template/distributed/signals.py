@@ -145,9 +145,8 @@ class SignalForwarder(SignalHandler):
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # In a forked process, restore the default actions, so that a signal ends the process.
-        # Python's own handler for SIGINT would raise KeyboardInterrupt, which torch treats as a
-        # regular exit.
+        # Python's SIGINT handler raises KeyboardInterrupt, and torch treats this exit as
+        # successful, so restore the default actions in forked processes.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self

@@ -180,7 +180,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
         call = root.run_step
-        # Delete the method, because copies of the network must not contain it.
+        # Remove run_step from the network, so that deepcopy(network) does not copy the method.
         del root.run_step
     return run_step
 

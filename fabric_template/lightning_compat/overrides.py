@@ -1,4 +1,4 @@
-"""Check objects for overridden hooks, Lightning's classes and state_dict methods."""
+"""Find overridden hooks, instances of Lightning's classes, and objects with a state_dict."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# is_instance_of recognizes only classes of Lightning and torch.
+# is_instance_of accepts only classes that are defined in these packages.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
-# Hooks that an object inherits from Lightning's base classes are empty.
+# overridden() ignores hooks that are defined in these modules, because Lightning's own hooks are
+# empty.
 _EMPTY_HOOKS = tuple(
     f"{package}.{module}"
     for package in LIGHTNING_PACKAGES

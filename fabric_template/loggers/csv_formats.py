@@ -117,7 +117,8 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # Columns such as "name" and "seed" do not identify runs if each epoch occurs only once.
+    # If each epoch occurs only once, the file contains one run, so ignore columns such as "name"
+    # and "seed".
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}

@@ -191,8 +191,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Do not stop training if the file cannot be read. Before the first row is written,
-        # write_waiting() tries to read the file again.
+        # Start training even if the file cannot be read, because write_waiting() tries to read the
+        # file again.
         with suppress(OSError):
             self._read()
 

@@ -127,7 +127,8 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # A setup hook may create the event file, but only an earlier run creates hparams.yaml.
+    # A setup hook may have created the event file, so hparams.yaml shows whether an earlier run
+    # logged hyperparameters.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 

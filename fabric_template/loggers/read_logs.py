@@ -263,7 +263,8 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Group each row with the next validation of its epoch, or else with the last validation.
+        # Group each row with the next validation in the row's epoch. Group rows after an epoch's
+        # last validation with this last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

@@ -140,7 +140,8 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call metric.to(), which sets metric.dtype to torch's default dtype.
+            # Like Trainer, call metric.to(), because metric.to() also sets metric.dtype to torch's
+            # default dtype.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -470,7 +471,8 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Compute means in all processes now, because all_reduce hangs in a single process.
+        # Compute the means while all processes call this function, because all_reduce waits for
+        # every process.
         metrics = [*self.active.current()]
         self._reduce({metric: metric.epoch for metric in metrics})
         for metric in metrics:
@@ -521,7 +523,7 @@ class ResultCollection:
         """
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # Like Trainer, return the logged values or, if nothing was logged, the returned values.
+            # Like Trainer, return the values that a step returned only if nothing was logged.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
@@ -646,7 +648,6 @@ class ResultCollection:
         load_torchmetrics(self.run.network, state["torchmetrics"])
         train, metrics = self.train, find_torchmetrics(self.run.network)
         for entry in state["train"]:
-            # Use the saved arguments of self.log until the resumed run calls self.log.
             arguments = LogArguments(**entry["arguments"])
             metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
             metric.load_state_dict(entry)

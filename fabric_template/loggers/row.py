@@ -22,7 +22,7 @@ from .result_collection import to_numbers
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# The subfolder for the CSV files of a replaced run, until the new run saves a checkpoint.
+# The CSV files of a replaced run stay in this subfolder until the new run saves a checkpoint.
 REPLACED_LOGS = ".replaced"
 
 
@@ -48,7 +48,8 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # The values from evaluations and loop.log_dict for the next row of metrics.csv.
+        # Contains results of evaluations and values from loop.log_dict until the next row is
+        # written.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # How many training samples this process has used since the last row of metrics.csv.
@@ -100,7 +101,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # Do not count the time of a save during validation twice.
+            # Overwrite the seconds of a save during validation, because the validation's time
+            # includes the save.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -194,7 +196,8 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # log_train_epoch already sends the values of a LightningModule to the loggers.
+            # log_train_epoch has already logged a LightningModule's metrics, so log only the
+            # metrics of other models.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 
@@ -293,7 +296,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # An additional CSV logger gets the rows of the checkpoint's first CSV logger.
+        # If the run has more CSV loggers than the checkpoint, use the first logger's rows for the
+        # others.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -321,7 +325,7 @@ class RowWriter:
         names = ["/".join(checkpoint.parts[-3:-1])]
         if re.fullmatch(r"[^/\\]+/[^/\\]+", saved) and ".." not in saved.split("/"):
             names.insert(0, saved)
-        # A run resumed as a new version finds its earlier rows in the old version's folder.
+        # After a resume in a new version folder, the earlier rows are in the old version's folder.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
         # The folder "logs" may be up to four levels above the checkpoint.

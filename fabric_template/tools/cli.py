@@ -526,7 +526,8 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Remove the Python code that resumes the run. Users of the command line need a command.
+    # Users of the command line resume with a command, so remove the Python code that resumes the
+    # run.
     summary.pop("resume", None)
     if folder is None:
         return summary

@@ -217,7 +217,6 @@ def explain(quantity: str, first: Record, second: Record, step: int) -> tuple[st
 
 
 def explain_loss(first: Record, second: Record) -> tuple[str, str]:
-    # A step without a backward pass has no "eval modules" key.
     modes = first.get("eval modules", []), second.get("eval modules", [])
     if len(modes[0]) != len(modes[1]):
         which = "first" if len(modes[0]) > len(modes[1]) else "second"
@@ -288,7 +287,6 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
 
     If ``is_shown`` is True, print the elapsed time while the script runs.
     """
-    # Do not split the path of an existing file at its spaces.
     arguments = [script] if os.path.isfile(script) else shlex.split(script)
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
@@ -360,7 +358,6 @@ class Recorder:
         self.hooks.callback(register_module_forward_pre_hook(self.before_forward).remove)
         self.hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
         self.hooks.callback(register_optimizer_step_post_hook(self.after_step).remove)
-        # Replace backward(), because PyTorch has no global hook for it.
         self.hooks.enter_context(mock.patch.object(torch.autograd, "backward", backward))
 
     def start_step(self) -> None:
@@ -455,7 +452,8 @@ class Recorder:
 
     def name_parameters(self, parameters: list[torch.Tensor]) -> list[str]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Prefer names in the first module, because it is usually the whole model.
+        # Use a parameter's name in the first module, because the first module is usually the whole
+        # model.
         names = {id(parameter): name for name, parameter in reversed(named)}
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 

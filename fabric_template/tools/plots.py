@@ -485,8 +485,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and is_raw and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
         values = values.ewm(alpha=1 - smooth).mean() if smooth else average_steps(values)
-    # Mark each point of a short line. Draw short lines on top of long ones, so that both are
-    # visible.
+    # Mark the points of lines with few points, and draw these lines on top of longer lines.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     if run.color == GRAY:
         style.update(linewidth=0.6, marker="", linestyle="-", zorder=1.5)
@@ -514,7 +513,8 @@ def average_steps(values: pd.Series) -> Any:
     """
     import numpy as np
 
-    # A float64 sum would lose precision after very large initial losses.
+    # Use longdouble, because large first losses would make a float64 sum imprecise for later small
+    # losses.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))

@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-# Describes one run by the columns of list_runs, the logged rows and the options.
+# Contains the columns of list_runs, the logged rows and the options of a run.
 Run = dict[str, Any]
 
 
@@ -114,7 +114,8 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Ignore runs without this option, such as runs whose optimizer has no momentum.
+            # Ignore runs without a value, because an option such as momentum exists only for some
+            # optimizers.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -368,6 +369,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # Settings in hparams= override options of the same name that have their default value.
+    # A value in hparams= replaces an option that has its default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

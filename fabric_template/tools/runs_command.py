@@ -155,7 +155,8 @@ def print_best(runs: Sequence[Run]) -> None:
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     is_own_folder = best["file"].name == "metrics.csv"
     print(f"run         {best['folder'] if is_own_folder else best['file']}")
-    # Checkpoints next to another tool's CSV file may belong to other runs, so show none.
+    # Checkpoints next to another tool's CSV file may belong to other runs, so do not list these
+    # checkpoints.
     paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")

@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Keep a setting if its slowest trial is MIN_GAIN times as fast as the fastest trial without it.
+# Every trial of a better setting must be MIN_GAIN times as fast as every trial without the setting.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
-# Maps each setting to the values to try, and to the code that sets the value in a script.
+# Maps each setting to the values to try and to the code that the user must write.
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "threads": ((1, 2, 4, 8), "torch.set_num_threads({0}), or OMP_NUM_THREADS={0}"),
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
@@ -154,7 +154,8 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # Wait a second before kill(), because a normal exit also ends the DataLoader workers.
+        # A normal exit also ends DataLoader workers, so wait a second for a normal exit before
+        # kill().
         child.join(1)
         child.kill()
         child.join()
@@ -214,8 +215,7 @@ def save_curve(rates: list[float], losses: list[float], path: Path) -> float | N
     from pandas import DataFrame
 
     curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Ignore the losses after the lowest loss, where training diverges and the loss may fall by
-    # chance.
+    # Training diverges after the lowest loss, so ignore all later losses.
     change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
     suggestion = float(change.idxmin()) if change.min() < 0 else None
     limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)

@@ -36,7 +36,8 @@ STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": 
 def check_call(plan: Plan) -> None:
     """Raise an error if a model, optimizer, step function or loader is missing or invalid."""
     if plan.stage == "fit":
-        # An evaluation may run in one of the launched processes, but training needs all of them.
+        # Training must run in all launched processes, but an evaluation may run in a single
+        # process.
         check_launched(plan.loop.fabric)
     if plan.stage == "predict":
         check_prediction(plan)
@@ -266,7 +267,7 @@ def warn_of_options(plan: Plan) -> None:
 
 
 def warn_of_unused_options(plan: Plan) -> None:
-    """Warn about options such as save_top_k if a callback saves the checkpoints instead."""
+    """Warn if options such as save_top_k have no effect, because a callback saves checkpoints."""
     savers = plan.loop.checkpoint_callbacks
     defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
     given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]

@@ -72,7 +72,6 @@ class FirstStepCheck:
         # Normalize the gradients, because accumulation and gradient scaling change their norm.
         own = self._means(list(found.values()))
         loops = self._means([self.parameters[index].grad for index in found])
-        # In half precision, rounding errors make equal gradients differ more.
         is_float32 = self.fabric.strategy.precision.precision == "32-true"
         if (own / own.norm() - loops / loops.norm()).norm() < (1e-4 if is_float32 else 1e-2):
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")

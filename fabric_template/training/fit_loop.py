@@ -57,7 +57,8 @@ def fit(run: Run) -> None:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
         if run.stop.signal is not None:
-            # If a limit such as max_steps ended the epoch early, end_epoch has saved last.ckpt.
+            # If a limit such as max_steps has ended the epoch early, end_epoch has already saved
+            # last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save before on_train_end, because callbacks may replace the weights there.
                 run.checkpoints.save_last(run)
@@ -79,8 +80,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # Like Trainer, count an epoch as finished if max_steps ends it early. A resumed run finishes
-    # an epoch that a signal has interrupted.
+    # Like Trainer, finish an epoch that max_steps ends early. Do not finish an epoch that a signal
+    # interrupts, because a resumed run continues the epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -160,7 +161,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # A resumed run skips a validation that should_stop=True triggered, so restore the RNG state.
+    # A resumed run omits a validation that should_stop=True triggered, so the validation must not
+    # change the RNG state.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")

@@ -68,10 +68,7 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether the module or a callback overrides a hook.
-
-        Return True for a hook that has not been called yet.
-        """
+        """Return False if a hook was called, but neither the module nor a callback overrides it."""
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

@@ -158,7 +158,8 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
 
 def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
-    # Record attributes before on_fit_start, so that checkpoints contain its changes.
+    # Record attributes before on_fit_start, because a checkpoint contains only attributes that
+    # change afterwards.
     run.reset_and_record_attributes()
     run.optimization.configure()
     names = [name for name, _ in run.network.named_parameters()]
@@ -166,7 +167,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     check_new_parameters(run, names, "on_fit_start")
     checkpoint = run.plan.start.checkpoint
     if not has_weights and checkpoint is not None:
-        # on_fit_start may have added modules that the checkpoint's weights need.
+        # Load the weights after on_fit_start, because on_fit_start may add modules.
         load_weights(run, checkpoint)
         run.plan.start.finish_loading()
     run.network.zero_grad()
@@ -181,7 +182,8 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     if not run.is_lightning_module and is_in_eval_mode(run.network):
         # If only some modules are in eval mode, the user has probably frozen them on purpose.
         run.network.train()
-    # Record requires_grad and training flags now, so that the sanity check's changes are saved.
+    # Call record_flags() before the sanity check, because a checkpoint contains only flags that
+    # change afterwards.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()
@@ -222,8 +224,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # Like Trainer, skip the sanity check in a resumed run. The exception is a Trainer checkpoint
-    # that was saved between two epochs.
+    # After a resume, repeat the sanity check only for Trainer checkpoints from between two epochs,
+    # as Trainer does.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -310,8 +312,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         if previous is not None or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # torch.compile would recompile training_step at every call, because self.log changes Python
-        # counters.
+        # Exclude self.log from torch.compile, because self.log would trigger a recompilation at
+        # every call of training_step.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         stack.callback(attributes.pop, name, None)
 
@@ -332,7 +334,7 @@ def is_loop_method(method: Any) -> bool:
     """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
-    # Compare class names, because isinstance() fails for a copy of this package.
+    # Compare class names, because isinstance() fails for classes of a second copy of this package.
     is_results = any(base.__name__ == "ResultCollection" for base in type(owner).__mro__)
     # Recognize a MiniLoop by its attribute ``_added_methods``, because users may rename the class.
     return is_own_log or is_results or hasattr(type(owner), "_added_methods")
@@ -394,7 +396,8 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Exit with 0, because after an error Lightning would kill the first process while it saves.
+        # Exit with code 0, because after an error code Lightning kills the main process, even
+        # during a save.
         raise SystemExit(0)
     raise error_of_signal(number)
 
@@ -413,7 +416,7 @@ def handle_exception(run: Run, error: BaseException) -> None:
         except Exception as other:
             text = f"{what} failed after the run ended with {type(error).__name__}."
             text += f" {type(other).__name__}: {other}"
-            # If a filter turns warnings into errors, the clean-up must still continue.
+            # Continue the clean-up even if a warnings filter turns warnings into errors.
             with suppress(Warning):
                 warnings.warn(text, stacklevel=4)
 

@@ -33,7 +33,7 @@ def step_lr_schedulers(run: Run, interval: str, reduce_on_plateau: bool) -> None
     """
     if not run.optimization.is_automatic or (interval == "step" and not run.progress.is_window_end):
         return
-    # Like Trainer, a scheduler's frequency counts batches, not optimizer steps.
+    # Like Trainer, apply the frequency of a scheduler to batches, not to optimizer steps.
     count = run.progress.batches_done if interval == "step" else run.progress.epochs_done + 1
     for config in run.optimization.lr_schedulers:
         is_due = config.interval == interval and count % config.frequency == 0

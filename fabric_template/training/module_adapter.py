@@ -373,8 +373,8 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # network.to() does not call overridden to() methods of submodules, so call them here.
-            # Like Trainer, convert the dtype before the move to the device.
+            # network.to() does not call the overridden to() methods of submodules, so call each
+            # method here. Convert the dtype before the move to the device, as Trainer does.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)

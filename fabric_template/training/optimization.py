@@ -153,7 +153,8 @@ class Optimization:
         self._module_clipping = hooks.module_method("configure_gradient_clipping")
         self._call_backward = self._run_backward
         if self.is_automatic:
-            # explain_error recognizes errors of the backward pass by hooks.current == "backward".
+            # explain_error reads hooks.current, so set hooks.current to "backward" during the
+            # backward pass.
             self._call_backward = hooks.inside("backward", self._run_backward)
         action = f"[Strategy]{type(run.fabric.strategy).__name__}.backward"
         self._profiled_backward = hooks.with_profiler(action, self._backward_with_hooks)
@@ -289,7 +290,8 @@ class AutomaticOptimization(Optimization):
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Train on one batch, and return the outputs for ``on_train_batch_end``."""
         run, progress = self.run, self.run.progress
-        # _forward_backward fills _outputs, because an optimizer's closure can return only the loss.
+        # An optimizer's closure returns only the loss, so _forward_backward stores the other
+        # outputs of training_step in _outputs.
         self._outputs = {}
         if progress.is_window_end:
             self._take_step(batch, batch_idx)
@@ -307,8 +309,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # A kept loss makes the next step faster, because autograd reuses its AccumulateGrad nodes.
-        # After an overridden backward(), a kept loss may hold the whole graph in memory.
+        # Keep the loss until the next step, because autograd reuses the AccumulateGrad nodes, which
+        # saves time. Do not keep the loss after an overridden backward(), because the loss may keep
+        # the whole graph in memory.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -380,7 +383,8 @@ class AutomaticOptimization(Optimization):
         elif has_own_zero_grad(self._optimizer):
             self._optimizer.zero_grad()
         else:
-            # Optimizer.zero_grad() is 20 microseconds slower, because it calls record_function().
+            # Do not call Optimizer.zero_grad(), because its call to record_function() takes 20
+            # microseconds.
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -388,14 +392,16 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # A resumed run repeats the entire accumulation window, so it needs no gradients.
+            # Do not save gradients during a batch, because a resumed run repeats all batches since
+            # the last optimizer step.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # Omit gradients that the next batch clears. An overridden zero_grad() may keep gradients.
+        # torch's zero_grad() clears the optimizer's gradients at the next batch, so save only other
+        # gradients.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -410,7 +416,8 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward pass.
         self._stepped_optimizers: set[int] = set()
-        # With DDP, _averages_gradients is False until a step function calls loop.backward(loss).
+        # With DDP, a step function must call loop.backward(loss), because loss.backward() does not
+        # average gradients.
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -428,7 +435,8 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the callbacks in every batch, because hooks may have replaced the optimizers.
+            # Set the step callbacks before every batch, because a hook may have replaced an
+            # optimizer.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:

@@ -69,10 +69,7 @@ class Plan:
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def copied(self) -> Plan:
-        """Return a Plan with copies of the model and optimizer.
-
-        Spawned processes share tensors with the parent process, so they must train copies.
-        """
+        """Return a Plan with copies of the model and optimizer."""
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
         not_copied = {id(part): part for part in (self.loop, self.datamodule)}
@@ -153,7 +150,6 @@ def choose_data(
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule
     if datamodule is None and last is not None and last.datamodule is not None:
-        # Keep the previous call's datamodule, and use its loaders if this call has no loaders.
         datamodule = last.datamodule
         if not has_loader(loaders, module, LOADER_OF_STAGE[stage]):
             source = datamodule

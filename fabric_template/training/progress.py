@@ -337,7 +337,8 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # Do not warn in a resumed run, because the earlier run may have validated.
+        # Do not warn about a missing validation in a resumed run, because the earlier run may have
+        # validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
