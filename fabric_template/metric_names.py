@@ -130,7 +130,7 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Look up "top5" as "top" and "valloss" as "loss" if the full name is unknown.
+            # If "top5" is unknown, look up "top". If "valloss" is unknown, look up "loss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

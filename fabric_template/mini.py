@@ -162,9 +162,8 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# To resume a run, fit first undoes the changes that earlier fits in this process have made.
-# EARLIER_FITS[id(model)]["attributes"] contains the model's attributes at the start of each run,
-# and at the end of the latest fit.
+# EARLIER_FITS[id(model)]["attributes"] records the model's attributes, because a resumed run must
+# undo the changes of earlier fits in this process.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -172,7 +171,7 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
-# Checkpoints contain the attributes that users add to the loop, but not these attributes.
+# The loop's own attributes. Checkpoints contain only attributes that users add to the loop.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -208,7 +207,7 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
-    accelerator: Any = "auto"  # Passed to lightning.Fabric, like strategy, devices and precision.
+    accelerator: Any = "auto"  # Pass accelerator, strategy, devices and precision to Fabric.
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
@@ -275,7 +274,6 @@ class MiniLoop:
         self._reset()
 
     def _check_options(self) -> None:
-        # Convert numbers from NumPy or torch, which a hyperparameter search may pass.
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -323,8 +321,8 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # Running sums of the logged metrics, as {(hook, metric name): [total, weight, is_synced]}.
-        # With validate_every_n_steps, a second dict has the sums since the last metrics.csv row.
+        # _sums[0][hook, metric name] is [total, weight, is_synced] since the start of the epoch.
+        # With validate_every_n_steps, _sums[1] contains sums since the last metrics.csv row.
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -341,8 +339,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        # RNG states, and attributes of the model, the loaders and the loop, from a checkpoint.
-        self._resumed_state: Any = None
+        self._resumed_state: Any = None  # The RNG states and the attributes in the checkpoint.
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -416,7 +413,8 @@ class MiniLoop:
             # Restore the saved options again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
-            # To resume within an epoch, `_start_batches` needs the loaders' original attributes.
+            # To resume within an epoch, `_start_batches` needs the loaders as they were before
+            # on_train_start.
             self._reset_loaders({} if self.batches_done > 0 else saved)
             self._keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
@@ -797,8 +795,7 @@ class MiniLoop:
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # A resumed run does not repeat the validation before an early stop, so undo its random
-            # draws.
+            # Without should_stop, the loop would not validate here, so undo the random draws.
             set_rng_state(state)
         return True
 
@@ -968,7 +965,7 @@ class MiniLoop:
         """Return each logged metric's mean over the epoch so far, and update callback_metrics."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, leave out values that a LightningModule returns but does not log.
+            # Like Trainer, add only logged values of a LightningModule to callback_metrics.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1034,12 +1031,11 @@ class MiniLoop:
         # An edited `_end_row` may add tensors or NumPy numbers, so convert them to Python numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
-        # If another program has deleted the file, write it again with its header.
         if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # Drop the rows of a file that a killed run created after its last checkpoint.
+            # A file that the last checkpoint does not list was written later, so drop its old rows.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1116,7 +1112,7 @@ class MiniLoop:
         checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._weights)
-            # Check only the first checkpoint, because later checkpoints contain the same types.
+            # Later checkpoints contain the same types of values, so check the types only once.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
@@ -1129,7 +1125,7 @@ class MiniLoop:
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Do not check the RNG states and attributes in "ranks", because they may be large.
+            # Attributes in "ranks" may be large and slow to check, so check only callback_metrics.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1239,8 +1235,9 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # Restore the loop's numbers and lists now, because an edited `_is_done` may read them. Skip
-        # objects with a state_dict(), because an edited `_restore` may still have to create them.
+        # Restore the loop's numbers and lists now, because an edited `_is_done` may read them.
+        # Restore objects with a state_dict() later, because an edited `_restore` may still create
+        # such objects.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1256,7 +1253,7 @@ class MiniLoop:
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # Replace last.ckpt, because `_restore_tables` removes later rows from the CSV files.
+            # Replace last.ckpt, because it may count CSV rows that `_restore_tables` removes.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1274,7 +1271,7 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # Remove rows without a step, because the loop writes a step to each row.
+            # The loop never writes a row without a step, so drop such rows.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1441,7 +1438,7 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # `_warn_of_iterators` warns about iterators that iter(loader) does not replace.
+        # Find iterators before iter(loader), to warn only about iterators that iter(loader) keeps.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1457,7 +1454,7 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # The model may share lists and tensors with the loaders, so put the originals back.
+            # Restore the loaders' own lists and tensors, because the model may refer to them.
             for part, values in kept:
                 current = namespace_of(part)
                 for name in [n for n in values if type(current.get(n)) is type(values[n])]:
@@ -1536,8 +1533,7 @@ class MiniLoop:
         if value is not copied and replace_content(value, copied):
             mark = self._plain_state(place)[name]
             if isinstance(value, Tensor):
-                # replace_content() has increased the tensor's version counter, so the old
-                # ChangeMark would report a change. Store a new ChangeMark.
+                # replace_content() changes the tensor's version counter, so record the new one.
                 start[name] = mark
             if is_same(mark, start[name]):
                 return
@@ -1623,7 +1619,7 @@ class MiniLoop:
     def _plain_state(self, place: str) -> dict[str, Any]:
         """Return an object's encoded attributes, except those that ``encode`` does not support."""
         device, found = self.fabric.device, {}
-        # Do not save modules of loaders, because restoring them could overwrite model weights.
+        # Do not save a module in a loader's attributes, because the module may be the model itself.
         is_loader = place.startswith(("train ", "val "))
         for name, value in self._find_attributes(place).items():
             with suppress(TypeError):
@@ -1658,7 +1654,8 @@ class MiniLoop:
         elif isinstance(part, torch.optim.Optimizer):
             values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
         elif isinstance(part, torch_data.DataLoader):
-            # fabric.launch() stores the loader's arguments in attributes such as __pl_saved_kwargs.
+            # Do not save attributes such as __pl_saved_kwargs, which fabric.launch() adds to a
+            # DataLoader.
             values = {name: values[name] for name in values if not name.startswith("__pl_")}
         return values
 
@@ -1704,7 +1701,7 @@ class MiniLoop:
 
         def may_change_in_place(current: Any, value: Any) -> bool:
             """Return whether all attributes that refer to ``current`` have equal saved values."""
-            # Do not overwrite a weight of the model.
+            # An in-place change would overwrite a weight of the model, so assign a new tensor.
             if address_of(current) in self._weights:
                 return False
             first, *others = holders.get(id(current), [END])
@@ -1723,7 +1720,7 @@ class MiniLoop:
             text += " lists in the attribute instead, such as the position in the data."
             warnings.warn(text, stacklevel=2)
 
-    # Undoing changes of earlier fits before a run resumes
+    # Earlier fits in the same process
 
     @contextmanager
     def _recorded_values(self) -> Iterator[None]:
@@ -1732,8 +1729,8 @@ class MiniLoop:
         If fit fails before training starts, revert the changes of ``_undo_earlier_fits``.
         """
         self._parts: dict[str, Any] = {}
-        # For example, _starts[id(model), "attributes"] maps the folder of each run to the model's
-        # attributes at the start of the run.
+        # _starts[id(model), "attributes"][checkpoint_dir] has the model's attributes from before
+        # that run.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
         self._redo = ExitStack()
         try:
@@ -1767,7 +1764,8 @@ class MiniLoop:
         states: dict[str, dict[str, Any]] = {}
         contents: dict[str, dict[str, Any]] = {}
         if run is not None:
-            # ExitStack runs its first callback last, when all attributes are already restored.
+            # Register _load_parts first, so that ExitStack calls it last, after attributes are
+            # restored.
             self._redo.callback(self._load_parts, contents)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
@@ -1778,7 +1776,6 @@ class MiniLoop:
                 vars(self).update(start)
             elif start and kind in ("requires_grad", "training"):
                 self._redo.callback(self._set_flags, {kind: values})
-                # Skip parameters and modules that did not exist at the start of the run.
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
             elif start:
                 state = states[place] = self._choose_restorable(place, start, values, saved)
@@ -1794,8 +1791,7 @@ class MiniLoop:
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the old values of attributes that have changed since the start of a run."""
-        # Remove the record, because a loop in a hook would mistake this fit's changes for the
-        # user's changes.
+        # Remove the record, so that a fit in a hook cannot treat changes by this fit as the user's.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
         # Do not undo changes that the user has made since the latest fit.
@@ -1840,10 +1836,10 @@ class MiniLoop:
             if start is not None:
                 starts = self._starts.setdefault((id(owner), kind), {})
                 newest = [{}, *starts.values()][-1]
-                # In a resumed run, keep the attributes that the run's first fit has recorded.
+                # If this process already started the run, keep the attributes from the first start.
                 start = starts.pop(run) if run in starts else share_equal_values(start, newest)
                 starts[run] = start
-                # To save memory, keep the attributes of only the latest four runs.
+                # To save memory, keep the records of only the latest four runs.
                 for oldest in [*starts][:-4]:
                     del starts[oldest]
 
@@ -1854,7 +1850,7 @@ class MiniLoop:
         model = model if type(model).__weakrefoffset__ else self
         keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
         for place, part in self._parts.items():
-            # Lists and dicts have no weak references, so store their records with the model.
+            # Lists and dicts do not support weak references, so record their items under the model.
             is_owner = type(part).__weakrefoffset__
             keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
         return keys
@@ -1938,7 +1934,7 @@ class MiniLoop:
         validates_repeatedly = self.max_epochs != 1 or self.validate_every_n_steps is not None
         is_built_in = type(val).__module__ in ("builtins", "itertools")
         is_iterator = is_built_in and isinstance(val, Iterator)
-        # validate() reads its loader only once, and passes None as ``train``.
+        # validate() passes train=None and reads its loader only once, so allow an iterator there.
         if is_iterator and validates_repeatedly and train is not None:
             text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
             text += " expected a loader for several validations. Pass a DataLoader or a list."
@@ -1967,7 +1963,7 @@ class MiniLoop:
         parts["training loop"] = self
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
-        # The paths of the objects that may affect the order of the samples, such as the loaders.
+        # The keys in `_parts` of objects that may affect the order of samples, such as the loaders.
         self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
         self._undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
@@ -2090,7 +2086,6 @@ class MiniLoop:
             for inner in [other for other in self._start_states if is_inside(other, path)]:
                 del self._start_states[inner]
         self._iterators = {}
-        # During a resume, the large attributes of the loaders, each as (original, copy).
         self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._unsaved: set[tuple[str, str]] = set()
         if resumed:
@@ -2368,7 +2363,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # FabricLoop may have added the log() method of its ResultCollection to the model.
+    # Ignore a log() method that FabricLoop has added, which belongs to a ResultCollection.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2389,7 +2384,7 @@ def collect_modules(model: Any) -> nn.Module:
     """Return an nn.Module with the modules and parameters from an object's attributes."""
     network = nn.Module()
     for name, value in getattr(model, "__dict__", {}).items():
-        # Write to nn.Module's dicts, because add_module() refuses names such as "forward".
+        # Do not call add_module(), because it refuses names such as "forward".
         if isinstance(value, nn.Parameter):
             network._parameters[name] = value
         elif isinstance(value, nn.Module):
@@ -2541,7 +2536,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return {"loader": loader, "sampler": loader.sampler, ...}, with all nested objects."""
+    """Return a dict of a loader, its sampler, its dataset, and the objects in their attributes."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2555,7 +2550,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Wrap a list of batches in an object, because checkpoints contain attributes of objects.
+    # A list has no attributes to save, so put a list of batches into a SimpleNamespace.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
@@ -3055,7 +3050,7 @@ def set_value(part: Any, name: Any, value: Any) -> None:
     """Set an attribute of an object or an item of a dict, or delete it if ``value`` is REMOVED."""
     attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
     is_slot = attributes is not part and name in slots_of(type(part))
-    # Do not call setattr, because a damaged checkpoint could make it run a property's setter.
+    # setattr() would run the setter of a property, so write directly to slots and to __dict__.
     if is_slot and value is not REMOVED:
         object.__setattr__(part, name, value)
     elif is_slot and hasattr(part, name):
@@ -3162,10 +3157,10 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # Checksums cover only some tensors, so compare the version counters of all tensors.
+    # ``marks`` may skip tensors, so also compare the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
-    # Python may reuse the id of a deleted object, so also compare weak references.
+    # A new object can have the id of a deleted object, so also compare weak references.
     references = [weakref.ref(i) for i in items if type(i).__weakrefoffset__]
     return kind, len(items), hash(tuple(map(id, items))), references, versions, marks
 
@@ -3207,7 +3202,7 @@ def encode(
     weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
-    """Convert an attribute's value to the format in checkpoints of MiniLoop and FabricLoop.
+    """Encode a value of an attribute for a checkpoint, such as (1, 2) as ("tuple", [1, 2]).
 
     Raise a TypeError for unsupported types, and a LargeValueError for more than ``most`` items.
     """
@@ -3413,7 +3408,7 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether a state of FabricLoop contains attributes of loaders or of their datasets."""
     if isinstance(state, dict):
-        # Skip "model", because `_convert_attributes` reads the attributes of the model elsewhere.
+        # "plain_state" in the checkpoint also contains the model's attributes, so skip "model".
         parts = (part for name, part in state.items() if name != "model")
         return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -3495,7 +3490,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # Metrics
 
-# Parts of metric names that show whether smaller or larger values are better, or neither.
 SMALLEST_IS_BEST = """
     loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
     chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
@@ -3542,7 +3536,7 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # Look up "top5" as "top" and "valloss" as "loss" if the full name is unknown.
+            # If "top5" is unknown, look up "top". If "valloss" is unknown, look up "loss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
@@ -3677,8 +3671,8 @@ def age_of(folder: Path) -> tuple[float, int]:
     """Return the time when a version folder was last used, and the version number."""
     number, age = folder.name.removeprefix("version_"), max(read_times(folder))
     for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # Without a .lock file, use the time in the checkpoint. `_find_newest` warns about damaged
-        # checkpoints.
+        # Without a .lock file, read the save time from a checkpoint. Ignore damaged checkpoints
+        # here, because `_find_newest` warns about them.
         with suppress(Exception):
             saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
             age = max(age, float(saved))

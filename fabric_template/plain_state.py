@@ -52,7 +52,7 @@ from .plain_values import (
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
 _MOST_OBJECTS = 500  # The maximum number of objects whose attributes are saved.
-# In a list or dict, search only this many items for iterators and new objects.
+# Long lists are slow to search, so check only this many items of a list or dict.
 _MOST_CHECKED = 64
 # Do not save objects from these packages, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
@@ -145,8 +145,7 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # An object that is a dict may also have keys that are not strings. Skip these keys, because
-        # an attribute name is always a string.
+        # namespace() returns the items of a dict subclass, so skip keys that are not strings.
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
@@ -332,13 +331,11 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _given contains the objects that the caller passes. _parts also contains the objects in
-        # the attributes of _given, such as a replay buffer.
+        # _find_objects() adds objects such as a model's replay buffer to _parts, but not to _given.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
-        # The digests and encoded values that ``keep_start_values`` has stored.
         self._start_values: dict[Place, tuple[Any, Any]] = {}
         # Objects with their own checkpoint keys, such as optimizers.
         self._saved: dict[int, Any] | None = None
@@ -463,7 +460,7 @@ class PlainState:
     def warn_of_iterators(self) -> None:
         """Warn about iterators in attributes, because a resumed run cannot restore their positions.
 
-        Ignore attributes that got a new iterator after ``find_iterators`` was called.
+        Do not warn about an iterator that iter(loader) replaces in each epoch.
         """
         for place, value in self.attributes():
             if self._iterators.get(place) is value and value is not None:

@@ -49,7 +49,7 @@ COMPARED_BYTES = 2**20
 # To detect changes in a large tensor or list, compare about this many elements.
 _COMPARED_ITEMS = 50_000
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
-MOST_SEARCHED = 500  # The maximum length of a list or dict that is searched for objects.
+MOST_SEARCHED = 500
 
 
 class NotPlainError(Exception):
@@ -94,10 +94,10 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # Use marshal's format 2. In later formats, equal lists can give different bytes.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # Make the step odd. An even step through a dict's items would compare only its keys.
+    # Keys and values alternate in a dict's items. An odd step compares both.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
-    # Lower the limit for nested containers, so that the recursion ends if a list contains itself.
+    # A list may contain itself, so lower the item limit at each level to end the recursion.
     most_inside = min(most - 1, max(most // len(found), 8))
     marks = [] if len(found) == len(items) else [_mark(item) for item in items]
     return kind, len(items), [digest(item, most_inside) for item in found], marks
@@ -117,7 +117,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
     if kind in CONTAINERS and depth < _DEEPEST:
         return [_mark(item, depth + 1) for item in _items_of(value)]
     is_counted = kind in TENSORS and not value.is_inference()
-    # Python may use the id of a deleted object again, so also compare weak references.
+    # A new object can have the id of a deleted object, so also compare weak references.
     reference = weakref.ref(value) if kind.__weakrefoffset__ else None
     return id(value), reference, value._version if is_counted else None
 
@@ -188,7 +188,7 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._ids != other._ids:
             return False
-        # Python may use the id of a deleted object again.
+        # A new object can have the id of a deleted object, so check that both objects still exist.
         references = (self._reference, other._reference)
         return all(reference is None or reference() is not None for reference in references)
 
@@ -203,7 +203,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # The step of a slice must not be 0, even for an array of a few long strings.
+    # An array of long strings may have few items, but the step of a slice must be at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -220,7 +220,7 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Copies of ranges, dates and fractions
+# Encoding ranges, dates and fractions
 
 
 def arguments_of(value: Any) -> list[Any] | None:
@@ -487,7 +487,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.state = state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = saved.get("state") if isinstance(saved, dict) else None
-    # Check the types, because an optimizer may override state_dict() with its own format.
+    # A custom optimizer may override state_dict() with another format, so check the types.
     for index, values in states.items() if isinstance(states, dict) else ():
         if index not in range(len(parameters)) or not isinstance(values, dict):
             continue

@@ -22,7 +22,6 @@ NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
 _SEARCHED_TYPES = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)
-# Skip items of these common types, to save faster.
 _UNCHANGED_TYPES = (int, float, str, bool, bytes, type(None), torch.Tensor)
 
 
@@ -120,8 +119,7 @@ def describe_content(content: Any) -> str:
 
 # Conversion of NumPy values
 
-# Checkpoints store NumPy values as tensors or numbers, because unpickling NumPy objects is unsafe.
-# NUMPY_KEY contains the original dtypes.
+# Unpickling NumPy objects is unsafe, so checkpoints contain tensors and numbers instead.
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def replace_numpy_values(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # NumPy dtypes in a set are lost, because its items have no keys or indices.
+        # Dtypes are saved by key or index, so the dtypes of items in a set cannot be saved.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None

@@ -47,7 +47,7 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # A custom CheckpointIO may pickle NumPy values, but a resumed run cannot load them.
+    # Convert NumPy values, because a resumed run cannot load pickled NumPy objects.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)

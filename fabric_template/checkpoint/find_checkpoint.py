@@ -275,8 +275,7 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
     paths = [getattr(saver, "dirpath", None) for saver in savers]
     has_own_folder = all(path and not is_in_log_folder(path, folder) for path in paths)
     if not has_own_folder and save_dir is not None:
-        # Without a dirpath, ModelCheckpoint saves to the log folder. A killed run may have no
-        # last.ckpt, so resume="auto" accepts any checkpoint.
+        # A killed run may have no last.ckpt, so resume="auto" accepts any checkpoint.
         name = "*" if keyword == "auto" else "last*"
         patterns = {f"checkpoints/{pattern_of(saver, name)}" for saver in savers}
         found = list_versions(plan, folder, patterns)
@@ -390,7 +389,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
     """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None."""
-    # The files of this run's own checkpoint callbacks have already been searched.
+    # If the run has checkpoint callbacks, fit has already searched their files.
     if find_callbacks(callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)

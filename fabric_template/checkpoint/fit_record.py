@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 # Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[Any, tuple[Any, Any]]
-# Maps an object, such as the model, to a dict {"attributes": ObjectRecord, "flags": ...}.
-# The references to the objects are weak, so that Python can free their memory.
+# For example, _EARLIER_FITS[model]["attributes"] is an ObjectRecord. The dict refers to the model
+# weakly, so that Python can free the model.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
-# An ObjectRecord stores the start values of at most this many runs.
 _MOST_RUNS = 4
 
 
@@ -128,9 +127,9 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # Maps keys such as (id(model), "flags") to (model, function to read flags, start flags).
+        # _objects[id(module), "flags"] is (module, read_flags, read_flags() before training).
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # Functions that undo the resets of attributes if restoring the checkpoint fails.
+        # store() calls these functions to undo resets if restoring the checkpoint fails.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
@@ -218,7 +217,7 @@ class FitRecord:
         """
         name, attribute = place
         path = f"{name}.{attribute}"
-        # Do not reset an attribute if it holds an object that the checkpoint restores.
+        # Do not reset an attribute if the checkpoint restores the attribute's object.
         if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
             return False
         if value != UNKNOWN:
@@ -266,10 +265,10 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
     """Return (object, "attributes"), (object, "buffers") or (list item, "item") for a Part."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # Each run creates new ListItem objects, so record the list items inside them.
+    # Each run creates new ListItem wrappers, so record attributes under the wrapped list item.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # If an object does not support weak references, use the model as the key.
+    # _EARLIER_FITS has weak keys, so record objects without weak references under the model.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 

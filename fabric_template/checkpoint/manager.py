@@ -174,7 +174,7 @@ class CheckpointManager:
         if not self._is_continued or not run.fabric.is_global_zero:
             return
         path, last = Path(str(run.plan.start.path)), self._path("last.ckpt")
-        # With save_last=False, the run would never update a new last.ckpt.
+        # With save_last=False, do not create last.ckpt, because the run would not update it.
         is_used = self.config.save_last or last.exists()
         # A copy of a sharded checkpoint would refer to the shards of the original.
         is_sharded = SHARDS_KEY in (run.plan.start.checkpoint or {})
@@ -188,14 +188,14 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Without another validation run, the validation metric has not changed.
+        # Do not save again for the same validation, because the validation metric is unchanged.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:
             return
         value = run.results.monitored_metrics().get(config.monitor)
         if run.fabric.world_size > 1:
-            # All processes must compare the same value, because all of them take part in a save.
+            # All processes must save together, so all of them use the metric of process 0.
             value = run.fabric.broadcast(value)
         if value is not None and not math.isnan(float(value)):
             self._save_among_best(run, float(value))

@@ -29,7 +29,7 @@ _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# This bit marks a folder in a zip archive. torch would read the folder as an empty file.
+# torch.load reads a zip entry with this folder bit as an empty file, so reject such entries.
 _FOLDER = 0x10
 
 
@@ -41,8 +41,7 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # A pickle calls getattr to look up a nested class or a method. Return a placeholder
-            # class instead.
+            # For a nested class or a method, pickles call getattr. Return a placeholder class.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # Pickles create many objects by calling copyreg functions, whose first argument is the
         # object's class.
@@ -52,7 +51,7 @@ class Placeholder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    # The unpickler calls these methods, and a placeholder ignores the calls.
+    # The unpickler calls these methods to fill an object, but a placeholder stores no content.
     __setstate__ = __setitem__ = append = extend = add = __init__
 
     def __repr__(self) -> str:
@@ -274,7 +273,7 @@ class PlainUnpickler(pickle.Unpickler):
         """Return a safe replacement for the class or function with the given name."""
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
-            # torch.load reads a storage's dtype from an attribute of the storage's class.
+            # torch.load reads only the dtype of a storage class, so return an object with a dtype.
             return SimpleNamespace(dtype=torch.uint8)
         if full_name in BUILDERS:
             return Builder(BUILDERS[full_name])
@@ -331,7 +330,7 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Pickle protocol 2 uses Python 2's module names. Python 3.13 moved Path to pathlib._local.
+# Pickles may contain module names of Python 2 or 3.13, so map these names to those of Python 3.12.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {

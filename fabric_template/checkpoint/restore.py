@@ -30,18 +30,12 @@ if TYPE_CHECKING:
 
 # The order in which fit restores a checkpoint:
 #
-# | function         | restores                          | why not earlier                     |
-# |------------------|-----------------------------------|-------------------------------------|
-# | restore_model    | datamodule, weights, callbacks    | setup() and configure_model() may   |
-# |                  |                                   | still create layers                 |
-# | restore_training | optimizers, schedulers, counters, | configure_optimizers creates the    |
-# |                  | max_epochs, max_steps, CSV files  | optimizers                          |
-# | restore_states   | other options, flags, gradients,  | on_train_start must see the options |
-# |                  | running means, loader positions,  | of the script, and may draw random  |
-# |                  | and finally the RNG states        | numbers                             |
-# | restore_position | iterators of the loaders,         | a new iterator needs the loader's   |
-# |                  | and then attributes               | position, and the attributes from   |
-# |                  |                                   | the start of the epoch              |
+# | function         | runs after           | restores                                           |
+# |------------------|----------------------|----------------------------------------------------|
+# | restore_model    | configure_model      | datamodule, weights, callbacks                     |
+# | restore_training | configure_optimizers | optimizers, schedulers, counters, CSV files        |
+# | restore_states   | on_train_start       | options, gradients, loader positions, RNG states   |
+# | restore_position | restore_states       | iterators of the loaders, attributes               |
 #
 # Validate, test and predict call only restore_model.
 
@@ -90,7 +84,8 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # Do not warn about a Timer from max_time=, or a ModelCheckpoint that FabricLoop replaces.
+    # FabricLoop saves checkpoints and checks max_time without callbacks, so do not warn that
+    # ModelCheckpoint and Timer are missing.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -270,8 +265,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore only max_epochs and max_steps now. All other options are restored after
-    # on_train_start, because this hook must see the values that the script has passed.
+    # Restore max_epochs and max_steps before fit checks whether the run is finished. Restore the
+    # other options after on_train_start, because this hook must see the script's options.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -372,7 +367,7 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore attributes last. A new iterator must read the values from the start of the epoch.
+    # Restore attributes last, because iter(loader) needs the attributes of the epoch's start.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -570,7 +565,7 @@ def check_replaced_parameters(run: Run) -> None:
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
     for old, new in chain(*(zip(*pair, strict=False) for pair in names)):
-        # Parameters outside the model have names such as "optimizer.0.3".
+        # A saved name such as "optimizer.0.3" means that the parameter was not in the saved model.
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
                 f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r},"

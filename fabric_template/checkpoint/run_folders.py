@@ -84,7 +84,7 @@ class RunFolders:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder whose CSV files the new run replaces, or None.
         """
-        # Start times must increase, even if the clock of another machine is fast.
+        # An earlier run's clock may have been fast, so choose a time after that run's last save.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -96,7 +96,7 @@ class RunFolders:
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Make the checkpoints of a replaced run valid again, because the user resumes that run."""
         self._write("started 0.0", is_synced=True)
-        # The resumed run copies rows from the old CSV files, so remove these files after a save.
+        # Remove the old CSV files only after a save, because the resumed run copies their rows.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -105,7 +105,6 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record the time of a saved checkpoint, and remove the files of the replaced run."""
-        # Remove the old CSV files even if the checkpoint is outside of the run's folders.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -147,7 +146,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Lock an older run's checkpoint folder, to mark its checkpoints as outdated.
+        # Lock the older run's folder, because its .lock file must record the start of this run.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -205,7 +204,7 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # If the checkpoint was copied to another folder, the original .lock file lists its save time.
+    # A checkpoint copied to another folder still has its save time in the .lock file of ``folder``.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -283,7 +282,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Use no lock on Windows, which lacks fcntl, and on network drives without file locks.
+    # Windows lacks fcntl and some network drives lack file locks, so continue without a lock there.
     with suppress(ImportError, OSError):
         import fcntl
 

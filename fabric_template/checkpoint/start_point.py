@@ -187,8 +187,8 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
     # epoch.
     progress["epochs_done"] += 1
-    # Trainer increments its loggers' step only after on_train_batch_end. If the checkpoint was
-    # saved before or in on_train_batch_end, increment the loggers' step now.
+    # Trainer increments the loggers' step at the end of a batch, so a checkpoint from within a
+    # batch lacks this increment.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

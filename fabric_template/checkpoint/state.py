@@ -46,7 +46,6 @@ _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
-# Matches Lightning's checkpoint keys for hyperparameters.
 _HYPERPARAMETERS = re.compile("hyper_parameters|hparams")
 # The checkpoint keys that a resumed run reads.
 _KEYS_READ_ON_RESUME = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks")
@@ -81,7 +80,7 @@ def build_checkpoint(
     if not weights_only:
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
-    # Add OWN_KEY to a new dict, because hooks must not see this key.
+    # Hooks must not see OWN_KEY, so add this key to a copy of the checkpoint.
     return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
 
 
@@ -112,7 +111,8 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # If state_dict() returns vars(self), remove the loop's log and log_dict methods.
+    # The loop adds log() and log_dict() to callbacks, so remove them if state_dict() returns
+    # vars(self).
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
@@ -533,7 +533,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # The buffers of the trained model are already saved.
+            # Skip the trained model itself, because the checkpoint already contains its buffers.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
