@@ -258,8 +258,6 @@ class LoopConfig:
     def resolve(self) -> LoopConfig:
         """Return a copy of the options with all defaults filled in.
 
-        If fast_dev_run is set, also limit the number of batches, steps and epochs.
-
         Example:
             >>> LoopConfig(fast_dev_run=2).resolve().limit_train_batches
             2
@@ -544,7 +542,7 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that copies a dataclass's signature and docstrings to a constructor."""
+    """Return a decorator that documents a constructor with the fields of a dataclass."""
 
     def sign(init: Any) -> Any:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

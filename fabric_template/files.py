@@ -1,4 +1,4 @@
-"""Write files atomically, and choose a run's version folders."""
+"""Write files atomically, and create version folders such as version_0."""
 
 from __future__ import annotations
 
@@ -134,10 +134,7 @@ def next_version(*folders: Path) -> int:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names of all files and subfolders in a folder.
-
-    For a missing folder, return an empty list.
-    """
+    """Return the names of all files and subfolders in a folder."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

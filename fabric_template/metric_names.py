@@ -1,4 +1,4 @@
-"""Infer a metric's data split, quantity and mode ("min" or "max") from its column name."""
+"""Parse metric names such as "val_loss", and infer whether lower values are better."""
 
 from __future__ import annotations
 
@@ -40,7 +40,14 @@ _KINDS = {
 
 
 class Metric(NamedTuple):
-    """Describes a column such as "val_acc", with split="validation" and quantity="acc"."""
+    """Describes a metric column such as "val_acc".
+
+    Attributes:
+        column: The name of the column, such as "val_acc".
+        split: The data split, such as "validation", or "" if unknown.
+        quantity: The name without the data split, such as "acc".
+        kind: The group of similar quantities, such as "accuracy".
+    """
 
     column: str
     split: str
@@ -49,10 +56,7 @@ class Metric(NamedTuple):
 
 
 def parse_metric(column: str) -> Metric:
-    """Return the data split and the quantity that a column's name refers to.
-
-    The column may come from this package's logs or from any other logger.
-    """
+    """Parse a column name such as "val_acc" into a data split and a quantity."""
     match = _PREFIX.fullmatch(column) or _SUFFIX.fullmatch(column)
     split, quantity = SPLITS.get(column.lower(), ""), column
     if match is not None:

@@ -64,10 +64,7 @@ def is_generator(value: Any) -> bool:
 
 
 def find_generators(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the random generators among an object's attributes, keyed by attribute name.
-
-    The first generator in the list ``self.generators`` has the key "generators.0".
-    """
+    """Return the random generators among an object's attributes, keyed by attribute name."""
     found = {}
     for name, value in attributes.items():
         if is_generator(value):

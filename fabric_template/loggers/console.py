@@ -68,10 +68,7 @@ class Console:
 
     @contextmanager
     def shown(self, run: Run) -> Iterator[None]:
-        """Show the progress bar during the `with` block.
-
-        If the `with` block raises an error, the progress bar stops at the failed batch.
-        """
+        """Show the progress bar during the `with` block."""
         is_complete = False
         try:
             yield
@@ -179,10 +176,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row of the table. Mark a new best value of the monitored metric with "*".
-
-        If the row has a new column, print the header again before the row.
-        """
+        """Print a row of the table. Mark a new best value of the monitored metric with "*"."""
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}

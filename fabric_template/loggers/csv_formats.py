@@ -58,10 +58,7 @@ def has_number(cells: Iterable[Any]) -> bool:
 
 
 def to_wide(columns: Columns) -> Columns:
-    """Convert a long table to a wide table, which has one column per metric.
-
-    A long table has a column such as "metric" or "split", and several rows per epoch.
-    """
+    """Convert a table in long format to a table with one column per metric."""
     lower = {name.lower(): name for name in reversed([*columns])}
     key = next((lower[name] for name in KEY_NAMES if name in lower), None)
     if key is not None and "value" in lower:
@@ -89,7 +86,7 @@ def split_columns(columns: Columns, split: str) -> Columns:
 
 
 def select(keys: list[Any], cells: list[Any]) -> Columns:
-    """Split a column into one column per metric or data split.
+    """Split a column with the values of several metrics into one column per metric.
 
     Example:
         >>> select(["loss", "acc"], ["0.5", "0.9"])
@@ -102,10 +99,7 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 
 
 def split_runs(columns: Columns) -> dict[str, Columns]:
-    """Split a file's table into one table per run, keyed by run name.
-
-    Use "" as the name of the only run in a file.
-    """
+    """Split a file's table into one table per run, keyed by run name."""
     exported = [name for name in columns if " - " in name]
     others = [name for name in columns if name not in exported]
     if any(name.endswith("__MIN") for name in exported) or (
@@ -138,10 +132,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Return a label for each row, such as ("fit 2",) if the second call to fit wrote the row.
-
-    Return no labels for a single call to fit, or for a file with empty cells.
-    """
+    """Label each CSV row with the call to fit that wrote the row."""
     positions = []
     is_complete = all(map(all, columns.values()))
     with suppress(ValueError):
@@ -160,10 +151,7 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
 
 
 def name_columns(cells: list[str], has_rows: bool) -> list[str]:
-    """Rename duplicate columns, for example a second "loss" column to "loss.1".
-
-    If the file has no header, the names are "column 1", "column 2" and so on.
-    """
+    """Rename duplicate columns, for example a second "loss" column to "loss.1"."""
     if has_rows and all(has_number([cell]) for cell in cells):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []

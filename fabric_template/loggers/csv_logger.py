@@ -1,7 +1,7 @@
 """Write a run's metrics.csv, steps.csv and hparams.yaml.
 
-Fabric's CSVLogger deletes the metrics.csv of an existing version, and keeps up to 100 rows in
-memory. The CSVLogger in this module appends to existing files, and writes each row immediately.
+Unlike Fabric's CSVLogger, this CSVLogger appends to an existing metrics.csv and writes each row
+immediately.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ class CSVLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's version.
-
-        If no version was given, the first access to this property chooses the next free number.
-        """
+        """The run's version, by default the next free number."""
         if self._version is None:
             folders = [Path(self.root_dir, self.name)]
             if self._checkpoint_dir is not None:
@@ -86,7 +83,7 @@ class CSVLogger(Logger):
             self._version, self._tables = version, {}
 
     def start_new_version(self) -> None:
-        """Write the next run to the folder of the next free version."""
+        """Use a new version folder for the next run."""
         self._version, self._tables, self._hparams = None, {}, {}
 
     @property
@@ -113,7 +110,9 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row to steps.csv.
 
-        If ``step`` is None, use metrics["step"] or, if that is missing, the number of rows so far.
+        Args:
+            step: The number in the "step" column. If None, use metrics["step"] or, by default, the
+                number of rows so far.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -128,11 +127,7 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row of each CSV file.
-
-        The keys of the returned dict are the names of the CSV files. The number of rows includes
-        rows that are still in memory.
-        """
+        """Return the columns, the number of rows and the last row of each CSV file."""
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
@@ -197,7 +192,7 @@ class Table:
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the CSV file's columns, row count and last row, including unwritten rows."""
+        """Return the columns, row count and last row to store in a checkpoint."""
         last = self.waiting[-1] if self.waiting else self._last
         return {
             "rows": self.num_rows + len(self.waiting),
@@ -318,7 +313,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
 def rows_before(
     rows: list[dict[str, str]], position: Mapping[str, Any], step: int
 ) -> tuple[list[dict[str, str]], bool]:
-    """Return the rows written before a checkpoint, and whether the CSV file was edited.
+    """Return CSV rows written before a checkpoint, and whether a user edited the CSV file.
 
     Args:
         position: The number of rows in the checkpoint and, if known, the last of these rows.

@@ -1,4 +1,4 @@
-"""Check the arguments of ``self.log``, and fill in the defaults for the calling hook."""
+"""Check the arguments of ``self.log``, and choose their default values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass
 class LogArguments:
-    """Holds the arguments of a ``self.log`` call, including the defaults for the calling hook."""
+    """Stores the checked arguments of a ``self.log`` call."""
 
     hook: str | None
     name: str
@@ -56,10 +56,7 @@ class LogArguments:
 
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
-    """Return the arguments of ``self.log``, including the defaults for the calling hook.
-
-    Raise an error if one of the arguments is not allowed in the calling hook.
-    """
+    """Check the arguments of ``self.log``, and choose default values as Trainer does."""
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

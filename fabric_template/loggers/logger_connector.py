@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send to the loggers the values that an evaluation step logged with on_step=True."""
+        """Send values that an evaluation step logged with on_step=True to the loggers."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -55,10 +55,7 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Send the values from an evaluation to the loggers.
-
-        An evaluation without a row in metrics.csv gets a row in steps.csv.
-        """
+        """Send the metrics of an evaluation to the loggers."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return
@@ -76,7 +73,7 @@ class LoggerConnector:
         step_offset: int = 0,
         row: Mapping[str, Any] | None = None,
     ) -> None:
-        """Send values to every logger.
+        """Send metrics to every logger.
 
         Args:
             step: The step to log the values at. If None, use the value logged as "step". If "step"
@@ -123,7 +120,7 @@ class LoggerConnector:
 
 
 def has_hyperparameters(logger: Any) -> bool:
-    """Return whether an earlier run has sent its hyperparameters to a TensorBoardLogger."""
+    """Return whether a TensorBoard folder already contains the hyperparameters of a run."""
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
@@ -146,7 +143,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Create a logger from a name such as "wandb", or wrap an object in a LoggerAdapter."""
+    """Create a Lightning logger from a name such as "wandb", or from a user's logger."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:

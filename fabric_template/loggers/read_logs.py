@@ -30,8 +30,9 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or more runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger spreads an epoch's values over several rows. read_logs merges these rows
-    into one row per epoch or per validation. read_logs also reads CSV files from other tools.
+    Lightning's CSVLogger writes several rows per epoch, and read_logs merges them into one. An
+    epoch with several validations has one row per validation. read_logs also reads CSV files from
+    other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
@@ -84,8 +85,6 @@ def require_runs(path: Any) -> list[Any]:
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     """Return the columns of a CSV file as lists of strings, keyed by column name.
 
-    Merge rows of the same epoch, or of the same step if ``steps`` is True.
-
     Use pandas only to merge rows, because reading thousands of files with pandas is slow.
     """
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
@@ -121,7 +120,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
 
 
 def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the rows of a run if several rows belong to the same epoch or step."""
+    """Merge the rows of a run that belong to the same epoch or step."""
     axes = [axis for axis in (find_axis(columns, name) for name in ("epoch", "step")) if axis]
     positions = list(zip(*(columns[axis] for axis in axes), strict=True))
     is_complete = len({*positions}) == len(positions) and all(map(all, positions))
@@ -187,8 +186,6 @@ class CSVTable(NamedTuple):
 def read_table(path: Path) -> CSVTable:
     """Read a CSV file, even if the file is damaged.
 
-    If the file is missing, return a table without rows.
-
     Do not use Python's csv module, because it fails on long cells and stray quotation marks.
     """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
@@ -244,11 +241,7 @@ def unquote(record: str) -> list[str]:
 
 
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the rows of a table into one row per validation, or per step if ``steps`` is True.
-
-    Keep each column's last value from the merged rows, and the step of the validation.
-    An epoch without validation becomes one row.
-    """
+    """Merge the rows of a CSV table into one row per validation or per step."""
     import pandas as pd
 
     table = pd.DataFrame(columns, dtype=object)

@@ -1,8 +1,7 @@
 """Collect the values that steps log or return, and average the values as Trainer does.
 
-A mean is sum(value * batch_size) / sum(batch_size). The sums are float32 or float64, and
-values are added in the order of the batches. The sums stay on the GPU, so that no step waits for
-the GPU.
+A mean is sum(value * batch_size) / sum(batch_size). Logged values are summed on the GPU, because
+copying each value to the CPU would slow down the steps.
 """
 
 from __future__ import annotations
@@ -80,9 +79,10 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return the metric's full name, such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
+        """Return a name such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
 
-        Append ``suffix`` ("_step" or "_epoch") to the name only if on_step and on_epoch are True.
+        Args:
+            suffix: "_step" or "_epoch". Append it only if on_step and on_epoch are True.
         """
         arguments = self.arguments
         name = arguments.name
@@ -93,10 +93,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: int | None) -> None:
-        """Add a logged scalar to the sums of the epoch and of the next CSV row.
-
-        For a mean, weight the scalar by ``batch_size``.
-        """
+        """Add a logged scalar to the sums of the epoch and of the next CSV row."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -120,7 +117,7 @@ class LoggedMetric:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
     def is_reduced(self, sums: Sums) -> bool:
-        """Return whether ``compute`` reduces the sums over all processes."""
+        """Return whether a metric still has to be combined across processes."""
         has_new_sums = sums.total is not None and sums.result is None
         return has_new_sums and self.is_synced and self.arguments.sync_dist_group is None
 
@@ -149,12 +146,12 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
-        """Return the mean, sum, maximum or minimum of the values, or None if nothing was logged.
-
-        If ``sums`` is None, return the last logged value. For a torchmetrics object, return the
-        result of its own ``compute`` method.
+        """Return the mean, sum, maximum or minimum of the logged values, or None without values.
 
         Call this method in all processes, because it may call all_reduce.
+
+        Args:
+            sums: The sums of the logged values. If None, return the last logged value.
         """
         if sums is None:
             value: Any = self.step_value
@@ -177,7 +174,6 @@ class LoggedMetric:
         return value if value is None or self.arguments.enable_graph else value.detach()
 
     def reset(self) -> None:
-        """Reset the sums for the next epoch."""
         if self.torchmetric is not None:
             self.torchmetric.reset()
         self.has_value, self.epoch = False, Sums()
@@ -200,7 +196,7 @@ class LoggedMetric:
 
 @dataclass
 class LoopResults:
-    """Holds the values that steps log or return, either in training or in an evaluation.
+    """Stores the values that the steps of one stage (training or evaluation) log or return.
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
@@ -239,14 +235,13 @@ class LoopResults:
                     metric.reset()
 
     def current_batch_size(self) -> int:
-        """Return the size of the current batch, which is computed once and then cached."""
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
 
 
 class CurrentValues(NamedTuple):
-    """Holds a step's or epoch's values for callbacks, loggers, the progress bar and CSV files."""
+    """Groups logged values by their destination, such as callbacks, loggers or metrics.csv."""
 
     callback: dict[str, Any]
     logged: dict[str, Any]
@@ -277,7 +272,7 @@ class ResultCollection:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all logged and returned values, such as those of the sanity check."""
+        """Remove all logged values, for example those of the sanity check."""
         self.train, self.evaluation = LoopResults(), LoopResults()
         self.active = self.train
         self.callback_metrics: dict[str, Any] = {}
@@ -288,7 +283,7 @@ class ResultCollection:
         self._loader_values: list[CurrentValues] = []
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return callback_metrics, logged_metrics and progress_bar_metrics, keyed by name."""
+        """Return callback_metrics, logged_metrics and progress_bar_metrics in one dict."""
         names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
         return {name: getattr(self, name) for name in names}
 
@@ -301,7 +296,7 @@ class ResultCollection:
         return self
 
     def __getstate__(self) -> dict:
-        """Leave out the run when a module is pickled."""
+        """Do not pickle the run together with its LightningModule."""
         return {}
 
     def log(
@@ -381,10 +376,7 @@ class ResultCollection:
         return metric
 
     def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
-        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the value in the checkpoint.
-
-        Warn if the resumed run drops a sum of logged values from the checkpoint.
-        """
+        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the value in the checkpoint."""
         saved = metric.arguments
         is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
         if metric.call_arguments or is_equal:
@@ -424,7 +416,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Accumulate the 0-dimensional tensors that a step returned but did not log."""
+        """Include scalars that a step returned, but did not log, in the epoch's means."""
         results = self.active
         for name, value in values.items():
             if name in results.logged_names:
@@ -467,7 +459,7 @@ class ResultCollection:
         self.active.has_new_values = True
 
     def end_batches(self) -> None:
-        """Average the logged values after the last batch of an epoch or evaluation loader."""
+        """Compute the means of all logged values after the last batch."""
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
@@ -517,10 +509,7 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Return an evaluation's metrics per loader, its metrics for loggers, and its CSV row.
-
-        Call this method after the evaluation's last hook.
-        """
+        """Compute the metrics of an evaluation for its caller, the loggers and metrics.csv."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
             # Like Trainer, return the values that a step returned only if nothing was logged.
@@ -535,7 +524,7 @@ class ResultCollection:
         return results, dict(logged), row
 
     def reset(self) -> None:
-        """Reset the sums of all metrics. Call this method after the last hook of an epoch."""
+        """Reset all metrics after the last hook of an epoch."""
         results = self.active
         for metric in results.metrics.values():
             metric.reset()
@@ -596,10 +585,7 @@ class ResultCollection:
         return values
 
     def take_means(self) -> dict[str, Tensor]:
-        """Return the mean of each training value since the last row of metrics.csv.
-
-        In a step-based run, reset the sums for the next row of metrics.csv.
-        """
+        """Return the mean of each training value since the last row of metrics.csv."""
         row: dict[str, Tensor] = {}
         sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
         self._reduce(sums)
@@ -614,7 +600,7 @@ class ResultCollection:
         return row
 
     def latest_means(self) -> dict[str, Tensor]:
-        """Average train_loss and the values returned by training_step, in this process only."""
+        """Return the current training means without communicating with other processes."""
         means = dict(self.returned)
         for metric in self.train.metrics.values():
             sums, name = metric.row or metric.epoch, metric.arguments.name
@@ -624,7 +610,6 @@ class ResultCollection:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's logged values and sums, and the state of torchmetrics objects."""
         train, metrics = self.train, find_torchmetrics(self.run.network)
         names = {id(metric): name for name, metric in metrics.items()}
         if self.active is self.evaluation:
@@ -727,9 +712,9 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy those attributes of a torchmetrics object that torch.load(weights_only=True) can load.
+    """Copy the attributes of a torchmetrics object that a checkpoint can store.
 
-    Metric.state_dict() would omit the states added with persistent=False.
+    Do not save Metric.state_dict(), because it omits states added with persistent=False.
     """
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())

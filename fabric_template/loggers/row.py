@@ -29,13 +29,13 @@ REPLACED_LOGS = ".replaced"
 class RowWriter:
     """Collects the values of a row, decides when the row is due, and writes it to metrics.csv.
 
-    By default, each epoch has one row in metrics.csv. A step-based run writes a row after each
-    validation and at the end of training.
+    By default, each epoch has one row in metrics.csv.
 
     Attributes:
         rows: All rows of the run so far, which ``fit`` returns.
-        is_step_based: True if max_steps is set, if validation runs every N steps, or if the
-            training loader has no length.
+        is_step_based: Whether rows are written after each validation and at the end of training.
+            True if max_steps is set, if validation runs every N steps, or if the training loader
+            has no length.
         learning_rates: The learning rates of the last optimizer step.
         step_values: The loss of the last training batch and, if logged, the gradient norm.
     """
@@ -62,7 +62,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Set ``is_step_based`` from the options and the number of training batches."""
+        """Decide whether metrics.csv gets one row per validation instead of per epoch."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -72,22 +72,18 @@ class RowWriter:
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the run's rows with ``rows``, unless ``rows`` is empty."""
         self.rows = rows or self.rows
 
     # Clock
 
     def start_clock(self) -> None:
-        """Start to measure the "time" column of the next row.
-
-        In a resumed run, also count the seconds saved in the checkpoint.
-        """
+        """Start the timer for the "time" column of metrics.csv."""
         seconds, waited, self._excluded_seconds = self._seconds_before_resume
         self._started = time.monotonic() - seconds
         self._waited_at_start = self.run.data.seconds_waited - waited
 
     def elapsed(self) -> float:
-        """Return how many seconds the run has taken since the last row of metrics.csv."""
+        """Return the seconds since the last row of metrics.csv."""
         return time.monotonic() - self._started
 
     def waited(self) -> float:
@@ -110,9 +106,10 @@ class RowWriter:
     def add_train_output(self, output: Any, loss: Tensor | None) -> None:
         """Collect the values that training_step returned.
 
-        A LightningModule logs its metrics with self.log, so collect only its loss.
-
-        In manual optimization, ``loss`` is None if the step returned a dict without "loss".
+        Args:
+            output: The return value of training_step. Of a LightningModule, only the loss is
+                collected, because a LightningModule logs its metrics with self.log.
+            loss: The training loss. None if manual optimization returned no loss.
         """
         results = self.run.results
         if not results.is_enabled:
@@ -162,10 +159,7 @@ class RowWriter:
     # Writing rows
 
     def write_after_validation(self) -> None:
-        """Write a row after a validation in the middle of an epoch.
-
-        In an epoch-based run, print the row, but do not write it to metrics.csv.
-        """
+        """Write or print a row after a validation in the middle of an epoch."""
         run = self.run
         # Write no row after the last batch of an epoch, because write_after_epoch writes that row.
         if run.progress.is_epoch_complete or not self._is_validated:
@@ -202,7 +196,7 @@ class RowWriter:
             run.loggers.log_metrics(means, step_offset=-1)
 
     def _take(self) -> dict[str, Any]:
-        """Return the next row of metrics.csv, and reset the collected values and the clock."""
+        """Return the finished row of metrics.csv, and start a new one."""
         values = train_values_first({**self._collected, **self.run.results.take_means()})
         if not values and self.run.results.is_enabled:
             self.run.warn_once(
@@ -288,10 +282,7 @@ class RowWriter:
         self._rewind(state)
 
     def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove the CSV rows written after the checkpoint, and read those written before it.
-
-        Keep all CSV rows if training is already finished.
-        """
+        """Remove the CSV rows written after the checkpoint that the run resumes from."""
         is_finished = self.run.stop.is_finished
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
@@ -319,7 +310,7 @@ class RowWriter:
                 )
 
     def _log_folders(self, logger: CSVLogger, saved: str) -> list[Path]:
-        """Return possible folders of the earlier run's metrics.csv, the most likely one first."""
+        """Return folders that may contain the resumed run's metrics.csv, most likely first."""
         checkpoint = Path(str(self.run.plan.start.path)).absolute()
         # If the user renamed the run, its current name is in the checkpoint's path.
         names = ["/".join(checkpoint.parts[-3:-1])]
@@ -335,10 +326,7 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Back up another run's metrics.csv before the resumed run overwrites it.
-
-    Return a sentence with the name of the backup file, or "" if no file was backed up.
-    """
+    """Back up a metrics.csv that the resumed run would overwrite."""
     path = Path(logger.log_dir, "metrics.csv")
     if not is_first_process() or not read_table(path).rows:
         return ""
@@ -346,7 +334,7 @@ def copy_other_rows(logger: CSVLogger) -> str:
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
-    """Return whether a folder's CSV files contain the last row written before a checkpoint.
+    """Return whether a folder contains the CSV rows of the resumed run.
 
     Args:
         row: The last row of metrics.csv, from the checkpoint.
@@ -365,7 +353,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Return whether two rows have the same epoch, the same step and about the same time.
 
-    A spreadsheet program may have rounded the time in the CSV file.
+    Compare times with a tolerance, because a spreadsheet program may have rounded them.
     """
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False
@@ -381,7 +369,7 @@ def parse_row(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put training metrics first, convert tensors to numbers, and drop "epoch" and "step"."""
+    """Return a row's metrics as numbers, with training metrics first."""
     names = sorted(values, key=lambda name: not name.startswith("train"))
     return to_numbers({name: values[name] for name in names if name not in ("epoch", "step")})
 
@@ -389,9 +377,10 @@ def train_values_first(values: Mapping[str, Any]) -> dict[str, Any]:
 def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     """Return the numbers that a step returned, keyed by their columns in metrics.csv.
 
-    A returned tensor is written to the column ``<prefix>_loss``, and each item of a returned dict
-    to the column ``<prefix>_<key>``. A returned pair (loss, accuracy) is written to the columns
-    ``<prefix>_loss`` and ``<prefix>_acc``.
+    Args:
+        output: A loss, a pair (loss, accuracy) or a dict of numbers. For example, a pair is written
+            to the columns ``<prefix>_loss`` and ``<prefix>_acc``.
+        prefix: The data split, such as "train".
     """
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):

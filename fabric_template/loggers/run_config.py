@@ -59,7 +59,7 @@ def warn_of_record(what: str, error: Exception) -> None:
 
 
 def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Write a hand-written loop's settings to config.yaml, and send its hparams to the loggers.
+    """Save the options and hyperparameters of a training loop written by the user.
 
     Args:
         parts: Descriptions of the models, optimizers and loaders that the loop has set up. The keys
@@ -81,10 +81,7 @@ def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> Non
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
-    """Return the content of config.yaml: the options, the model and the data of a run.
-
-    The "about" section describes the values that YAML cannot store.
-    """
+    """Return the content of config.yaml: the options, the model and the data of a run."""
     unknown: dict[str, str] = {}
     options = {**run.loop.recipe, "hparams": run.config.hparams}
     config: dict[str, Any] = {}
@@ -158,10 +155,7 @@ def read_command() -> str:
 
 @cache
 def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's git commit, and the number of tracked files with changes.
-
-    If git fails or takes more than a second, return {}.
-    """
+    """Return a folder's git commit, and the number of tracked files with changes."""
     try:
         done = subprocess.run(GIT_STATUS, cwd=folder, capture_output=True, timeout=1.0, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -178,10 +172,7 @@ def describe_model(model: Any, network: Any) -> dict[str, Any]:
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's class and arguments.
-
-    If an argument differs between parameter groups, return a list of its values.
-    """
+    """Return an optimizer's class and arguments."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
     for name in optimizer.defaults:
         # A scheduler may already have changed "lr", but "initial_lr" keeps the first value.
@@ -193,7 +184,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def describe_scheduler(config: Any) -> dict[str, Any]:
-    """Return a scheduler's class, its interval, and the arguments that YAML can store.
+    """Return a scheduler's class, interval ("step" or "epoch") and arguments.
 
     Args:
         config: Lightning's LRSchedulerConfig.
@@ -253,7 +244,7 @@ def keep_plain(
 
 
 def log_settings(logger: Any, hparams: dict[str, Any], config: LoopConfig) -> None:
-    """Send hyperparameters to a logger, and the loop's options to the CSV logger."""
+    """Send the hyperparameters of a loop to a logger."""
     if isinstance(logger, CSVLogger):
         options = {name: value for name, value in vars(config).items() if name != "hparams"}
         logger.log_hyperparams({"hparams": hparams, "config": options})
@@ -280,7 +271,8 @@ def merge_hyperparameters(
 ) -> dict[str, Any]:
     """Merge the hyperparameters that a module and a datamodule saved.
 
-    The dict ``own`` overrides the saved hyperparameters.
+    Args:
+        own: Hyperparameters that override the saved ones.
 
     Raises:
         RuntimeError: The module and the datamodule have different values for a hyperparameter.

@@ -251,7 +251,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Add the config of --run, or of a demo such as demos.digits, to a command's arguments.
+    """Expand --run and demo names, such as demos.digits, to --config options.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -283,8 +283,7 @@ def resolve_config(path: str) -> str:
     """Rewrite class names such as a.b:Class in a config file as a.b.Class.
 
     Returns:
-        The config file's text after the rewrite, or ``path`` itself if the file cannot be read or
-        needs no rewrite.
+        A value for --config, such as the rewritten YAML text or the path of an unchanged file.
     """
     try:
         text = Path(path).read_text("utf-8")
@@ -318,7 +317,7 @@ def check_config(path: str, text: str) -> None:
 
 
 def resolve_token(token: str) -> str:
-    """Expand the class name in an option such as --callbacks+=EarlyStopping to an import path."""
+    """Replace a class name in an option such as --callbacks+=EarlyStopping by its import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -332,7 +331,9 @@ def resolve_token(token: str) -> str:
 def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
-    If ``is_new_run`` is False, also return the run's name, version and root directory.
+    Args:
+        is_new_run: Whether the command starts a new run. If not, the options include the run's
+            name, version and root directory.
     """
     import yaml
 
@@ -440,7 +441,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return the classes and arguments of the model, the data and the callbacks as YAML values."""
+    """Return the class and arguments of the model, data and callbacks for config.yaml."""
     import yaml
 
     given, texts = settings.as_dict(), {}
@@ -583,7 +584,7 @@ def predict_command(
 
 
 def make_table(batches: list[Any]) -> Any:
-    """Convert predictions to a DataFrame with one column per vector element."""
+    """Convert predictions to a DataFrame with one row per sample."""
     import pandas as pd
     import torch
 

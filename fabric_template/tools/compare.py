@@ -283,10 +283,7 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
 
 
 def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None:
-    """Run a script in its own process, and record its optimizer steps in a JSON file.
-
-    If ``is_shown`` is True, print the elapsed time while the script runs.
-    """
+    """Run a script in its own process, and record its optimizer steps in a JSON file."""
     arguments = [script] if os.path.isfile(script) else shlex.split(script)
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
@@ -460,8 +457,7 @@ class Recorder:
     def describe_buffers(self) -> tuple[Record, list[str]]:
         """Return the norms and names of the buffers that changed since the first forward pass.
 
-        Skip buffers that never change, because the other run's model may not store such constants
-        as buffers.
+        Skip constant buffers, because the model of the other run may not have them.
         """
         entries = []
         for key, initial in self.initial_buffers.items():
@@ -515,11 +511,7 @@ def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy an optimizer option.
-
-    Convert a tensor, such as lr=torch.tensor(0.1), to a number, because a scheduler may later
-    change the tensor in place.
-    """
+    """Copy the value of an optimizer option, because schedulers can change tensors in place."""
     return apply_to_collection(value, torch.Tensor, torch.Tensor.tolist)
 
 

@@ -54,7 +54,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write the changed files, and store the installed version in the copy's hidden folder."""
+        """Write files to the user's copy, and save their originals for the next update."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:
@@ -122,7 +122,7 @@ def diff_command(path: str, *, yours: bool = False, upstream: bool = False) -> i
 
 
 def update_command(path: str, *, dry_run: bool = False) -> int:
-    """Update a copy to the installed version, and keep the user's changes.
+    """Update a copy of the package or of mini.py, and keep the user's changes.
 
     If the user and the installed version both changed a file, git merges the changes and marks
     conflicts.

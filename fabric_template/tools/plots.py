@@ -186,10 +186,7 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
 
 
 def read_runs(path: Path, seeds: bool) -> list[Run]:
-    """Read the runs in a CSV file or folder.
-
-    If ``seeds`` is True, combine runs that differ only in the seed.
-    """
+    """Read the runs in a CSV file or folder."""
     if not path.exists():
         raise ValueError(f"plot_logs: got {str(path)!r}, expected a folder or a CSV file.")
     runs: dict[str, Run] = {}
@@ -214,10 +211,7 @@ def read_runs(path: Path, seeds: bool) -> list[Run]:
 
 
 def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
-    """Return one DataFrame per run.
-
-    If a file contains only one run, store the file's path in the ``attrs`` of the DataFrame.
-    """
+    """Return one DataFrame per run."""
     import pandas as pd
 
     files = Counter(run["file"] for run in found)
@@ -229,7 +223,7 @@ def make_tables(found: Sequence[Mapping[str, Any]]) -> list[pd.DataFrame]:
 
 
 def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
-    """Return the name of the x axis, by default "step", "epoch" or "row"."""
+    """Return the column to draw on the x axis."""
     if x is None:
         has = {axis: all(find_axis(table, axis) for table in tables) for axis in ("step", "epoch")}
         if has["step"] and any(map(is_step_based_table, tables)):
@@ -262,7 +256,7 @@ def has_row_per_epoch(table: pd.DataFrame) -> bool:
 
 
 def read_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's logs with one row per step, or ``table`` if the run logged no steps."""
+    """Return the values that a run logged at each step."""
     import pandas as pd
 
     file = table.attrs.get("file")
@@ -457,10 +451,7 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
 
 
 def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, label: str) -> None:
-    """Draw one metric of a run as a curve, and mark the best value.
-
-    If ``run`` combines runs with different seeds, draw the mean and the range of these runs.
-    """
+    """Draw one metric of a run as a curve, and mark the best value."""
     import pandas as pd
 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
@@ -507,9 +498,9 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Return the moving average of a metric over at most 4% of all values.
+    """Smooth the curve of a metric with a moving average.
 
-    Near the start, average fewer values, because the loss often falls fast there.
+    Average fewer values at the start of a curve, because the loss often falls fast there.
     """
     import numpy as np
 
@@ -602,7 +593,7 @@ class LivePlot:
         self.folder = Path(folder) if folder and trainer.is_global_zero else None
 
     def on_train_batch_start(self, trainer: Any, module: Any, *batch: Any) -> None:
-        """Redraw the curves at most once per second and for at most 5% of the training time."""
+        """Redraw the curves, but spend at most 5% of the training time on drawing."""
         start = time.monotonic()
         if self.folder is None or start < self.next_time:
             return

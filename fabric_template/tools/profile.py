@@ -39,7 +39,7 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Return the duration of a training step in ms, summed over all parts."""
+        """Return the duration of a training step in milliseconds."""
         return round(sum(self.parts.values()), 3)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Train a copy of the model for a few steps, time each part, and try faster settings.
+    """Time the parts of a training step, and try settings that make it faster.
 
     Profiling does not change the model, optimizers, random generators or loaders, and creates
     only temporary files. Profiling disables validation, callbacks and all loggers except the CSV

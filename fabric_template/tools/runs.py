@@ -36,12 +36,12 @@ Run = dict[str, Any]
 def list_runs(
     folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
 ) -> pd.DataFrame:
-    """List all runs in a folder and its subfolders, or in a CSV file from any tool.
+    """List all runs in a folder and its subfolders, or in a CSV file.
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
     `changed` column contains the options that differ between runs with the same name. Settings in
-    hparams= are also compared between runs with different names.
+    hparams= are compared between all runs.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -138,10 +138,7 @@ def is_set(run: Run, option: str) -> bool:
 
 
 def read_run(folder: Path, root: Path) -> Run:
-    """Read a run from a folder.
-
-    The run's name is the path from ``root`` to the parent of ``folder``, such as "digits".
-    """
+    """Read a run from a folder."""
     name, version = name_run(folder, root)
     run: Run = {
         "name": name,
@@ -157,7 +154,7 @@ def read_run(folder: Path, root: Path) -> Run:
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
-    """Read the runs from a CSV file, which may come from any tool."""
+    """Read the runs in a CSV file written by this package or another tool."""
     if path.name == "metrics.csv":
         return [read_run(path.parent, path.parent)]
     rows, names = read_rows(path)
@@ -185,7 +182,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
 
 
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
-    """Return a copy of ``run`` that also contains its rows, duration and number of epochs."""
+    """Return a run with its metrics, duration and number of epochs."""
     column = find_axis(rows, "epoch")
     epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
     count = 0
@@ -251,11 +248,7 @@ def find_best(run: Run, metric: str | None = None, mode: str | None = None) -> d
 
 
 def read_rows(path: Path) -> tuple[Columns, list[str]]:
-    """Return the numeric columns of a CSV file, and its column of run names.
-
-    If the file is missing or damaged, return no columns. Reading the file with pandas would
-    be much slower.
-    """
+    """Return the numeric columns of a CSV file, and its column of run names."""
     columns: dict[str, list[Any]] = {}
     with warnings.catch_warnings(), suppress(OSError, ValueError):
         # Ignore warnings about an incomplete last line, because the run may still be training.
@@ -271,8 +264,8 @@ def read_state(path: Path) -> str:
     """Read the state of a run from its lock file.
 
     While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed" to the lock file. A killed run leaves an unlocked lock
-    file without a state.
+    "finished", "interrupted" or "failed" to the lock file. The lock file of a killed run is
+    unlocked, but contains no final state.
     """
     if not path.is_file():
         return "unknown"
@@ -306,7 +299,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the model class, optimizers and batch size in the "about" section of config.yaml."""
+    """Read the model class, optimizers and batch size from the "about" section of config.yaml."""
     found: dict[str, Any] = {}
     for part, value in about.items():
         kind, _, number = part.partition("_")
@@ -330,7 +323,7 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml.
 
-    Split the "about" section at its keys, so that parse_yaml can cache text that many runs share.
+    Parse each key of the "about" section separately, to reuse cached results of other runs.
     """
     if not text.startswith("about:\n"):
         return parse_yaml(text)

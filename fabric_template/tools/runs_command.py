@@ -165,7 +165,7 @@ def print_best(runs: Sequence[Run]) -> None:
 
 
 def find_checkpoints(run: Run) -> list[Path]:
-    """Return the paths of the checkpoints that a run saved at its best epoch and step."""
+    """Return the checkpoints that a run saved when its metric was best."""
     # If a run is in logs/digits/version_0, its checkpoints are in checkpoints/digits/version_0.
     folder = Path("/checkpoints/".join(run["folder"].rsplit("/logs/", 1)))
     found = []

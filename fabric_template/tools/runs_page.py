@@ -180,17 +180,14 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
 
 
 def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str]:
-    """Return up to three quantities, such as "loss", to draw above the table."""
+    """Choose up to three metrics, such as "loss", to plot above the table of runs."""
     ranked = [metric for metric in metrics if metric.column in ranking]
     usual = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a list with the curve of a run's metric, or [] if the run did not log the metric.
-
-    If there are more than 50 per-step values, add a second curve of moving averages.
-    """
+    """Return the curves of one metric of a run for the HTML page."""
     import numpy as np
     import pandas as pd
 
@@ -217,11 +214,7 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
 
 
 def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
-    """Remove points from long curves in place, and convert the arrays of points to lists.
-
-    Returns:
-        The longest curve's old and new number of points, or None if no points were removed.
-    """
+    """Remove points from long curves to keep the HTML page small."""
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
     for curve in curves:
@@ -244,8 +237,5 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Return a whole number as an int, and any other number rounded to six digits.
-
-    Short numbers keep the HTML page small.
-    """
+    """Round a number to six digits to keep the HTML page small."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -33,7 +33,7 @@ Choice = dict[str, Any]  # Maps the names of settings, such as "num_workers", to
 
 
 class EnoughSteps(BaseException):
-    """Raised after the last step that a tool needs, to end training in the middle of an epoch."""
+    """Raised to end training early, after enough steps have been recorded."""
 
 
 class StepTimer:
@@ -161,7 +161,7 @@ def time_steps(
 
 
 def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
-    """Create a loop that has the options of ``loop``, the settings in ``choice`` and a timer."""
+    """Create a copy of a loop with changed settings and a step timer."""
     options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
     options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
     return type(loop)(callbacks=[timer], **options)

@@ -126,10 +126,7 @@ def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> t
 
 
 def compare(trial: Callable[[Choice], float], before: Choice, after: Choice) -> float:
-    """Return the speed-up of the settings ``after`` relative to the settings ``before``.
-
-    Return 0.0 if the speed-up may be due to noise.
-    """
+    """Return the speed-up from a new setting, or 0.0 if it may be noise."""
     slow: list[float] = []
     fast: list[float] = []
     for _ in range(ROUNDS):
@@ -193,10 +190,7 @@ class LearningRateRamp:
                 group["lr"] = self.rates[-1]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the mean loss of each optimizer step.
-
-        Stop training if the loss is infinite, NaN or far above the lowest loss so far.
-        """
+        """Record the mean loss of each optimizer step."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         # The loop has divided the loss by accumulate_grad_batches, so undo this division.
         self._batch_losses.append(float(loss) * trainer.accumulate_grad_batches)
