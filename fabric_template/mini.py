@@ -3,7 +3,7 @@
 
 This file is part of fabric_template, under the MIT License (see LICENSE). To run a copy of this
 file, install torch and lightning. FabricLoop, the other loop of fabric_template, has more options.
-Each loop can resume a run that the other loop has saved.
+FabricLoop can resume runs of MiniLoop, and MiniLoop can resume runs of FabricLoop.
 
 To see how training works, read `fit`, `_train_epoch` and `_train_batch`. To change how training
 works, edit one of these methods:
@@ -441,9 +441,10 @@ class MiniLoop:
     def _train_epoch(self) -> None:
         """Train on the rest of an epoch, validate, write rows to CSV files and save checkpoints.
 
-        If a run is killed and resumed, code before or after a call to this method may run twice or
-        not at all. Put code for the end of an epoch into on_train_epoch_end. Run code for the start
-        of an epoch only if batches_done is 0, because a run may resume in the middle of an epoch.
+        A resumed run may repeat or skip code that you put before or after the call of
+        ``_train_epoch``. Put code for the end of an epoch into on_train_epoch_end. Run code for the
+        start of an epoch only if batches_done is 0, because a run may resume in the middle of an
+        epoch.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -475,7 +476,7 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield batches. Raise an error if ``_is_last`` or ``batches_done`` has a wrong value."""
+        """Yield batches, and detect errors in an edited ``_train_batches`` or ``_train_batch``."""
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
         text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
@@ -528,8 +529,8 @@ class MiniLoop:
     def _compute_gradients(self, batch: Any, batch_idx: int) -> None:
         """Run the forward pass and the backward pass, which accumulates the gradients.
 
-        To add the gradients of another loss, return the sum of both losses from the step. Call
-        this method only once per batch, because a second call may clear the first gradients.
+        To add the gradients of another loss, return the sum of both losses from training_step. Call
+        ``_compute_gradients`` only once per batch, because each call may clear earlier gradients.
         """
         if self._is_first_batch:
             output = self._run_first_step(batch, batch_idx)
@@ -585,9 +586,13 @@ class MiniLoop:
             raise
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step either the ReduceLROnPlateau schedulers or all other schedulers.
+        """Step the learning rate schedulers that are due.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
+
+        Args:
+            interval: Step only the schedulers with this interval, which is "step" or "epoch".
+            is_plateau: Whether to step only ReduceLROnPlateau schedulers, or only all others.
         """
         done = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -602,7 +607,7 @@ class MiniLoop:
                 scheduler.step()
 
     def _train_batches(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch. Set ``_is_last`` before the last batch.
+        """Yield the remaining batches of the epoch, and set ``_is_last`` for the last batch.
 
         If you skip, repeat, reorder or combine batches, resuming within an epoch is not exact.
         """
@@ -675,7 +680,7 @@ class MiniLoop:
         return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Call a step in the loop's precision. With strategy="ddp", call the step through DDP."""
+        """Call training_step or validation_step with the loop's precision and strategy."""
         self._hook = name
         try:
             if self._is_one_cpu_in_32_bits:
@@ -726,8 +731,7 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch.
 
-        Without ``_stop_batches``, garbage collection would end the worker processes later, and take
-        five seconds per process.
+        Ending worker processes by garbage collection takes five seconds per process.
         """
         if self._batches is not None:
             self._batches.close()
@@ -786,7 +790,7 @@ class MiniLoop:
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
-        """Validate if an epoch, N steps or the run has ended. Return whether validation ran."""
+        """Run validation if it is due, and return whether it ran."""
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
@@ -802,8 +806,9 @@ class MiniLoop:
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
-        To validate with other weights, load them into the model, and load the original weights at
-        the end. Do not replace ``self.network``, because validation_step uses ``self.model``.
+        To validate with other weights, load them into the model, and restore the trained weights
+        afterwards. Do not assign another module to ``self.network``, because validation_step runs
+        the module ``self.model``.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -987,7 +992,7 @@ class MiniLoop:
         check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        """Write a row to steps.csv. Reading the values with item() waits for the GPU."""
+        """Write a row to steps.csv. Converting logged tensors to numbers waits for the GPU."""
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=float(self._learning_rate))
         row.update((name, value.item()) for name, value in values.items())
@@ -1027,7 +1032,7 @@ class MiniLoop:
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row to a CSV file. If the row has a new column, rewrite the file."""
+        """Append a row to a CSV file, or rewrite the file to add new columns."""
         # An edited `_end_row` may add tensors or NumPy numbers, so convert them to Python numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
@@ -1466,7 +1471,7 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
 
-        Return the loaders' attributes from before the reset, as pairs (object, attributes).
+        Return each object of the loaders together with its attributes before the reset.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1502,9 +1507,11 @@ class MiniLoop:
                     self._large_values[place, name] = value, copied
 
     def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Reset the loaders' attributes that have changed in this run, except those in ``saved``.
+        """Reset changed attributes of the loaders to their values at the start of the run.
 
-        Hooks such as on_train_start may have changed attributes that the checkpoint lacks.
+        Args:
+            saved: The attributes in the checkpoint, which are not reset. Hooks such as
+                on_train_start may have changed attributes that the checkpoint lacks.
         """
         ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
         changed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -1558,9 +1565,10 @@ class MiniLoop:
                 self._warn_unsaved(place, name, reason)
 
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
-        """Return the RNG states, and the changed attributes of the model and the loaders.
+        """Return the RNG states, and attributes of the model and loaders that this run has changed.
 
-        ``places`` selects objects by path, such as "train sampler".
+        Args:
+            places: The paths of the objects to include, such as "train sampler", or None for all.
         """
         self._find_objects()
         network, changed = self._unwrapped, {}
@@ -1660,7 +1668,7 @@ class MiniLoop:
         return values
 
     def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return an object's encoded attributes, and weak references to unsupported attributes."""
+        """Return a snapshot of an object's attributes, to detect or undo later changes."""
         attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
         marks = {name: mark_object(value) for name, value in attributes.items()}
         return {**marks, **self._plain_state(place)}
@@ -1671,7 +1679,7 @@ class MiniLoop:
         return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy the loaders' large attributes to ``_start_states`` before a checkpoint is loaded."""
+        """Copy large attributes of the loaders before loading a checkpoint, to reset them later."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1700,7 +1708,7 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether all attributes that refer to ``current`` have equal saved values."""
+            """If attributes share a list, change it in place only for equal saved values."""
             # An in-place change would overwrite a weight of the model, so assign a new tensor.
             if address_of(current) in self._weights:
                 return False
@@ -1726,7 +1734,7 @@ class MiniLoop:
     def _recorded_values(self) -> Iterator[None]:
         """After the with block, record the attributes of the model, the loaders and the loop.
 
-        If fit fails before training starts, revert the changes of ``_undo_earlier_fits``.
+        If fit fails before training starts, restore the attributes that were reset for a resume.
         """
         self._parts: dict[str, Any] = {}
         # _starts[id(model), "attributes"][checkpoint_dir] has the model's attributes from before
@@ -1752,10 +1760,12 @@ class MiniLoop:
                 record_of(owner)[kind] = starts, share_equal_values(values, newest)
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
-        """Undo the changes that earlier fits made to the loop, the model and the loaders.
+        """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
 
-        Checkpoints contain only attributes that changed during the run, so reset all others. A new
-        run, with ``run=None``, keeps the changes of earlier fits.
+        Loading a checkpoint does not reset attributes that the saved run had not changed.
+
+        Args:
+            run: The folder of the run to resume, or None for a new run, which resets nothing.
         """
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
@@ -1804,7 +1814,7 @@ class MiniLoop:
     def _choose_restorable(
         self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the attributes in ``start`` that the loop can restore."""
+        """Return the attributes that can be reset to their values at the start of the run."""
         chosen, of_place = {}, saved.get(place, {})
         for name, value in start.items():
             path, current = f"{place}.{name}".removeprefix("."), values.get(name)
@@ -1844,7 +1854,7 @@ class MiniLoop:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return a tuple such as ("", model, "attributes") for each record in EARLIER_FITS."""
+        """Return the path, object and kind of each record, such as ("", model, "attributes")."""
         self._find_objects()
         model = self._parts.get("")
         model = model if type(model).__weakrefoffset__ else self
@@ -1859,7 +1869,7 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return the options, flags or attributes for ``kind``, or None if reading them fails."""
+        """Return an object's options, flags or attributes, or None if reading them fails."""
         if kind == "options":
             return self._options()
         if kind in ("requires_grad", "training"):
@@ -2197,7 +2207,6 @@ class MiniLoop:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
 
         optimizer.step() fails if parameters and the saved optimizer state have different dtypes.
-        Warn if only a buffer or a frozen parameter has another dtype.
         """
         current, others = self._unwrapped.state_dict(), []
         trained = {name.replace("_orig_mod.", "") for name in chain(*self._names_of_groups())}
@@ -2235,7 +2244,7 @@ class MiniLoop:
     def _prepared_model(
         self, stage: str, path: Path | None, checkpoint: dict[str, Any]
     ) -> Iterator[None]:
-        """Move the model to the device, load its weights, and move the model back at the end."""
+        """Move the model to the device for a with block, and load weights from a checkpoint."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -2258,7 +2267,8 @@ class MiniLoop:
     def _added_methods(self) -> Iterator[None]:
         """Let the model call methods of this loop, such as ``log``.
 
-        At the end, restore the previous methods, because a hook of another loop may call this loop.
+        After the with block, restore the previous methods, because another loop may have added
+        them.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2600,7 +2610,7 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    A resumed run skips batches without running dropout, so the sampler draws other numbers.
+    The sampler and dropout share a generator, so a resumed run would draw different samples.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2746,7 +2756,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a container has a key in ``ids``, or a tensor at one of ``addresses``."""
+    """Return whether a container contains parameters, or ids of parameters or modules as keys."""
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2768,7 +2778,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's class, interval and arguments. Skip arguments that JSON cannot store."""
+    """Return a scheduler's class, interval and JSON-serializable arguments."""
     scheduler = config["scheduler"]
     described = {"class": type(scheduler).__name__, "interval": config["interval"]}
     for name in inspect.signature(type(scheduler).__init__).parameters:
@@ -2779,7 +2789,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's or scheduler's arguments, without changes that earlier fits made."""
+    """Return the arguments that an optimizer or scheduler had before earlier ``fit`` calls."""
     start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
     return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
 
@@ -2804,7 +2814,10 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Raise an error if a scheduler's state contains parameters, because loading copies them."""
+    """Raise an error if a scheduler's state contains parameters of the optimizer.
+
+    A scheduler that saves parameters would get copies of them after a resume.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2910,7 +2923,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return a saved value with each tensor on the device of its counterpart in ``loaded``."""
+    """Return saved optimizer state with its dtypes, on the devices of the loaded state."""
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2928,7 +2941,11 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 
 
 def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
-    """Return the objects nested in an object, keyed by path. Skip objects listed in ``known``."""
+    """Return the objects nested in an object, keyed by path.
+
+    Args:
+        known: The ids of objects to skip.
+    """
     found: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
     while waiting and len(found) < 500:
@@ -2974,7 +2991,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's records in EARLIER_FITS. Delete them when Python frees the object."""
+    """Return the attribute values that earlier ``fit`` calls recorded for an object."""
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
@@ -2987,12 +3004,12 @@ def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``values`` that shares equal values with ``others``, to save memory."""
+    """Return a copy of a dict that reuses equal values of another dict, to save memory."""
     return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """If a path leads to a missing item of a defaultdict, create the item."""
+    """For the path "counts.0", create ``counts[0]`` if ``counts`` is a defaultdict."""
     path, _, key_name = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container: Any = namespace_of(parts.get(owner)).get(name)
@@ -3011,7 +3028,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Invert ``name_of_key``. Return None if the key was neither an int nor a string."""
+    """Convert one part of a path such as "pools.0" back to a dict key."""
     if name.startswith("<"):
         return None
     if is_integer(name):
@@ -3100,7 +3117,10 @@ def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) ->
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an unsaved iterator. Raise an error for random generators in a list or dict."""
+    """Warn about an iterator, because checkpoints do not contain its position.
+
+    Raise an error for random generators in a list or dict.
+    """
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3168,9 +3188,9 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 def mark_tensor(tensor: Any) -> Any:
     """Return a tensor's version counter and a checksum.
 
-    The checksum also detects changes made through ``.data``, which do not change the version
-    counter. For a GPU tensor or a tensor larger than 256 MB, the checksum covers only a sample of
-    the elements. Return None for sparse tensors, meta tensors, and values that are not tensors.
+    A change through ``tensor.data`` changes the checksum, but not the version counter. For a GPU
+    tensor or a tensor larger than 256 MB, the checksum covers only a sample of the elements. Return
+    None for sparse tensors, meta tensors, and values that are not tensors.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -3204,7 +3224,8 @@ def encode(
 ) -> Any:
     """Encode a value of an attribute for a checkpoint, such as (1, 2) as ("tuple", [1, 2]).
 
-    Raise a TypeError for unsupported types, and a LargeValueError for more than ``most`` items.
+    Args:
+        most: The number of items above which a LargeValueError is raised, or None for no limit.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
@@ -3406,7 +3427,7 @@ def address_of(value: Any) -> int | None:
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether a state of FabricLoop contains attributes of loaders or of their datasets."""
+    """Return whether a FabricLoop checkpoint contains attributes of loaders or datasets."""
     if isinstance(state, dict):
         # "plain_state" in the checkpoint also contains the model's attributes, so skip "model".
         parts = (part for name, part in state.items() if name != "model")
@@ -3436,7 +3457,7 @@ def is_random_state(value: Any) -> bool:
 
 
 def is_object_state(value: Any) -> bool:
-    """Return whether a saved value can only be loaded into an existing object."""
+    """Return whether a saved value is an object's state, such as that of a random generator."""
     is_state = isinstance(value, tuple) and value[0] in ("state", "shared")
     return is_state or is_random_state(value)
 
@@ -3527,7 +3548,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 def find_direction(metric: str) -> str | None:
     """Return "min" if the smallest value of a metric is best, or "max" if the largest value is.
 
-    If the name does not show whether higher or lower is better, return None.
+    Return None if the metric's name is unknown.
     """
     # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
@@ -3747,7 +3768,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file. Skip empty cells and an incomplete last line."""
+    """Read the rows of a CSV file, without empty cells or an incomplete last line."""
     # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]

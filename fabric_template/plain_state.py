@@ -1,4 +1,4 @@
-"""Save the random generators and object attributes that state_dict() does not contain.
+"""Save random generators and attributes of objects, because state_dict() does not contain them.
 
 Only plain attributes that have changed since the start of the run are saved. plain_values.py
 describes which values are plain. Attributes that are too large are skipped with a warning.
@@ -69,10 +69,7 @@ Place = tuple[str, str]
 
 
 class SlotAttributes(dict[str, Any]):
-    """A dict of an object's attributes, including slots.
-
-    Setting or removing an item of this dict also sets or removes the object's attribute.
-    """
+    """A dict like ``vars(instance)`` that also contains the attributes in ``__slots__``."""
 
     def __init__(self, instance: Any, slots: list[str]) -> None:
         self._instance, self._slots = instance, slots
@@ -124,10 +121,7 @@ class Part:
     has_buffers: bool = False
 
     def namespace(self) -> dict[str, Any]:
-        """Return a dict of the object's attributes.
-
-        Setting or removing an item of this dict also sets or removes the object's attribute.
-        """
+        """Return the object's attributes as a dict, like ``vars()``."""
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
@@ -158,7 +152,7 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether to search the attributes of an object, such as a replay buffer."""
+    """Return whether checkpoints contain the attributes of an object, such as a replay buffer."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
@@ -172,13 +166,13 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator whose class belongs to Python or torch."""
+    """Return whether a value is an iterator of Python or torch, such as ``iter(loader)``."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
 
 def find_iterator(value: Any) -> Any:
-    """Return the first iterator in a list or dict, or ``value`` if ``value`` is an iterator."""
+    """Return an iterator itself, or the first iterator in a list or dict."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -220,7 +214,7 @@ class ListItem(SimpleNamespace):
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
-    """Return the objects in attributes of ``parts``, keyed by a path such as "model.pools.0".
+    """Return all objects nested in the given objects, keyed by a path such as "model.pools.0".
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -250,10 +244,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
 
 
 def name_of_key(key: Any) -> str:
-    """Return the text for a dict key, index or attribute name in a path such as "model.pools.0".
-
-    ``key_of_name`` converts the returned text back to the dict key.
-    """
+    """Convert a dict key, an index or an attribute name to one part of a path like "pools.0"."""
     if isinstance(key, str):
         # Quote a string of digits, because ``key_of_name`` reads digits without quotes as an int.
         return repr(key) if is_integer(key) else key
@@ -289,10 +280,7 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 
 
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
-    """Return digests of the numbers and strings in callbacks, grouped by callback class.
-
-    A resumed run uses the digests to detect reordered callbacks of the same class.
-    """
+    """Return digests of callbacks, grouped by class, to detect a different order after a resume."""
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
         if name.startswith("callbacks.") and part.has_attributes and not part.has_buffers:
@@ -303,7 +291,7 @@ def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
 
 
 def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
-    """Warn that callbacks of a class are missing or in a different order than in the saved run."""
+    """Warn that the saved run had more callbacks of a class, or had them in a different order."""
     # With ``python -W error``, this warning must not stop training.
     with suppress(Warning):
         warnings.warn(
@@ -347,7 +335,7 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects to save, such as the optimizers.
+        """Include the attributes of more objects, such as optimizers, in checkpoints.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
@@ -360,7 +348,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search all attributes again, because hooks may have created new objects."""
+        """Search the attributes for objects again, because hooks may have created new ones."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
@@ -383,7 +371,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the item of a defaultdict for a path such as "model.counts.0"."""
+        """For the path "model.counts.0", create ``counts[0]`` if ``counts`` is a defaultdict."""
         path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -458,7 +446,7 @@ class PlainState:
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators in attributes, because a resumed run cannot restore their positions.
+        """Warn about iterators in attributes, because their positions are not saved.
 
         Do not warn about an iterator that iter(loader) replaces in each epoch.
         """
@@ -498,11 +486,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state without the state of callbacks that this run lacks.
-
-        Warn if this run lacks a callback of the saved run, or if callbacks of the same class are in
-        a different order than in the saved run.
-        """
+        """Return a saved state without the state of callbacks that this run lacks."""
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
         for name, old in state.get("callbacks", {}).items():
@@ -528,7 +512,7 @@ class PlainState:
         }
 
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
-        """Set the objects' attributes to the values in a checkpoint.
+        """Restore the attributes of objects such as the model from a checkpoint.
 
         If two attributes shared a list or a tensor in the saved run, they share it again.
 
@@ -607,9 +591,9 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each attribute's current value to the ids of its saved values.
+        """Map the id of each attribute's object to the ids of the saved values that replace it.
 
-        If two attributes share a list only in this run, the list must not be changed in place.
+        If two attributes share a list, change it in place only if the saved run shared it.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -629,16 +613,14 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Store a copy of each attribute for a later call to ``changed_start_values``."""
+        """Copy all attributes, so that ``changed_start_values`` can find later changes."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
         self._start_values = {}
 
     def changed_start_values(self, saved: Collection[Place]) -> dict[Place, Any]:
-        """Return the start values of attributes that have changed in this run.
-
-        A resumed run uses the start values to undo changes by on_train_start and set_epoch().
+        """Return original values of attributes that on_train_start or set_epoch() has changed.
 
         Args:
             saved: The attributes in the checkpoint, which are left out.
@@ -657,7 +639,7 @@ class PlainState:
         return changed
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of each attribute that has at most 10 MB."""
+        """Return the digest and the encoded value of each attribute up to 10 MB."""
         found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
@@ -690,7 +672,7 @@ class PlainState:
         return found
 
     def digests_of(self, part: Part) -> dict[str, Any]:
-        """Return a digest of each attribute. Values that are not plain are compared by identity."""
+        """Return a digest of each attribute of an object, to detect changes."""
         return {name: self._digest_or_identity(value) for name, value in part.attributes().items()}
 
     def _digest_or_identity(self, value: Any) -> Any:
@@ -706,10 +688,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Suppress errors in a `with` block that saves or restores the object ``what``.
-
-        Warn once per object, but not about unsupported types.
-        """
+        """Suppress errors in a `with` block that saves or restores the object ``what``."""
         try:
             yield
         except (NotPlainError, RecursionError):
@@ -720,7 +699,6 @@ class PlainState:
             self._warn(what, f"{type(error).__name__}: {error}")
 
     def _warn(self, what: str, reason: str) -> None:
-        """Warn once that an attribute or a generator is neither saved nor restored."""
         if what in self._warned:
             return
         self._warned.add(what)

@@ -172,10 +172,7 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
 
 
 class Identity:
-    """Compares an object by identity, because digest() does not support its type.
-
-    For a list or dict, also compare the identities of the items.
-    """
+    """Compares an object by identity, because digest() does not support its type."""
 
     def __init__(self, value: Any) -> None:
         items = _items_of(value) if type(value) in CONTAINERS else ()
@@ -429,7 +426,7 @@ def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing object, if both have the same type and shape.
 
     Returns:
-        Whether the value was copied.
+        Whether the existing object could be changed in place.
     """
     kind = type(current)
     if kind is not type(value):
@@ -470,10 +467,10 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state into its existing param_groups and state dict.
+    """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects.
 
-    Keep the old param_groups list, because a wrapper may still use the list. Keep the saved dtypes,
-    because load_state_dict() casts some tensors.
+    A wrapper of the optimizer may still use the old ``param_groups`` list. Tensors keep their saved
+    dtypes, although ``Optimizer.load_state_dict()`` would cast some of them.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -504,7 +501,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return optimizer state with its saved dtypes, on the devices of ``loaded``."""
+    """Return saved optimizer state with its dtypes, on the devices of the loaded state."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:

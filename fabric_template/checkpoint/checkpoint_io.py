@@ -123,10 +123,9 @@ def describe_content(content: Any) -> str:
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Replace the NumPy values in a checkpoint with Python values and tensors.
+    """Return a copy of a checkpoint with Python values and tensors instead of NumPy values.
 
-    Returns:
-        A copy of the checkpoint, with the original dtypes under NUMPY_KEY.
+    The checkpoint's item NUMPY_KEY contains the original NumPy dtypes.
     """
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -194,8 +193,6 @@ def items_of(container: Any) -> Any:
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
     """Return a copy of a dict, list, tuple or deque with new items.
-
-    NumPy dict keys become Python values. If nothing changes, return the container itself.
 
     Args:
         replaced: The new items, keyed by dict key or list index.

@@ -133,7 +133,7 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove the shard folders of the checkpoint file at ``path``.
 
-    If a folder cannot be removed, the next save to ``path`` tries to remove the folder again.
+    The next save removes shard folders that cannot be removed now.
 
     Args:
         keep: The new checkpoint, whose shard folder is not removed.
@@ -186,7 +186,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
     All processes must call this function. The checkpoint may be from a run with a different number
-    of processes. If the current model is not sharded, each process reads the full tensors.
+    of processes.
 
     Args:
         key: Either "state_dict" or "optimizer_states".
@@ -233,7 +233,7 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the weights or the optimized parameters, keyed by their names in a checkpoint."""
+    """Return the model's weights or the optimizers' parameters, keyed as in a checkpoint."""
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}

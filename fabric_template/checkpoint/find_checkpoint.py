@@ -192,11 +192,7 @@ class Version:
 
 
 def callbacks_of(plan: Plan) -> list[Any]:
-    """Return the callbacks that may have saved the checkpoint.
-
-    If the loop has no checkpoint callback, also return the callbacks that the module's
-    configure_callbacks creates.
-    """
+    """Return the callbacks that may have saved the checkpoint."""
     callbacks = plan.loop.callbacks
     own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
     if own is not None and overridden(own, "configure_callbacks") is not None:
@@ -317,7 +313,7 @@ def list_versions(plan: Plan, folder: Path, patterns: Collection[str]) -> list[V
     """List a run's version folders, with the most recently used folder first.
 
     Each folder's .lock file lists when runs were started and when checkpoints were saved.
-    The timestamps of the checkpoint files are not used, because copying a file changes them.
+    The modification times of checkpoint files are unreliable, because copying changes them.
     """
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
@@ -377,7 +373,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version, such as 0, whose folder contains the checkpoint at ``path``, or None."""
+    """Return the version, such as 0, of the version folder that contains a checkpoint."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.

@@ -1,11 +1,10 @@
 """Before a run resumes, reset objects that an earlier call to ``fit`` has changed.
 
 A checkpoint contains an attribute only if its value has changed since the run started. A script may
-resume a run with objects that an earlier ``fit`` call in the same process has changed, such as the
-model or a callback. Before restoring a checkpoint, ``fit`` undoes the changes that earlier ``fit``
-calls made to attributes. If the user has changed an attribute between two ``fit`` calls, the
-attribute keeps the user's value. If no earlier ``fit`` call in this process saved to the
-checkpoint's folder, ``fit`` resets no attributes.
+resume a run with a model that an earlier ``fit`` call has changed. Before restoring a checkpoint,
+``fit`` undoes the changes that earlier ``fit`` calls made to attributes. If the user has changed an
+attribute between two ``fit`` calls, the attribute keeps the user's value. Attributes are reset only
+if the same process has saved to the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MOST_RUNS = 4
 
 
 class ObjectRecord:
-    """The values of an object at the start and at the end of earlier ``fit`` calls.
+    """An object's attributes or flags at the start and at the end of earlier ``fit`` calls.
 
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.
@@ -100,7 +99,7 @@ class ObjectRecord:
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
         """Record the changes that a validate, test or predict call has made to an object.
 
-        ``fit`` keeps a user's changes, but resets changes by validate, test and predict.
+        When a run resumes, ``fit`` undoes attribute changes by validate, test and predict.
         """
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
@@ -108,7 +107,7 @@ class ObjectRecord:
 
 
 class FitRecord:
-    """Records attributes and flags, such as those of the model, before and after ``fit``.
+    """Records attributes and flags such as ``requires_grad`` before and after a ``fit`` call.
 
     Args:
         checkpoint: The path of the checkpoint from which the run resumes, or None for a new run.
@@ -154,7 +153,7 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Call ``reset_and_record_attributes`` for objects such as optimizers."""
+        """Reset and record the attributes of objects such as optimizers."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -165,7 +164,7 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Record an object's flags or options, after undoing changes by earlier ``fit`` calls.
+        """Reset flags or options that earlier ``fit`` calls changed, and record them.
 
         Args:
             kind: The kind of values, such as "flags" or "options".
@@ -208,9 +207,7 @@ class FitRecord:
         return found
 
     def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
-        """Return whether an attribute can be reset to its start value ``value``.
-
-        Warn if the start value was not recorded.
+        """Return whether an attribute can be reset to its value before an earlier ``fit`` call.
 
         Args:
             current: The digest of the attribute's current value.
@@ -230,13 +227,14 @@ class FitRecord:
         return False
 
     def keep_resets(self) -> None:
-        """Keep the reset attributes and flags, because the checkpoint has been restored."""
+        """Keep reset attributes even if training fails, because the checkpoint is restored."""
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
-        """Store the recorded attributes and flags for later ``fit`` calls.
+        """Store the recorded attributes and flags, so that a later ``fit`` call can reset them.
 
-        If the run failed before the checkpoint was restored, first undo the resets of attributes.
+        If the checkpoint could not be restored, give all attributes their values from before the
+        resume.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -263,7 +261,7 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return (object, "attributes"), (object, "buffers") or (list item, "item") for a Part."""
+    """Return the object to record for a Part, and "attributes", "buffers" or "item"."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
     # Each run creates new ListItem wrappers, so record attributes under the wrapped list item.
     if isinstance(owner, ListItem):
@@ -331,7 +329,7 @@ def copy_content(value: Any) -> Any:
 
 
 def undo_earlier_fits(run: Run) -> FitRecord:
-    """If a run resumes, undo changes that earlier ``fit`` calls made to objects such as the model.
+    """Before a resume, undo changes that earlier ``fit`` calls made to the model and callbacks.
 
     Returns:
         A new FitRecord, to which other objects such as optimizers are added later.
@@ -357,9 +355,9 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks that inherit Lightning's state_dict().
+    """Return the callbacks that use a state_dict() of Lightning, such as EarlyStopping.
 
-    Checkpoint callbacks are left out, because their attributes describe saved files.
+    Skip checkpoint callbacks, because their attributes describe saved files.
     """
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
@@ -371,7 +369,7 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Reset and record the train mode of modules and requires_grad of parameters."""
+    """Record ``training`` and ``requires_grad``, after undoing changes by earlier ``fit`` calls."""
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)

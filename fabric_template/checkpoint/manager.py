@@ -169,7 +169,7 @@ class CheckpointManager:
     def replace_last(self, run: Run) -> None:
         """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
 
-        Call this method before removing CSV rows, because an old last.ckpt may refer to them.
+        Replace last.ckpt before removing CSV rows, because an old last.ckpt may need the rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return
@@ -201,7 +201,7 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """If ``value`` is among the save_top_k best, save a checkpoint and remove the worst one."""
+        """If the monitored metric is among the save_top_k best, save a checkpoint."""
         k, previous = self.config.save_top_k, self._best_scores
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)

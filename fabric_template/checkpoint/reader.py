@@ -2,8 +2,8 @@
 
 ``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
 pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
-as numbers, text, dates and containers, and replaces all other objects with placeholders. NumPy
-objects also become placeholders, because NumPy does not validate pickled data.
+as numbers, text, dates and containers, and replaces all other objects with placeholders.
+PlainUnpickler does not build NumPy objects, because NumPy does not validate pickled data.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """Describe the first placeholder under each checkpoint key, except for hyperparameters."""
+    """For each checkpoint key, describe the first unsupported object."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
 def find_placeholder(value: Any, name: str) -> str | None:
-    """Describe the first placeholder in a value, such as a dict, or return None."""
+    """Describe the first unsupported object in a saved value, or return None."""
     waiting, seen = [(name, value)], set()
     while waiting:
         place, item = waiting.pop()
@@ -258,8 +258,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds tensors and standard types, and replaces all other objects with placeholders.
 
-    A pickle could modify classes of other code, so ``find_class`` returns only immutable built-ins
-    and new objects.
+    ``find_class`` never returns an existing mutable class, because a pickle could modify it.
 
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
@@ -296,7 +295,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function from a pickle, unless an argument is a placeholder."""
+    """Calls a function for a pickle, unless an argument is an unsupported object."""
 
     __slots__ = ("_function",)
 

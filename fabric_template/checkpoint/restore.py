@@ -126,7 +126,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def checkpointed_module(run: Run) -> nn.Module:
-    """Return the module with the weights that checkpoints contain."""
+    """Return the module that ``checkpoint["state_dict"]`` belongs to."""
     return run.module if run.is_lightning_module else run.network
 
 
@@ -134,7 +134,6 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     """Raise an error if a trained parameter's dtype differs from the saved dtype.
 
     An optimizer step fails if a parameter and its restored optimizer state have different dtypes.
-    If the dtype of a buffer or a frozen parameter differs, warn instead of raising an error.
     """
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
@@ -287,7 +286,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore FabricLoop options, such as max_epochs, that hooks of the saved run changed.
+    """Restore options such as max_epochs, if hooks of the saved run changed them.
 
     If the user has passed a new value for an option, keep the new value.
     """
@@ -373,7 +372,7 @@ def restore_position(run: Run) -> None:
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
-    """Restore options, flags, gradients, loader positions and RNG states.
+    """Restore FabricLoop options, module flags, gradients, loader positions and RNG states.
 
     Returns:
         The saved attributes of the model, the callbacks and other objects, or None if the
@@ -461,7 +460,7 @@ def restore_network(
 def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
     """Prune the same weights that ModelPruning pruned in the saved run.
 
-    Pruning reorders ``parameters()``, so call this function after configure_optimizers.
+    Call this function after configure_optimizers, because pruning reorders ``parameters()``.
     """
     callbacks = run.hooks.callbacks_of("ModelPruning")
     if any(map(resets_pruned_weights, callbacks)):
@@ -577,7 +576,7 @@ def check_replaced_parameters(run: Run) -> None:
 def check_parameter_order(run: Run) -> None:
     """Raise an error if an optimizer has the parameters in a different order than in the saved run.
 
-    Optimizer states contain no parameter names, so torch assigns them to parameters by position.
+    torch matches optimizer states to parameters by position, because the states contain no names.
     """
     saved = run.plan.start.own.get("parameter_groups", ())
     if difference := find_other_parameter(run, [names_in_order(groups) for groups in saved]):
@@ -592,10 +591,8 @@ def check_parameter_order(run: Run) -> None:
 def warn_of_parameter_order(run: Run) -> None:
     """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed.
 
-    Trainer does not save the order of an optimizer's parameters. If an optimizer was created from
-    ``self.parameters()``, compare the order of the model's weights with the order of the saved
-    weights. Do not raise an error, because an on_save_checkpoint hook may have sorted the saved
-    weights.
+    Trainer does not save the order of an optimizer's parameters, so compare the order of the
+    weights. Only warn, because an on_save_checkpoint hook may have sorted the saved weights.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
@@ -618,7 +615,7 @@ def warn_of_parameter_order(run: Run) -> None:
 def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
     """Return the first parameter whose position in its optimizer differs from the saved position.
 
-    Parameters that the model lacks are not compared, because they may have been renamed.
+    Skip saved parameters that the model lacks, because they may have been renamed.
 
     Args:
         saved: The names of the parameters of each optimizer, in the order of the saved run.
@@ -647,7 +644,7 @@ def names_in_order(groups: list[list[str | None]]) -> list[str]:
 def check_state_shapes(optimizer: Any) -> None:
     """Raise an error if tensors in the restored state of a torch optimizer have wrong shapes.
 
-    For wrong shapes, torch itself raises an error only in the first optimizer step.
+    torch detects wrong shapes in optimizer state only in the first optimizer step.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):

@@ -42,8 +42,9 @@ class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
     A new run records its start time. New and resumed runs record the time of each save.
-    ``resume="last"`` continues the run with the latest start or save. Runs with the same
-    ``version=`` share a folder. A checkpoint from before the latest start belongs to an older run.
+    ``resume="last"`` continues the most recently started or saved run. Runs with the same
+    ``version=`` share a folder. A checkpoint older than the latest start time in its
+    folder belongs to an earlier run.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
-        """Write the start time to the .lock files, and list the previous run's files for removal.
+        """Record the start of a new run, and find the files that it replaces.
 
         Args:
             folder: The folder of the checkpoints, or None.
@@ -94,7 +95,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make the checkpoints of a replaced run valid again, because the user resumes that run."""
+        """Allow resuming a run that a later run with the same ``version=`` has replaced."""
         self._write("started 0.0", is_synced=True)
         # Remove the old CSV files only after a save, because the resumed run copies their rows.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
@@ -104,7 +105,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record the time of a saved checkpoint, and remove the files of the replaced run."""
+        """Record a checkpoint's save time, and remove old files that the new run replaces."""
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -214,8 +215,8 @@ def continues_in(run: Run, folder: Path) -> bool:
 def choose_version(run: Run) -> None:
     """Choose the version of a run if the user has not passed ``version=``.
 
-    A resumed run uses the version folder that contains the checkpoint. If fit is called again
-    without resuming, the run gets a new version.
+    A resumed run uses the version folder that contains the checkpoint. A second ``fit`` call
+    without a resume starts a new version folder.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:

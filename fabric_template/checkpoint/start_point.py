@@ -41,10 +41,7 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store a checkpoint.
-
-        If the run resumes, also convert the checkpoint's training state to FabricLoop's layout.
-        """
+        """Store a checkpoint and, for a resume, its training state in FabricLoop's layout."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -53,7 +50,7 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the checkpoint from the pickle, because a spawned process reads the file itself."""
+        """Do not pickle the checkpoint, because each spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
@@ -63,11 +60,7 @@ class StartPoint:
 
     @property
     def saved_at(self) -> float | None:
-        """The time at which the checkpoint was saved.
-
-        ``saved_at`` is None if the checkpoint contains no save time, or if the run has already
-        restored the checkpoint.
-        """
+        """The time at which the checkpoint was saved, or None if unknown."""
         return self.own.get("saved_at")
 
     def finish_loading(self) -> None:
@@ -76,7 +69,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state, and set ``restarts_epoch`` for a Trainer checkpoint."""
+        """Return the saved training state, and set ``restarts_epoch`` for a Trainer checkpoint."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -91,7 +84,7 @@ class StartPoint:
         return state
 
     def take(self) -> dict[str, Any]:
-        """Return the training state, and free the checkpoint."""
+        """Return the training state, and free the memory of the checkpoint."""
         own, self.own, self.checkpoint = self.own, {}, None
         return own
 

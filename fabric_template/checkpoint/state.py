@@ -280,7 +280,7 @@ def pruning_masks(run: Run) -> dict[str, torch.Tensor]:
 
 
 class _TrialPickler(pickle.Pickler):
-    """Tests whether an object can be pickled. Skips tensors, which can always be pickled."""
+    """Pickles an object without its tensors, to test whether it can be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
         is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
@@ -288,10 +288,10 @@ class _TrialPickler(pickle.Pickler):
 
 
 class _TrialUnpickler(PlainUnpickler):
-    """Reads the pickles that _TrialPickler writes."""
+    """Reads a pickle without tensors, to find objects that cannot be loaded."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Return None, because the pickle contains no tensors."""
+        """Replace each tensor with None, because the pickle contains no tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -380,7 +380,7 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run, states: list[Any]) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    After a resume, the scheduler would hold copies of the optimizer's parameters.
+    A scheduler that saves parameters would get copies of them after a resume.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -397,7 +397,7 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
 def check_optimizer_states(run: Run) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids.
 
-    A saved id refers to no parameter of a resumed run.
+    A resumed run creates new parameters with different ids.
     """
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
@@ -414,7 +414,7 @@ def check_optimizer_states(run: Run) -> None:
 
 
 def find_unreadable(states: dict[str, Any]) -> list[str]:
-    """Describe saved objects that weights_only=True cannot read, one per checkpoint key."""
+    """For each checkpoint key, describe one object that ``weights_only=True`` cannot read."""
     file = io.BytesIO()
     _TrialPickler(file, protocol=2).dump(replace_numpy(states))
     file.seek(0)
@@ -442,7 +442,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return a path such as "a/b" to the first item that cannot be pickled, or None."""
+    """Return a path such as "a/b" if ``value["a"]["b"]`` cannot be pickled."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()
@@ -468,7 +468,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Add optimizer attributes to checkpoints, and undo changes by earlier ``fit`` calls."""
+    """Reset optimizer attributes changed by earlier ``fit`` calls, and add them to checkpoints."""
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
     parts = {
