@@ -2744,7 +2744,10 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Raise an error if the optimizer's state contains parameters or their ids."""
+    """Raise an error if the optimizer's state contains parameters or their ids.
+
+    A resumed run creates new parameters with different ids.
+    """
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -3097,7 +3100,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator whose class belongs to Python or torch."""
+    """Return whether a value is an iterator of Python or torch, such as ``iter(loader)``."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
