@@ -70,7 +70,8 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return fit's ``optimizer`` argument or, if it is a function, the function's return value.
 
-    An ``optimizer`` function gets the model. partial(Adam, lr=0.1) gets the model's parameters.
+    A function passed as ``optimizer`` gets the model, but partial(Adam, lr=0.1) gets the
+    parameters.
     """
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())

@@ -117,7 +117,7 @@ def name_step_values(
 ) -> dict[str, torch.Tensor]:
     """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv.
 
-    A LightningModule logs values itself, so return only its loss.
+    For a LightningModule, return only the loss, because other values need ``self.log``.
     """
     prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)
@@ -196,17 +196,13 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Switch to train or eval mode with the module's hook, or else with ``default``."""
+    """Switch between train and eval mode, with the model's own hook if it has one."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if the signature of a hook does not match the number of loaders.
-
-    With several loaders, a hook needs an argument ``dataloader_idx``. With a single loader,
-    ``dataloader_idx`` must be missing or have a default.
-    """
+    """Raise an error if an evaluation hook lacks or wrongly requires ``dataloader_idx``."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"

@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Checks on the first batch that training_step leaves backward() and step() to the loop."""
+    """Checks that training_step does not call backward() or optimizer.step() on the first batch."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -77,7 +77,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Average the tensors over all processes, and join the means to one vector on the CPU."""
+        """Return one CPU vector with the means of the tensors over all processes."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
         # Compare gradients on the CPU, because MPS has no float64 and a GPU may be full.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

@@ -6,8 +6,7 @@ An epoch has the phases "start_epoch", "train_batch", "log_batch", "validate", "
 "finish_batch" and "end_epoch". ``run.progress.phase`` is the current phase, or None between two
 batches or epochs. A resumed run continues in the phase that the checkpoint contains.
 
-If a hook saves a checkpoint in the "train_batch" phase, the resumed run repeats all batches since
-the last optimizer step.
+A run resumed from the "train_batch" phase continues after the last optimizer step.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """If the checkpoint was saved in the middle of a batch, finish this batch."""
+    """Finish the batch in which the checkpoint was saved."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -133,7 +132,7 @@ def train_batches(run: Run) -> None:
 
 
 def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Step the schedulers, call ``on_train_batch_end``, and log, validate and save if due."""
+    """Finish a training batch, including schedulers, hooks, logging, validation and saving."""
     run.progress.enter("log_batch")
     if run.optimization.lr_schedulers:
         step_schedulers_after_batch(run)
@@ -188,7 +187,7 @@ def report_validation(run: Run) -> str:
 
 
 def finish_batch(run: Run) -> None:
-    """Step ReduceLROnPlateau, check for signals, and save a checkpoint if due."""
+    """After a batch, step ReduceLROnPlateau, check for signals, and save due checkpoints."""
     if run.optimization.lr_schedulers:
         step_lr_schedulers(run, "step", reduce_on_plateau=True)
     is_stepping = run.progress.is_window_end
@@ -209,7 +208,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """Step schedulers and validate after an epoch with fewer batches than expected."""
+    """End an epoch in which the loader yielded fewer batches than expected."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -90,7 +90,8 @@ class Hooks:
     def call_train_epoch_end(self) -> None:
         """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last.
 
-        EarlyStopping may monitor a metric that the module logs in on_train_epoch_end.
+        EarlyStopping and checkpoint callbacks need metrics that the module logs in
+        on_train_epoch_end.
         """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
@@ -143,11 +144,7 @@ class Hooks:
         return self.with_profiler(f"[Callback]{key}.{name}", call)
 
     def _module_for(self, callback: Any) -> Any:
-        """Return the object that a callback's hooks get as the ``pl_module`` argument.
-
-        Lightning's callbacks get the ModuleAdapter of a plain model, because they call its methods.
-        Users' own callbacks get the model that was passed to the loop.
-        """
+        """Return the object that a callback's hooks get as the ``pl_module`` argument."""
         bases = [base for base in type(callback).__mro__ if base.__name__ != "Callback"]
         is_lightnings = any(base.__module__.startswith(CALLBACK_MODULES) for base in bases)
         return self.module if is_lightnings else self.model

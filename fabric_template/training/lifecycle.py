@@ -53,7 +53,7 @@ _LIGHTNING_MODULES = tuple(f"{package}.core.module" for package in LIGHTNING_PAC
 def run_plan(plan: Plan) -> Any:
     """Run fit, validate, test or predict from set-up to teardown.
 
-    If the strategy launches processes, each launched process calls ``run_plan`` again.
+    With ddp_spawn, each new process also calls ``run_plan``.
     """
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
@@ -279,10 +279,7 @@ def attach_run(run: Run, stack: ExitStack) -> None:
 
 
 def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
-    """Set the ``trainer`` attribute of a module or datamodule to the run's loop.
-
-    If ``part.trainer`` is another running loop, restore it at the end of the run.
-    """
+    """Set the ``trainer`` attribute of a module or datamodule to the run's loop."""
     with suppress(RuntimeError):
         # Reading LightningModule.trainer raises a RuntimeError if no trainer is attached.
         outer = getattr(part, "trainer", None)
@@ -294,10 +291,7 @@ def attach_trainer(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
-    """Replace Lightning's ``log`` and ``log_dict`` with much faster methods.
-
-    If the user's class overrides ``log``, the override is still called.
-    """
+    """Replace Lightning's ``log`` and ``log_dict`` with much faster methods."""
     attributes = getattr(part, "__dict__", {})
     own_log = getattr(type(part), "log", None)
     if own_log is not None and not _is_lightnings(own_log):
@@ -319,10 +313,7 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
 
 
 def detach_outer_run(part: Any, stack: ExitStack) -> None:
-    """Until this run ends, remove methods such as ``log`` that another run has added.
-
-    Two runs share a module if a hook of ``fit`` calls ``validate`` on a second loop.
-    """
+    """Temporarily remove methods such as ``log`` that another active run added to a module."""
     attributes = getattr(part, "__dict__", {})
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
         method = attributes.get(name)
@@ -331,7 +322,7 @@ def detach_outer_run(part: Any, stack: ExitStack) -> None:
 
 
 def is_loop_method(method: Any) -> bool:
-    """Return whether a run of MiniLoop or FabricLoop added this method to a module or callback."""
+    """Return whether FabricLoop or MiniLoop added a method to a module or callback."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
     # Compare class names, because isinstance() fails for classes of a second copy of this package.

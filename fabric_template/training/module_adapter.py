@@ -36,8 +36,7 @@ _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"
 class ModuleAdapter(LightningModule):
     """Gives LightningModule's interface to a network, or to another object with step methods.
 
-    The adapter shares the network's parameters, so checkpoints have the keys of
-    ``network.state_dict()``.
+    Checkpoints have the keys of ``network.state_dict()``, without a prefix for the adapter.
 
     Args:
         model: The model that was passed to ``fit``.
@@ -89,12 +88,11 @@ class ModuleAdapter(LightningModule):
 class ObjectNetwork(nn.Module):
     """An nn.Module that collects the modules and parameters from another object's attributes.
 
-    Modules in a list, tuple or dict are named as in nn.ModuleList or nn.ModuleDict.
-    For example, ``self.nets = [a, {"b": b}]`` gives ``nets.0`` and ``nets.1.b``.
+    Modules in a list, tuple or dict are named as in nn.ModuleList or nn.ModuleDict. For example,
+    the modules in ``self.nets = [a, {"b": b}]`` are named ``nets.0`` and ``nets.1.b``.
     """
 
     def collect(self, model: Any) -> None:
-        """Replace the content of this network with the model's modules and parameters."""
         self._parameters.clear()
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
@@ -128,7 +126,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error for modules in a set, or in a dict with invalid module names as keys."""
+    """Raise an error if a set or a dict with invalid keys contains modules."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -183,11 +181,10 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Remove a ``torch.compile`` wrapper from the model.
 
-    Like Trainer, compile the steps of a LightningModule instead of its ``forward``. Step functions
-    call the compiled ``forward``, so keep the wrapper of a plain network.
+    Like Trainer, compile the steps of a LightningModule instead of its ``forward``.
 
     Returns:
-        The model, and the compiler from the wrapper or None.
+        The model, and the compile function of the removed wrapper (or None).
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -200,7 +197,7 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Wrap the model in a ModuleAdapter if necessary.
+    """Give the model LightningModule's interface and the step functions passed to the loop.
 
     Returns:
         The LightningModule or ModuleAdapter, and the nn.Module that contains the parameters.
@@ -239,7 +236,7 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function, an argument such as ``scale=1`` does not count as the batch index.
+    In a step function passed to the loop, an argument with a default is not the batch index.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -304,7 +301,7 @@ class StepRunner:
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
 
     def training_modes(self) -> dict[str, bool]:
-        """Return each module's ``training`` flag, as it was before a running evaluation."""
+        """Return the ``training`` flag that each module has outside of evaluations."""
         if self._modes is not None:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
@@ -315,7 +312,7 @@ class StepRunner:
                 module.training = modes[name]
 
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the training and requires_grad flags, which ``state_dict()`` does not contain."""
+        """Return each module's ``training`` flag and each parameter's ``requires_grad`` flag."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
@@ -323,7 +320,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
-        """Return the training and requires_grad flags that have changed since ``record_flags``."""
+        """Return the ``training`` and ``requires_grad`` flags that have changed during the run."""
         return {
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
@@ -334,8 +331,7 @@ class StepRunner:
         """Store each module's mode (train or eval) before an evaluation sets the eval mode.
 
         Yields:
-            A function that restores each module's previous mode (train or eval). After an error in
-            the `with` block, the modes are restored automatically.
+            A function that restores each module's previous mode (train or eval).
         """
         self._modes = self.training_modes()
         restore = partial(self.set_training_modes, self._modes)
@@ -352,10 +348,7 @@ class StepRunner:
             self.precision.convert_module(self.network)
 
     def setup(self, is_training: bool) -> None:
-        """Move the network to the device or, with ModelParallelStrategy, shard it.
-
-        For training, also wrap the network, for example in DistributedDataParallel.
-        """
+        """Move the network to the device, and shard or wrap the network for the strategy."""
         self.convert_network()
         if self.is_model_parallel:
             shard_network(self.fabric, self.network, type(self.module).__name__)
@@ -403,10 +396,9 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Return a function that calls ``method`` inside the ``forward`` of a wrapper such as DDP.
+        """Make a step method run inside the ``forward`` of a wrapper such as DDP.
 
-        In manual optimization, ``loop.backward(loss)`` prepares DDP's averaging of gradients, so
-        ``forward`` must not.
+        In manual optimization, only ``loop.backward(loss)`` may prepare DDP to average gradients.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -427,7 +419,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a factory for a context such as torch.autocast, or None for float32."""
+        """Return a function that creates a context manager such as torch.autocast."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

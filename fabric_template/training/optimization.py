@@ -227,7 +227,7 @@ class Optimization:
         return {}
 
     def _copy_gradients(self, cleared: Collection[int] = ()) -> dict[str, Tensor]:
-        """Copy the parameters' gradients.
+        """Return copies of the parameters' gradients for a checkpoint.
 
         Args:
             cleared: The ids of parameters to leave out.
@@ -342,8 +342,7 @@ class AutomaticOptimization(Optimization):
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Run ``training_step`` and the backward pass, and return the loss.
 
-        If ``training_step`` returns None, skip the backward pass. Like Trainer, step the optimizer
-        after a skipped backward pass, except with a gradient scaler.
+        If ``training_step`` returns None, skip the backward pass.
         """
         run, check = self.run, self._first_step_check
         if check is None:
@@ -472,7 +471,7 @@ class ManualOptimization(Optimization):
             )
 
     def _count_step(self, index: int, *args: Any) -> None:
-        """Count the optimizer steps in ``training_step``, but not those in hooks."""
+        """Count an optimizer step, but only if ``training_step`` called ``optimizer.step()``."""
         if not self._averages_gradients:
             raise ConfigurationError(
                 "training_step: got loss.backward() in a run with several processes, expected"
@@ -491,7 +490,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, because training_step may still need any of them."""
+        """Return copies of all gradients, because the user's code decides when to clear them."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 
@@ -502,7 +501,7 @@ def has_own_zero_grad(optimizer: Optimizer) -> bool:
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` unscales gradients, as in fused optimizers with AMP."""
+    """Return whether ``optimizer.step`` unscales the gradients itself, as fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -526,8 +525,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """Return the total norm of an optimizer's gradients.
 
-    All processes must call this function, because each process has only one shard of a sharded
-    gradient.
+    All processes must call this function, because sharded gradients are combined across processes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norms = [norm_of(p.grad) for p in parameters if p.grad is not None]

@@ -124,7 +124,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the arguments ``model``, ``module``, ``network`` and ``compile`` of Plan.
+    """Choose the model of a run, and give the model LightningModule's interface.
 
     If no model was passed, use the model of the previous run.
     """
@@ -143,9 +143,9 @@ def choose_model(
 def choose_data(
     stage: str, loaders: dict[str, Any], datamodule: Any, module: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the arguments ``loaders``, ``datamodule`` and ``source`` of Plan.
+    """Choose the loaders and the datamodule of a run.
 
-    Loaders that were not passed come from ``source``, which is the datamodule or the module.
+    Loaders that were not passed come from the datamodule or the module.
     """
     loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     source = module if datamodule is None else datamodule

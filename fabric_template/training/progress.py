@@ -118,12 +118,11 @@ class Progress:
         return batch_idx
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count optimizer steps. In manual optimization, there may be several steps per batch."""
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
     def count_manual_batch(self) -> None:
-        """Like Trainer, count each batch as one step in manual optimization."""
+        """Count each batch of manual optimization as one step of the epoch, as Trainer does."""
         self.optimizer_steps_in_epoch = self.batches_done
 
     def finish_batch(self, is_window_end: bool) -> None:
@@ -184,7 +183,7 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether ``global_step`` has reached a multiple of ``every`` since step ``since``.
+        """Return whether the steps after ``since`` include a multiple of ``every``.
 
         In manual optimization, one batch may take several optimizer steps.
         """
@@ -194,7 +193,7 @@ class Progress:
     def trainer_epoch(self) -> int:
         """The value that callbacks get as ``trainer.current_epoch``.
 
-        If a run resumes at the end of epoch 3, on_train_start gets epoch 4, as in Trainer.
+        As in Trainer, current_epoch is 4 in on_train_start if a run resumes after epoch 3.
         """
         is_ending = self.phase == "end_epoch" and self.is_epoch_complete
         return self.epochs_done + (is_ending and not self.has_started)
@@ -202,7 +201,7 @@ class Progress:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint, excluding batches that a resumed run repeats."""
+        """Return the counters without the batches that a resumed run repeats."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -292,7 +291,7 @@ class StopCondition:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether training and the hooks at the end of the last epoch are finished."""
+        """Return whether training has ended, including the last epoch's hooks."""
         return self.has_no_batches_left and not self.progress.is_in_epoch
 
     def request(self, is_requested: bool) -> None:
@@ -347,7 +346,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Start the validation schedule once the number of training batches is known."""
+        """Compute the validation interval when the number of training batches is known."""
         self.restart()
         self.count_batches()
 
@@ -426,8 +425,7 @@ class ValidationSchedule:
     def _check_time(self, interval: float) -> None:
         """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
 
-        All processes must validate after the same batch, so the first process decides for all. The
-        first process broadcasts its decision about once a second.
+        All processes must validate after the same batch, so the first process decides for all.
         """
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)

@@ -87,7 +87,7 @@ class Run:
         return self.plan.datamodule
 
     def saved_parts(self) -> dict[str, Any]:
-        """Return the objects whose state_dict a checkpoint contains, keyed by attribute name.
+        """Return the run's attributes that are saved in a checkpoint, such as ``progress``.
 
         Each process saves its own state_dict of objects with ``is_per_process = True``.
         """
@@ -104,20 +104,17 @@ class Run:
         self.fit_record = undo_earlier_fits(self)
 
     def reset_and_record_attributes(self) -> None:
-        """Record attributes of model, datamodule and callbacks, to save changed ones later."""
+        """Record the attributes of the model, the datamodule and the callbacks before training."""
         self.plain_state = make_plain_state(self)
         self.fit_record.reset_and_record_attributes(self.plain_state)
         reset_and_record_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
-        """Choose automatic or manual optimization.
-
-        Call this method after on_fit_start, which may change ``automatic_optimization``.
-        """
+        """Choose automatic or manual optimization after on_fit_start may have changed it."""
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """Find modules that ``setup`` or ``configure_model`` has added to a plain object."""
+        """If the model is not an nn.Module, collect the modules that ``setup`` created."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
@@ -127,10 +124,7 @@ class Run:
         return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
 
     def make_step(self, name: str, method: Callable) -> Callable:
-        """Wrap a step method so that it uses the run's precision, strategy and profiler.
-
-        While the wrapped method runs, ``hooks.current`` is ``name``, such as "training_step".
-        """
+        """Wrap a step method so that it uses the run's precision, strategy and profiler."""
         action = f"[Strategy]{type(self.fabric.strategy).__name__}.{name}"
         step = self.hooks.with_profiler(action, self.steps.get(name, method))
         return self.hooks.inside(name, step)
