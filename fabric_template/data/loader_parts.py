@@ -60,7 +60,7 @@ _DATALOADER_ITERATOR = ("_iterator",)
 
 
 def find_stateful_part(loader: Any) -> Any:
-    """Return the loader, or else its IterableDataset, if its ``state_dict`` saves the position."""
+    """Return the loader or IterableDataset that can save its own position, or None."""
     for sampler in samplers_of(loader):
         is_known = has_state(sampler) or is_of_library(sampler)
         if isinstance(sampler, _DRAWING_SAMPLERS) or not is_known:
@@ -90,7 +90,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Store a list as an object's attribute, because checkpoints contain only attributes."""
+    """Wrap a list in an object, because checkpoints save the attributes of objects."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -103,7 +103,7 @@ def parts_of_samples(loader: Any) -> dict[str, Part]:
 
 
 def objects_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Any]:
-    """Return the dataset, the collate_fn, and the objects inside them, keyed by name."""
+    """Find the dataset, the dataset's attributes, the collate_fn and the collate_fn's arguments."""
     found: dict[str, Any] = {"dataset": dataset}
     if not has_state(dataset):
         found.update(objects_in(dataset))
@@ -146,7 +146,7 @@ def refers_to_model(loader: Any) -> bool:
 
 
 def warn_of_weights(loader: Any) -> None:
-    """Warn if a sampler refers to a network, because the weights may determine the sample order."""
+    """Warn if a sampler refers to a network, because resuming may then change the sample order."""
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
         if isinstance(module, nn.Module) and has_weights(module):
@@ -165,7 +165,7 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def referenced_values(value: Any) -> list[Any]:
-    """Return ``value``, the items of a container, and the variables of a function."""
+    """Return a value and the objects inside it, such as the items of a list."""
     found = [value]
     # Do not iterate over subclasses of list, because their __iter__ may draw random numbers.
     if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:
@@ -182,7 +182,7 @@ def referenced_values(value: Any) -> list[Any]:
 
 
 def find_restart_problem(loader: Any, hides_workers: bool) -> str:
-    """Return the reason why checkpoints saved after the first epoch cannot be resumed, or "".
+    """Return an error text if the loader supports resuming only in the first epoch.
 
     Args:
         hides_workers: Whether the loader has workers whose RNG states are not saved.
@@ -256,8 +256,7 @@ def find_values(
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    After ``load_state_dict``, some loaders skip their first batches in every epoch. StreamState
-    resets the position of such loaders at the end of the resumed epoch.
+    After a resumed epoch, StreamState resets the loader to its first batch.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -274,10 +273,6 @@ class StreamState:
         self._loaded: Any = None
 
     def state(self) -> Any:
-        """Return the loader's state_dict.
-
-        Until a resumed run requests its first batch, return the state_dict from the checkpoint.
-        """
         return deepcopy(self._stream.state_dict() if self._loaded is None else self._loaded)
 
     def start_reading(self) -> None:
@@ -290,7 +285,7 @@ class StreamState:
 
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
-        """Load a saved position. The caller must create the iterator in the ``with`` block."""
+        """Restore the saved position for the iterator that is created in the `with` block."""
         # The checkpoint lacks attributes that the saved run did not change, so start with the
         # current attributes.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())

@@ -4,11 +4,10 @@ How a loader is restored depends on its type:
 
 - A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
 - A DataLoader with a map-style dataset skips the batches that were already used.
-- Any other loader reads these batches again.
+- Any other loader reads and drops the batches that were already used.
 
-If a loader uses the same iterator, such as a generator, in every epoch, a run cannot resume from a
-checkpoint that was saved after its first epoch. If a sampler draws random numbers between batches,
-a resumed run cannot repeat these numbers, and may read other samples than an uninterrupted run.
+A loader that reads one generator in all epochs supports resuming only in the first epoch. If a
+sampler draws random numbers between batches, a resumed run may read different samples.
 """
 
 from __future__ import annotations
@@ -153,11 +152,11 @@ class ResumableLoader:
 
     @property
     def is_used(self) -> bool:
-        """Return whether the current iterator has yielded a batch or is exhausted."""
+        """Return whether a batch has been requested from the current iterator."""
         return self.batches > 0 or self.is_finished
 
     def end_pass(self) -> None:
-        """Get the last RNG states of persistent workers from their prefetched batches."""
+        """Read all prefetched batches to get the latest RNG states of persistent workers."""
         if self._is_persistent and self._reader is not None and not self.is_finished:
             # Use an empty sampler iterator, so that the workers prefetch no more batches.
             self.loader._iterator._sampler_iter = iter(())
@@ -173,7 +172,7 @@ class ResumableLoader:
 
     @property
     def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) already draws the first sample indices."""
+        """Return whether iter(loader) draws sample indices before the first call to next()."""
         source = self.loader
         if isinstance(self.loader, DataLoader):
             batch_sampler = self.loader.batch_sampler
@@ -313,10 +312,7 @@ class ResumableLoader:
         return iterator
 
     def _start_persistent_workers(self, first: int) -> None:
-        """Start the workers with their saved RNG states.
-
-        The RNG states of the current process stay unchanged.
-        """
+        """Start the workers with their saved RNG states."""
         captured, self.loader._iterator = self._capture(), None
         self._iterate(first, ())
         self._restore(captured)
@@ -357,7 +353,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's attributes to a position from ``state_dict(is_per_batch=True)``."""
+        """Add the loader's changed attributes to a saved position that lacks them."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -366,7 +362,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader cannot be resumed after its first epoch."""
+        """Raise an error if the loader supports resuming only in the first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -429,7 +425,7 @@ class ResumableLoader:
         return captured
 
     def keep_start_values(self) -> None:
-        """Copy the loader's attributes before on_train_start or set_epoch() can change them."""
+        """Copy the loader's attributes, because a hook such as on_train_start may change them."""
         for part in self._states_with_start_values():
             part.keep_start_values()
 
@@ -442,10 +438,7 @@ class ResumableLoader:
         return states if self._model_state is None else [*states, self._model_state]
 
     def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore RNG states and attributes, and reset all other attributes to their start values.
-
-        Closing ``stack`` restores the model's previous attributes.
-        """
+        """Restore the RNG states, and the attributes of the loader and the model."""
         if self._model_state is not None and "model" in captured:
             saved = captured["model"]["attributes"]
             attributes = self._model_state.changed_start_values(saved) | saved
@@ -557,7 +550,7 @@ class WorkerRecorder:
             self._plain_state.load_generator_states(state["own"])
 
     def collate(self, samples: Any) -> tuple[Any, int, dict[str, Any] | None]:
-        """Return the batch, the worker's index and, if it has changed, the worker's RNG state."""
+        """Return the batch, the worker's index, and the worker's RNG state if it has changed."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()

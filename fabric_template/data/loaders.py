@@ -131,7 +131,7 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error for a generator whose first batches the sanity check would use up."""
+        """Raise an error for generators, because the sanity check would consume them."""
         config = self.run.config
         is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
         if is_limited or config.num_sanity_val_steps == 0:
@@ -150,8 +150,8 @@ class DataConnector:
     def _state_of_load(self, stage: str) -> Iterator[None]:
         """Record the RNG states and the model's attributes before a hook creates loaders.
 
-        A resumed run restores these RNG states and attributes, so that the hook creates the same
-        loaders.
+        A resumed run restores the recorded RNG states before it calls a method such as
+        train_dataloader().
         """
         if stage in self.given:
             yield
@@ -169,7 +169,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the RNG states and attributes that the saved run recorded for each stage."""
+        """Return the checkpoint's RNG states from before each loader was created."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -227,8 +227,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run does not call val_dataloader() earlier than the saved run, because the method
-        may draw random numbers.
+        A resumed run must not call val_dataloader() early, because the method may draw random
+        numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -261,7 +261,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a training loader cannot be resumed after its first epoch."""
+        """Raise an error if a training loader supports resuming only in the first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -570,7 +570,7 @@ class StageLoaders:
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
-    """Move a loader's saved position back by ``dropped`` batches."""
+    """Move a loader's saved position back by a number of batches."""
     # Add is_finished, because the last next() of an exhausted loader yields no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # A resumed run draws the epoch's sample order again, so omit the samplers' state. If a resumed
@@ -586,7 +586,7 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     """Wrap loaders in a CombinedLoader. Return an existing CombinedLoader unchanged.
 
-    A list of loaders counts as several loaders. A list of batches counts as one loader.
+    Treat a list of loaders as several loaders, but a list of batches as one loader.
     """
     if is_instance_of(source, "CombinedLoader"):
         return source

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
-    """Adapt a loader to the number of processes and to the run's options."""
+    """Give a loader the samplers that Trainer would use in this process."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):

@@ -96,9 +96,9 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch number, which determines the shuffled order if there are several processes.
+        """Choose the shuffled order of an epoch in a run with several processes.
 
-        Loaders from ``loop.setup`` increase their epoch number by one in each pass.
+        Loaders from ``loop.setup`` draw a new order in each pass, without set_epoch.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)

@@ -119,7 +119,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """Raise an error if a hook created parameters that would differ between processes.
+    """Raise an error if a hook creates parameters too late for a run with several processes.
 
     Args:
         before: The names of the parameters before the hook.
@@ -175,9 +175,8 @@ def _run_in_process(
 ) -> None:
     """Run fit, validate, test or predict in a new process, and write the results to a file.
 
-    Lightning's launcher returns results through a queue, which blocks if an object is larger than
-    the pipe's buffer. If a process raises an exception, the launcher reports only the text of the
-    exception.
+    Do not return results through Lightning's launcher, because its queue blocks for large objects.
+    Lightning's launcher also reports only the text of an exception.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -222,7 +221,7 @@ def _outcome_of(run: Run) -> dict[str, Any]:
 
 
 def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
-    """Copy the results of a launched process to this process's model, run and callbacks."""
+    """Copy the results of a launched process to this process."""
     weights = outcome["weights"]
     if configure_model := overridden(run.module, "configure_model"):
         configure_model()

@@ -105,7 +105,7 @@ def join_by_default(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_environment(strategy: Any, plugins: list[Any]) -> bool:
-    """Return whether neither the user nor Lightning provides a suitable ClusterEnvironment."""
+    """Return whether the loop must provide a ClusterEnvironment for the launched processes."""
     if isinstance(strategy, Strategy) and getattr(strategy, "cluster_environment", None):
         return False
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

@@ -29,7 +29,7 @@ class SignalHandler:
 
     The user's own handlers for SIGTERM and SIGUSR1 are also called. A handler that the user has set
     for Ctrl-C stays in place. Signals that the user ignores stay ignored. At the end of the run,
-    the previous handlers are restored.
+    SignalHandler restores the previous signal handlers.
 
     Args:
         fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
