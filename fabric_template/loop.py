@@ -264,9 +264,9 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Set ``loop.run`` and ``loop.status`` for a call such as ``fit``.
+        """Store the current run in ``loop.run``, and keep ``loop.status`` up to date.
 
-        Keep ``loop.run`` after the `with` block, so that users can still read ``loop.global_step``.
+        ``loop.run`` stays set after the run, because ``loop.global_step`` reads it.
         """
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
@@ -293,8 +293,8 @@ class FabricLoop(TrainerAPI):
         """Prepare a model, an optimizer and loaders for the device and the strategy.
 
         On one device in float32, setup returns the model and the optimizer unchanged. On several
-        devices, or with another precision, setup wraps the model and the optimizer. After wrapping,
-        ``model.module`` is the original model. Clip gradients with
+        devices, or in a precision such as bf16-mixed, setup wraps the model and the optimizer.
+        After wrapping, ``model.module`` is the original model. Clip gradients with
         ``loop.fabric.clip_gradients(model, optimizer, max_norm=1.0)``.
 
         With several processes, each process gets its share of a DataLoader's or a TensorLoader's
@@ -359,7 +359,7 @@ class FabricLoop(TrainerAPI):
     def no_backward_sync(self, model: Any, enabled: bool = True) -> Any:
         """Return a context in which backward() does not average gradients over the processes.
 
-        For the last batch before an optimizer step, pass ``enabled=False`` to average gradients.
+        Call no_backward_sync(model, enabled=False) for the last batch before an optimizer step.
         """
         if needs_no_strategy(self.fabric):
             return nullcontext()
@@ -393,9 +393,9 @@ class FabricLoop(TrainerAPI):
         """Log several values by name.
 
         In step functions and epoch-end hooks, log_dict works like ``log``. In your own training
-        loop, a dictionary with an "epoch" key becomes a row of metrics.csv. A dictionary without an
-        "epoch" key becomes a row of steps.csv. In a hook such as on_train_batch_end, a dictionary
-        with the current epoch is added to the epoch's row in metrics.csv.
+        loop, log_dict writes a dictionary with an "epoch" key to metrics.csv, and any other to
+        steps.csv. In a hook such as on_train_batch_end, pass {"epoch": loop.current_epoch, ...} to
+        write to metrics.csv.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -433,8 +433,9 @@ class FabricLoop(TrainerAPI):
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Atomically write a checkpoint that contains modules, optimizers and other values.
 
-        ``load`` can read tensors, arrays, numbers, strings, dates, paths and containers of these.
-        Save ``vars(args)`` instead of ``args``, because ``load`` refuses an argparse.Namespace.
+        By default, ``loop.load`` reads only state_dicts, tensors, arrays, numbers, strings, dates,
+        paths and containers. Save ``vars(args)`` instead of ``args``, because ``load`` refuses an
+        argparse.Namespace.
         """
         self._prepare_files("save", path, state)
         kept = {k: StatefulValue(v) if is_container(v) else v for k, v in state.items()}
@@ -527,7 +528,8 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        With ModelCheckpoint callbacks, use their ``last_model_path`` or ``best_model_path``.
+        ModelCheckpoint callbacks have their own ``last_model_path`` and ``best_model_path``
+        attributes.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -625,7 +627,7 @@ class StatefulValue:
 
 
 def is_container(value: Any) -> bool:
-    """Return whether Fabric.save would rebuild a value from its items or fields."""
+    """Return whether Fabric.save would copy a value item by item."""
     # Fabric.save rebuilds a bytes object byte by byte, which takes several seconds per MB.
     if isinstance(value, str) or has_state(value):
         return False
@@ -666,10 +668,7 @@ def is_in_log_hook(run: Run) -> bool:
 
 
 def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
-    """Log values during fit, validate, test or predict.
-
-    Add values of the current epoch to its row in metrics.csv, and all other values to steps.csv.
-    """
+    """Log values during fit, validate, test or predict."""
     is_of_row = run.stage == "fit" and run.progress.is_in_epoch
     if is_of_row and scalars.get("epoch") == run.progress.epochs_done:
         measured = without_coordinates(scalars)
@@ -680,10 +679,7 @@ def log_in_run(run: Run, scalars: dict[str, Any], step: int | None) -> None:
 
 
 def log_rows(loggers: list[Any], scalars: dict[str, Any], step: int | None) -> None:
-    """Log values outside of fit, validate, test and predict.
-
-    Write values with an "epoch" key to metrics.csv, and values without this key to steps.csv.
-    """
+    """Log values outside of fit, validate, test and predict."""
     for logger in loggers:
         if "epoch" in scalars and hasattr(logger, "log_epoch"):
             coordinates = {} if step is None else {"epoch": scalars["epoch"], "step": step}

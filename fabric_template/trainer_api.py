@@ -364,7 +364,7 @@ class TrainerAPI:
 
     @property
     def _logger_connector(self) -> SimpleNamespace:
-        """Attributes of Trainer that Lightning's callbacks and ``LightningModule.log`` read."""
+        """The attributes of Trainer's logger connector that Lightning's own code uses."""
         run = self.require_run("_logger_connector")
         return SimpleNamespace(
             should_update_logs=is_logging_due(run),
@@ -375,7 +375,7 @@ class TrainerAPI:
 
     @property
     def _results(self) -> SimpleNamespace | None:
-        """The object that stores the values from ``super().log()`` calls in modules."""
+        """The object through which LightningModule.log stores values."""
         if self.run is None or self.run.stage == "predict":
             return None
         results = self.run.results
@@ -387,7 +387,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """The data connector that ModelSummary uses to move example_input_array to the device."""
+        """The part of Trainer's data connector that ModelSummary uses for example_input_array."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -403,7 +403,7 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If the last call evaluated another model, save that model instead.
+        If a later call evaluated another model, the checkpoint contains the evaluated model.
         """
         if self.run is None:
             raise AttributeError(
@@ -447,7 +447,7 @@ class Loaders(NamedTuple):
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
-    Attributes for inner loops, such as ``fit_loop.epoch_loop``, return the LoopAPI itself.
+    ``fit_loop`` and inner loops such as ``fit_loop.epoch_loop`` are the same LoopAPI object.
     """
 
     __slots__ = ("_key", "trainer")
@@ -510,7 +510,6 @@ class LoopAPI:
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that Trainer's loops have, such as ``epoch_progress``."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "global_step"):
@@ -552,7 +551,7 @@ class StrategyAPI:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        """The wrapped optimizers, which LightningModule.optimizers() reads."""
+        """The LightningOptimizers that ``self.optimizers()`` returns in a LightningModule."""
         fit_run = self._loop.fit_run
         return fit_run.optimization.lightning_optimizers if fit_run else []
 

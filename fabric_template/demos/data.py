@@ -38,7 +38,7 @@ class SplitData:
     predict_dataloader = test_dataloader
 
     def make_loader(self, split: str, shuffle: bool = False) -> Any:
-        """Return a loader for a split. A subclass may override this method."""
+        """Return a DataLoader for the "train", "val" or "test" split."""
         return DataLoader(self.splits[split], batch_size=self.batch_size, shuffle=shuffle)
 
 

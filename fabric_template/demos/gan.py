@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The GAN is a LightningModule with manual optimization. The training data consists of points around
-eight centers. A generator is good if it creates points near all eight centers.
+eight centers. A good generator creates points near all eight centers of the training data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPREAD = 0.05
 
 
 def make_points(count: int, seed: int = 0) -> Tensor:
-    """Draw random points around the eight centers, as a tensor of shape ``(count, 2)``."""
+    """Return random training points, as a tensor of shape ``(count, 2)``."""
     generator = torch.Generator().manual_seed(seed)
     center = torch.randint(len(CENTERS), (count,), generator=generator)
     return CENTERS[center] + SPREAD * torch.randn(count, 2, generator=generator)

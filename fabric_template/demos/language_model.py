@@ -23,7 +23,7 @@ VOCABULARY = 256  # Each byte is a token, so that text in any language can be us
 
 
 class TextData(SplitData):
-    """Split a text into blocks of bytes. A batch is an int64 tensor ``(batch, block + 1)``.
+    """Split a text into blocks of bytes. A batch is an int64 tensor with one block per row.
 
     Args:
         path: A text file. The default text comes from Python's help topics.

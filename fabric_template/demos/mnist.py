@@ -59,8 +59,8 @@ def read_idx(path: Path) -> Tensor:
     """Read a gzip-compressed IDX file of unsigned bytes.
 
     An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
-    dimensions. After the first four bytes of an IDX file come the sizes of the dimensions as
-    big-endian integers, and then the values of the array.
+    dimensions. In an IDX file, the dimension sizes and the array's values follow the first four
+    bytes. Dimension sizes in an IDX file are big-endian 32-bit integers.
     """
     content = gzip.decompress(path.read_bytes())
     header = 4 + 4 * content[3]

@@ -1,4 +1,4 @@
-"""Predict a table column from the other columns with a LightningModule and torchmetrics."""
+"""Use a LightningModule and torchmetrics to predict one column of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collect and check the callbacks of a loop, and resume weight averaging."""
+"""Collect, check and sort the callbacks of a loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def check_options(callbacks: list[Any], config: LoopConfig) -> None:
-    """Raise an error for a second progress bar, or for a callback that conflicts with an option."""
+    """Raise an error for two progress bars, or for a callback that contradicts a loop option."""
     bars = find_callbacks(callbacks, "ProgressBar")
     if len(bars) > 1:
         raise ConfigurationError(
@@ -138,7 +138,8 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 def resume_averaging(run: Run) -> None:
     """In a run that resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start.
 
-    Without on_train_epoch_start, StochasticWeightAveraging has no scheduler.
+    A resumed epoch needs the scheduler that StochasticWeightAveraging creates in
+    on_train_epoch_start.
     """
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
@@ -157,7 +158,7 @@ def resume_averaging(run: Run) -> None:
 
 
 def finish_averaging(run: Run) -> None:
-    """If a finished run is resumed, let averaging callbacks copy their weights into the model."""
+    """Copy averaged weights into the model if the resumed run has nothing left to train."""
     if not run.plan.start.resumes:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")

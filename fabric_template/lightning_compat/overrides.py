@@ -19,7 +19,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None if it is missing or an empty hook of Lightning."""
+    """Return an object's method, or None for a missing method or an empty hook of Lightning."""
     method = getattr(part, name, None)
     if not callable(method):
         return None

@@ -44,7 +44,7 @@ def combined_mode(combined: Any) -> str:
 
 
 def set_profiled_module(profiler: Any, module: Any) -> None:
-    """Set the module that PyTorchProfiler labels in its traces."""
+    """Set the module for PyTorchProfiler's ``record_module_names`` option."""
     profiler._lightning_module = module
 
 
