@@ -311,13 +311,18 @@ class Recorder(Logger):
         self.calls.append(("finalize", status))
 
 
+class LogsEachStep(Classifier):
+    def __init__(self):
+        super().__init__(on_step=True)
+
+
 @pytest.mark.parametrize(
     ("options", "make"),
     halve(
         [{}, {"accumulate_grad_batches": 3, "log_every_n_steps": 1}, {"val_check_interval": 0.5}, {"max_steps": 7}],
-        [Known, lambda: Classifier(on_step=True)],
+        [Known, LogsEachStep],
     ),
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_logger_gets_the_same_calls_as_with_trainer(make, options):
     calls = []
