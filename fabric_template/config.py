@@ -174,7 +174,7 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # A global import of errors.py would also import Lightning, and delay --help.
+            # Import errors.py only here, because it imports Lightning, which delays --help.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:

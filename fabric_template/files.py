@@ -49,7 +49,7 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # A global import of errors.py would also import Lightning, and delay the plot command.
+        # Import errors.py only here, because it imports Lightning, which delays the plot command.
         from .errors import CheckpointError
 
         raise CheckpointError(

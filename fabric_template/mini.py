@@ -321,8 +321,9 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # _sums[0][hook, metric name] is [total, weight, is_synced] since the start of the epoch.
-        # With validate_every_n_steps, _sums[1] contains sums since the last metrics.csv row.
+        # The sums of logged values since the start of the epoch. With validate_every_n_steps, a
+        # second dict contains the sums since the latest row of metrics.csv. The keys are (hook,
+        # metric name), and the values are [sum, sum of the weights, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -1801,7 +1802,7 @@ class MiniLoop:
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the old values of attributes that have changed since the start of a run."""
-        # Remove the record, so that a fit in a hook cannot treat changes by this fit as the user's.
+        # If a hook calls fit with the same model, this second fit must not find the record.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
         # Do not undo changes that the user has made since the latest fit.
@@ -2560,7 +2561,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # A list has no attributes to save, so put a list of batches into a SimpleNamespace.
+    # Checkpoints contain only attributes, so make a list of batches an attribute of an object.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
@@ -2984,7 +2985,7 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     """Return the hooks of a module, parameter or optimizer."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-    # For a bound method, checkpoints contain the attributes of its object.
+    # If a hook is a bound method, return the object with this method, which may have attributes.
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
@@ -2994,7 +2995,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return the attribute values that earlier ``fit`` calls recorded for an object."""
+    """Return the values that earlier ``fit`` calls recorded of an object's attributes."""
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})

@@ -486,7 +486,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state without the state of callbacks that this run lacks."""
+        """Remove the entries of callbacks that this run does not have from a saved state."""
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
         for name, old in state.get("callbacks", {}).items():
@@ -639,12 +639,12 @@ class PlainState:
         return changed
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return the digest and the encoded value of each attribute up to 10 MB."""
+        """Return a pair (digest, encoded value) for each attribute up to 10 MB."""
         found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
-        """Return the digest and the encoded value of each attribute of the given objects.
+        """Return a pair (digest, encoded value) for each attribute of the given objects.
 
         An attribute above 1 MB or of an unsupported type is replaced with UNKNOWN. Call this method
         directly after creating the PlainState.

@@ -242,7 +242,7 @@ def arguments_of(value: Any) -> list[Any] | None:
     return [bytes(value)] if kind is bytearray else None
 
 
-# Enums and named tuples
+# Classes of Enums and named tuples
 
 
 def is_named_tuple(kind: type) -> bool:

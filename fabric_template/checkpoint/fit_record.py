@@ -42,7 +42,7 @@ _MOST_RUNS = 4
 
 
 class ObjectRecord:
-    """An object's attributes or flags at the start and at the end of earlier ``fit`` calls.
+    """Record an object's attributes or flags at the start and at the end of each ``fit`` call.
 
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.

@@ -388,8 +388,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # max_epochs and max_steps are already restored. Now restore the other options that hooks have
-    # changed.
+    # Restore the values that hooks of the saved run have given to options.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     check_settings(run, own["settings"])

@@ -1,4 +1,4 @@
-"""Store the checkpoint that a run starts from, and convert it to FabricLoop's layout.
+"""Hold the checkpoint from which a run starts, with its content in FabricLoop's layout.
 
 The value of "writer" is the class that saved the checkpoint: FabricLoop, MiniLoop or Trainer.
 """

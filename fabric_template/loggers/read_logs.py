@@ -67,7 +67,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def require_runs(path: Any) -> list[Any]:
     """Return each run's name, version and CSV file. If there are no runs, raise an error."""
     if not isinstance(path, str | os.PathLike):
-        # A global import of errors.py would also import Lightning, and delay the plot command.
+        # Import errors.py only here, because it imports Lightning, which delays the plot command.
         from ..errors import describe
 
         text = f"got {describe(path)}, expected a path"

@@ -189,7 +189,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_read_table_reads_every_line_even_if_one_is_damaged(tmp_path, name, end, start):
+def test_a_damaged_line_does_not_prevent_reading_the_other_lines(tmp_path, name, end, start):
     text, cells = LINES[name]
     lines = lines_of(8)
     lines[4] = text

@@ -199,7 +199,7 @@ def test_list_runs_shows_the_learning_rate_of_each_run_if_it_differs(kind, way, 
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_list_runs_compares_only_optimizer_arguments_that_both_runs_have():
+def test_list_runs_ignores_optimizer_arguments_that_only_one_run_has():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]

@@ -142,7 +142,7 @@ def test_a_plot_against_steps_shows_the_values_in_steps_csv():
     assert lines(loss, "validation") == [[[10, 0.5]]]
 
 
-def test_plot_logs_plots_a_step_based_run_against_steps():
+def test_the_x_axis_of_a_step_based_run_shows_steps():
     """Batch losses are pale, their average is a line, and validations are connected points."""
     logger = CSVLogger("logs", name="steps", version=0)
     for step in range(1, 101):

@@ -102,7 +102,7 @@ def test_tune_keeps_a_setting_only_if_it_is_faster_in_each_round(gains):
     assert list(remaining) == []
 
 
-def test_tune_applies_the_precision_batch_size_and_fused_settings():
+def test_tune_applies_the_chosen_precision_batch_size_and_optimizer_settings():
     class Model(LightningModule):
         def __init__(self):
             super().__init__()
