@@ -249,7 +249,7 @@ def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_a_run_with_weight_averaging_and_a_true_precision_resumes_exactly(precision, tmp_path):
+def test_a_run_with_weight_averaging_in_bf16_or_float64_resumes_exactly(precision, tmp_path):
     def train_averaged(folder, epochs, **fit):
         torch.manual_seed(0)
         model, average = Layers(), pl.callbacks.WeightAveraging()

@@ -292,7 +292,7 @@ def test_a_run_with_large_or_shared_model_attributes_resumes_exactly(tmp_path, n
 
 
 @pytest.mark.parametrize(("name", "writer"), once(["pairs", "keyed_by_weight", "table"], SAVES))
-def test_each_loop_restores_list_and_dict_attributes_saved_by_the_other_loop(tmp_path, name, writer):
+def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
         loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")

@@ -779,7 +779,7 @@ class HasQueue(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_empty_tensor_is_not_mistaken_for_an_empty_buffer_of_the_model(tmp_path, kind):
+def test_resume_does_not_confuse_an_empty_tensor_with_an_empty_buffer(tmp_path, kind):
     expected = train(kind, tmp_path / "whole", shuffled(HasQueue))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "parts", shuffled(HasQueue), kill_at=5)
@@ -1037,7 +1037,7 @@ class ModelWithPairs(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_run_with_dict_attributes_keyed_by_tuples_resumes_exactly(tmp_path, kind):
+def test_a_run_resumes_exactly_if_a_model_attribute_has_tuple_keys(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)

@@ -94,7 +94,7 @@ def test_resuming_keeps_an_attribute_that_the_user_reassigned_after_fit(tmp_path
     assert holder.value is mine
 
 
-def test_resuming_an_earlier_run_keeps_attributes_set_between_two_calls_of_fit(tmp_path):
+def test_resuming_an_earlier_run_keeps_attributes_set_after_that_run(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8
@@ -112,7 +112,7 @@ def test_fit_remembers_the_initial_attributes_of_the_four_newest_runs(tmp_path):
     assert record_fit(holder, tmp_path / "3", resumes=True) == {"value": 3}
 
 
-def test_resuming_resets_attributes_that_validate_changed(tmp_path):
+def test_resuming_undoes_changes_that_validate_made_to_model_attributes(tmp_path):
     holder = Holder(value=0)
     record_fit(holder, tmp_path, add_one)
     record_fit(holder, tmp_path, add_one, is_training=False)
@@ -124,7 +124,7 @@ def test_resuming_resets_attributes_that_validate_changed(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_resuming_keeps_objects_created_in_training_if_their_state_was_saved(tmp_path, saved):
+def test_resuming_keeps_objects_created_in_training_if_saved_in_the_checkpoint(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -132,7 +132,7 @@ def test_resuming_keeps_objects_created_in_training_if_their_state_was_saved(tmp
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_resuming_resets_changed_attributes_even_if_another_object_cannot_be_read(tmp_path):
+def test_resuming_resets_the_other_objects_if_one_is_unreadable(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):
@@ -169,7 +169,7 @@ def test_a_refused_resume_does_not_change_the_attributes_of_user_objects(tmp_pat
     assert holder.items is items
 
 
-def test_fit_record_reads_attributes_only_once_and_does_not_copy_large_lists():
+def test_fit_record_reads_attributes_once_and_copies_no_large_lists():
     class Counted:
         reads = 0
 
@@ -239,7 +239,7 @@ def test_a_failed_resume_changes_neither_model_attributes_nor_requires_grad(tmp_
     assert not next(model.parameters()).requires_grad
 
 
-def test_resuming_does_not_delete_attributes_of_a_dataset_from_an_installed_package(tmp_path, monkeypatch):
+def test_resuming_keeps_attributes_of_a_dataset_defined_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "installed_data.py").write_text("class Data(list):\n    pass\n")
@@ -291,7 +291,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_resuming_restores_the_initial_state_of_a_dataset_that_is_a_model_attribute(tmp_path, name):
+def test_resuming_restores_the_initial_state_of_a_dataset_inside_the_model(tmp_path, name):
     dataset = Noisy(*make_loader().dataset.tensors)
     model = AddsNoise(dataset, WRAPPERS[name](dataset))
     make_loop(tmp_path, 3, monitor="train_loss", mode="min", save_top_k=-1, seed=1).fit(model)

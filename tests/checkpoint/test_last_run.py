@@ -210,7 +210,7 @@ def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpo
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_the_first_save_of_a_new_run_removes_the_replaced_checkpoints(tmp_path):
+def test_the_first_save_removes_the_checkpoints_of_the_overwritten_run(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -246,7 +246,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_version_0_as_version_1_overwrites_the_run_in_version_1(tmp_path):
+def test_resuming_into_an_existing_version_overwrites_the_run_there(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"

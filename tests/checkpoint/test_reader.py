@@ -197,7 +197,7 @@ def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
 
 @pytest.mark.parametrize("kind", objects(Path()))
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_reading_a_checkpoint_does_not_recreate_objects_in_the_hyperparameters(tmp_path, kind, protocol):
+def test_reading_a_checkpoint_does_not_unpickle_objects_in_the_hyperparameters(tmp_path, kind, protocol):
     saved = {"hyper_parameters": {"value": objects(tmp_path)[kind], "rate": 0.1}}
     found = write_and_read(saved, tmp_path / "a.ckpt", pickle_protocol=protocol)
     value = found["hyper_parameters"]["value"]

@@ -118,7 +118,7 @@ def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_accepts_last_auto_or_a_checkpoint_path(tmp_path):
+def test_resume_accepts_a_path_or_the_words_last_and_auto(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)

@@ -137,7 +137,7 @@ def test_an_error_names_the_version_folder_if_model_checkpoint_is_missing(tmp_pa
     assert len(history) == 2
 
 
-def test_resume_auto_finds_a_run_even_if_validate_has_used_the_model_checkpoint_callback(tmp_path):
+def test_validate_with_a_model_checkpoint_does_not_break_resume_auto(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

@@ -92,7 +92,7 @@ class LogsMost(Classifier):
 
 
 @pytest.mark.parametrize("saves", [1, None])
-def test_a_resumed_run_uses_a_changed_reduce_fx(tmp_path, saves, recwarn):
+def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, saves, recwarn):
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]

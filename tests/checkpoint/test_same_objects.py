@@ -170,7 +170,7 @@ def test_resuming_several_times_with_the_same_model_and_loader_objects_is_exact(
 
 
 @both_loops
-def test_a_new_loop_resumes_exactly_with_the_model_and_loader_of_the_killed_run(tmp_path, kind):
+def test_a_new_loop_resumes_exactly_with_the_same_model_and_loader(tmp_path, kind):
     expected = Script(kind, tmp_path / "whole", scale).fit()
     script = Script(kind, tmp_path / "killed", scale)
     script.fit(kill_at=(2, 3))
@@ -205,7 +205,7 @@ def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fi
 
 
 @both_loops
-def test_resuming_one_of_two_runs_restores_the_initial_model_attributes_of_that_run(tmp_path, kind):
+def test_resuming_either_of_two_runs_restores_its_initial_model_attributes(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=1)
     script.fit(kill_at=(1, 3))
     assert script.net.scale == 2.0
@@ -342,7 +342,7 @@ def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fi
 
 
 @both_loops
-def test_resume_resets_attributes_that_a_validation_step_changed(tmp_path, kind):
+def test_resume_undoes_changes_that_validation_made_to_model_attributes(tmp_path, kind):
     def validation_step(net, batch):
         net.scale += 10.0
         return torch.zeros(())

@@ -64,7 +64,7 @@ def test_hyperparameters_that_cannot_be_pickled_are_dropped_with_one_warning(tmp
     assert_same_weights(resumed, whole)
 
 
-def test_a_run_without_checkpoints_does_not_warn_about_pickling(tmp_path, recwarn):
+def test_fit_without_checkpoints_does_not_warn_about_unpicklable_hyperparameters(tmp_path, recwarn):
     make = lambda: WithHyperparameters(rate=0.1)  # noqa: E731
     fit(tmp_path, make, max_epochs=1, enable_checkpointing=False)
     assert not [warning for warning in recwarn if "cannot be pickled" in str(warning.message)]

@@ -780,7 +780,7 @@ def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_p
 
 
 @ignores_weights
-def test_an_attribute_that_shares_memory_with_a_weight_still_shares_it_after_resume(tmp_path):
+def test_resume_keeps_memory_shared_between_an_attribute_and_a_weight(tmp_path):
     class Shares(RanksSamples):
         def __init__(self, *arguments):
             super().__init__(*arguments)

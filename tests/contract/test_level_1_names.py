@@ -45,7 +45,7 @@ def test_setup_keeps_the_parameter_objects_and_their_names(precision):
     optimizer.step()
 
 
-def test_fit_accepts_the_objects_that_setup_returned():
+def test_fit_accepts_the_model_and_optimizer_that_setup_returned():
     """fit does not wrap the model again, so the weights equal those of a run without setup()."""
 
     def fitted(through_setup):
@@ -100,7 +100,7 @@ def record_passes(fabric, loop):
     Path(f"passes{loop.fabric.global_rank}.json").write_text(json.dumps(passes))
 
 
-def test_a_tensor_loader_in_two_processes_is_reshuffled_in_each_epoch(monkeypatch):
+def test_two_processes_reshuffle_a_tensor_loader_in_each_epoch(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(devices=2, strategy="ddp_fork", seed=3))
     loop.fabric.launch(record_passes, loop)

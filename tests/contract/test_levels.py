@@ -120,7 +120,7 @@ def test_a_hand_written_loop_can_call_setup_and_backward_and_log_dict(expected, 
     assert all(torch.equal(first[i]["momentum_buffer"], second[i]["momentum_buffer"]) for i in first)
 
 
-def test_log_dict_without_a_step_writes_no_empty_column():
+def test_log_dict_without_a_step_number_adds_no_step_column():
     loop = make_loop("rows")
     loop.log_dict({"epoch": 0, "loss": torch.tensor(0.5)})
     assert Path("logs/rows/version_0/metrics.csv").read_text().splitlines() == ["epoch,loss", "0,0.5"]

@@ -380,7 +380,7 @@ class ChangesOptions(Classifier):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_resume_restores_the_loop_options_that_a_hook_changed(writer, reader):
+def test_resume_restores_loop_options_that_a_hook_set_before_the_checkpoint(writer, reader):
     def train(kind, name, fails=False, resume=None):
         torch.manual_seed(1)
         module = ChangesOptions()
@@ -463,7 +463,7 @@ def test_neither_loop_restores_a_random_generator_saved_by_the_other_loop():
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_mini_loop_refuses_a_list_tuple_or_dict_of_random_generators(kind):
+def test_mini_loop_refuses_a_model_with_random_generators_in_a_container(kind):
     """MiniLoop saves generators in attributes, but not in containers."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
@@ -631,7 +631,7 @@ def train_until(rank, step):
     torch.save(module.state_dict(), "end.pt")
 
 
-def test_a_killed_and_resumed_run_ends_with_the_same_weights_and_csv_rows():
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_run():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
@@ -949,7 +949,7 @@ def changed_loop(changes):
     return module.MiniLoop
 
 
-def test_an_edited_copy_of_mini_py_accumulates_a_given_number_of_tokens_per_step():
+def test_mini_py_can_be_edited_to_accumulate_gradients_by_token_count():
     _, expected, _ = fit("MiniLoop", "whole", 2, accumulate_grad_batches=2)
     _, module, _ = fit("MiniLoop", "tokens", 2, loop_class=changed_loop(BY_TOKENS), tokens_per_step=64)
     torch.testing.assert_close(module.state_dict(), expected.state_dict())
@@ -1359,7 +1359,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_traverses_the_modules_equally_often_for_small_and_large_models():
+def test_saving_does_not_traverse_large_models_more_often_than_small_ones():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

@@ -124,7 +124,7 @@ CLIPPING = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
         (Clips, CLIPPING),
     ],
 )
-def test_each_kind_of_module_ends_with_the_same_weights_as_with_trainer(module, options):
+def test_fabric_loop_and_trainer_train_each_module_to_equal_weights(module, options):
     assert_parity(module, train, val, max_epochs=3, **options)
 
 

@@ -116,7 +116,7 @@ def trained_loop():
 
 
 @pytest.mark.parametrize(("path", "file"), OFFERED, ids=[row[0] for row in OFFERED])
-def test_lightning_still_uses_each_private_attribute_that_fabric_loop_offers(trained_loop, path, file):
+def test_lightning_still_needs_each_private_attribute_provided_by_fabric_loop(trained_loop, path, file):
     *parents, name = path.split(".")
     trainer, loop = pl.Trainer(**quiet()), trained_loop
     for parent in parents:

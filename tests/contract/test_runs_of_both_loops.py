@@ -55,7 +55,7 @@ def test_resume_continues_the_run_that_was_the_last_to_save_a_checkpoint(first, 
 
 
 @pytest.mark.parametrize(("loops", "without_lock"), once(PAIRS, [[0], [1], [0, 1, 2]]), ids=str)
-def test_resume_continues_the_newest_run_if_folders_were_copied_without_hidden_files(loops, without_lock):
+def test_resume_finds_the_newest_run_without_the_lock_files(loops, without_lock):
     """If a .lock file is missing, both loops read the time that the checkpoint contains."""
     first, second = loops
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(opt
     ("kind", "path", "is_link", "version"),
     halve(LOOPS, ["logs", "checkpoints", "logs/run", "checkpoints/run"], [False, True], [None, 0]),
 )
-def test_a_file_or_a_broken_link_in_place_of_a_folder_is_refused(kind, path, is_link, version):
+def test_fit_refuses_a_file_or_broken_link_instead_of_a_folder(kind, path, is_link, version):
     path = Path(path)
     path.parent.mkdir(exist_ok=True)
     if is_link:

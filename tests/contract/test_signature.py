@@ -54,7 +54,7 @@ def complete(rank):
     assert document_fields()["save_top_k"] in shown
 
 
-def test_mypy_finds_wrong_options(tmp_path):
+def test_mypy_reports_wrong_names_and_types_of_fabric_loop_options(tmp_path):
     pytest.importorskip("mypy")
     Path("script.py").write_text(
         "from fabric_template import FabricLoop\n"

@@ -23,7 +23,7 @@ def pair(make_module, train, val=val_loader, **options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_each_option_gives_the_same_weights_as_with_trainer(precision, name):
+def test_fabric_loop_and_trainer_reach_equal_weights_with_each_option(precision, name):
     pair(Drawing, make_loader, precision=precision, **OPTIONS[name])
 
 

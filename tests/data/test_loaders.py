@@ -357,7 +357,7 @@ def test_datamodule_hooks_do_not_apply_to_loaders_passed_to_later_calls(stage):
 
 
 @pytest.mark.parametrize("stage", STAGE_NAMES)
-def test_fit_records_dataset_attributes_but_validate_test_and_predict_do_not(stage, monkeypatch):
+def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
     """Comparing a list of a million paths takes seconds, and only fit saves checkpoints."""
     recorded = []
 

@@ -118,7 +118,7 @@ def test_validate_test_and_predict_use_the_step_functions_passed_to_fit():
         assert result == {name: pytest.approx(v) for name, v in loop.callback_metrics.items() if "val" in name}
 
 
-def test_validate_test_and_predict_accept_step_functions_on_a_loop_that_never_trained():
+def test_evaluation_and_prediction_accept_step_functions_without_an_earlier_fit():
     _, net, _ = fit("functions", name="stages")
     _, val = make_loaders()
     loss, acc = by_hand(net, val)

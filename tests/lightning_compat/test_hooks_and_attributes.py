@@ -146,7 +146,7 @@ def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
     assert {type(stage) for stage in received} == {TrainerFn}
 
 
-def test_reading_the_progress_bar_callback_attribute_adds_no_callback():
+def test_reading_the_attribute_progress_bar_callback_adds_no_callback():
     loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
     before = list(loop.callbacks)
     assert not loop.progress_bar_callback.is_enabled

@@ -420,7 +420,7 @@ None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
-def test_a_notebook_shows_the_table_and_the_progress_bar_in_one_output(tmp_path, monkeypatch):
+def test_a_notebook_cell_shows_metrics_and_progress_bar_in_one_output(tmp_path, monkeypatch):
     """The output is not a widget, so a saved notebook keeps the output."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name, value in install_kernel(tmp_path / "kernel").items():

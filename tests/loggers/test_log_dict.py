@@ -97,7 +97,7 @@ def test_log_dict_writes_a_column_for_each_metric_of_a_metric_collection(tmp_pat
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_monitor_accepts_a_metric_that_log_dict_writes_at_the_end_of_an_epoch(tmp_path, loop_class):
+def test_the_monitor_option_accepts_a_metric_logged_with_log_dict(tmp_path, loop_class):
     class Net(Plain):
         def on_validation_epoch_end(self):
             loop.log_dict({"val_rank": loop.current_epoch})

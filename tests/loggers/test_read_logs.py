@@ -175,7 +175,7 @@ def test_read_logs_imports_neither_torch_nor_lightning(three_runs):
         ([0, 0], [1]),
     ],
 )
-def test_read_logs_drops_old_rows_of_epochs_that_a_restarted_run_repeated(tmp_path, epochs, kept):
+def test_read_logs_keeps_only_the_newest_rows_of_a_repeated_epoch(tmp_path, epochs, kept):
     losses = [0.5, 0.1, 0.7, 0.6, 0.4, 0.9][: len(epochs)]
     pd.DataFrame({"epoch": epochs, "val_loss": losses}).to_csv(tmp_path / "metrics.csv", index=False)
     found = read_logs(tmp_path)

@@ -56,7 +56,7 @@ def in_a_script(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_config_yaml_records_the_command_the_versions_the_device_and_the_optimizer(kind, monkeypatch):
+def test_config_yaml_describes_how_and_where_a_run_was_trained(kind, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", "my digits"])
     about = train(kind, torch.optim.Adam, batch_size=2)
     assert about["command"] == "train.py --data 'my digits'"

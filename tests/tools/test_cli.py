@@ -154,7 +154,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_help_and_the_runs_and_plot_commands_do_not_import_torch():
+def test_help_plots_and_lists_of_runs_work_without_importing_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -303,7 +303,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_fit_command_can_repeat_a_run_with_any_default_arguments_of_the_model(capsys):
+def test_the_fit_command_repeats_runs_of_models_with_any_default_arguments(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]

@@ -185,7 +185,7 @@ def test_read_logs_reads_a_csv_file_with_a_second_and_longer_header_row():
         ("step,split,metric,value\n5,train,loss,3\n5,val,loss,4\n9,train,loss,2\n9,val,loss,3\n", "val_loss"),
     ],
 )
-def test_read_logs_reads_a_table_with_a_row_for_each_stage_or_metric(text, columns):
+def test_read_logs_reads_csv_files_with_separate_rows_for_validation(text, columns):
     path = write(text)
     ax = plot_logs(path, metrics="loss")
     lines = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines()}
@@ -223,7 +223,7 @@ def test_plot_logs_draws_runs_with_equal_names_in_two_files_separately():
     assert {*lines_of(plot_logs("exports"))} == {*labels}
 
 
-def test_list_runs_reads_a_table_with_a_row_per_run():
+def test_list_runs_reads_a_csv_file_with_one_row_per_run():
     path = write('"Name","State","lr","epoch","val/loss"\n"a","finished",0.1,9,0.5\n"b","finished",0.2,9,0.4\n')
     runs = list_runs(path)
     assert (runs["version"].tolist(), runs["best"].tolist()) == (["a", "b"], [0.5, 0.4])

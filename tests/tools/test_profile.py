@@ -105,7 +105,7 @@ def test_profile_measures_each_part_of_a_step_with_manual_optimization(fake_cloc
     assert found.parts == {"forward": 10, "backward": 10, "optimizer": 10}
 
 
-def test_the_parts_of_a_profile_add_up_to_the_step_time_in_table_and_plot():
+def test_the_times_in_a_profile_add_up_to_the_step_time():
     """Options that end fit early, such as max_steps, do not end the profile."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]

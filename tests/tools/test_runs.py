@@ -134,7 +134,7 @@ def test_list_runs_treats_damaged_files_as_empty_and_never_executes_code_in_them
     assert not Path("bad").exists()
 
 
-def test_list_runs_uses_hparams_yaml_instead_of_config_yaml_for_equal_names():
+def test_list_runs_prefers_hparams_yaml_if_config_yaml_differs():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}
@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_finding_the_best_run_in_a_keras_csv_file_prints_the_file_path(capsys):
+def test_the_command_best_prints_the_path_of_a_keras_csv_file(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")

@@ -88,7 +88,7 @@ def test_tune_reports_a_batch_size_that_does_not_fit_in_memory(tmp_path, capsys)
     assert os.listdir(tmp_path) == []
 
 
-def test_tune_keeps_a_faster_setting():
+def test_tune_keeps_only_settings_that_make_training_faster():
     def rate(choice):
         return 100.0 * (2 if "precision" in choice else 1) * (0.9 if "fused" in choice else 1)
 

@@ -190,7 +190,7 @@ def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path):
         train(IgnoresClosure, tmp_path)
 
 
-def test_an_optimizer_without_step_hooks_is_refused_in_manual_optimization(tmp_path):
+def test_manual_optimization_refuses_an_optimizer_that_is_not_a_torch_optimizer(tmp_path):
     net = make_net()
     optimizers = [NoSubclass(net[0].parameters()), NoSubclass(net[2].parameters())]
     loop = FabricLoop(**with_files(tmp_path, max_epochs=1))

@@ -292,7 +292,7 @@ class OutOfTime(Callback):
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
-def test_resume_auto_continues_a_run_ended_by_max_time_only_if_max_time_is_larger(tmp_path, capsys):
+def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_raised(tmp_path, capsys):
     options = {"max_epochs": 3}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     limited = {**options, "max_time": "00:01:00:00"}
