@@ -147,7 +147,7 @@ class SortsWeights(Layers):
 
 
 @pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_resume_warns_if_a_hook_sorted_the_state_dict_keys_of_a_trainer_checkpoint(shapes):
+def test_resume_warns_about_reordered_weights_in_a_trainer_checkpoint(shapes):
     save_with_trainer(SortsWeights("cba", shapes=shapes))
     with pytest.warns(UserWarning, match=f"resume: got 'c.weight' {ORDER_WARNING} 'a.bias'"):
         train("FabricLoop", SortsWeights("cba", shapes=shapes), 2, resume="trainer.ckpt")
@@ -164,7 +164,7 @@ def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_sh
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
-def test_a_trainer_run_resumes_even_if_optimizer_states_and_weights_differ_in_shape(optimizer):
+def test_resume_accepts_optimizer_states_with_other_shapes_than_the_weights(optimizer):
     save_with_trainer(Layers(optimizer=optimizer))
     train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
 
@@ -174,7 +174,7 @@ def test_a_trainer_run_resumes_even_if_optimizer_states_and_weights_differ_in_sh
 
 @pairs_of_loops
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_resuming_with_a_different_true_precision_is_refused(kinds, precision):
+def test_resuming_with_a_different_dtype_of_the_weights_is_refused(kinds, precision):
     train(kinds[0], Layers(), 1)
     dtype = {"64-true": "float64", "bf16-true": "bfloat16"}[precision]
     with pytest.raises(ValueError, match=f"resume: got torch.{dtype} as the dtype of 'a.weight', expected torch.float"):

@@ -120,7 +120,7 @@ def end_of(optimizer, scheduler, precision, resume=None):
     + [(precision, torch.optim.Adam, lr_scheduler.StepLR) for precision in PRECISIONS],
     ids=lambda kind: getattr(kind, "__name__", kind),
 )
-def test_a_run_with_each_optimizer_scheduler_and_precision_resumes_exactly(precision, optimizer, scheduler):
+def test_runs_resume_exactly_with_each_optimizer_scheduler_and_precision(precision, optimizer, scheduler):
     if scheduler is torch.optim.swa_utils.SWALR and not HAS_PLAIN_SWALR:
         with pytest.raises(CheckpointError, match="lr_schedulers/0/anneal_func"):
             end_of(optimizer, scheduler, precision)

@@ -281,7 +281,7 @@ def assert_same(resumed, whole):
 
 
 @pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [3, 6]))
-def test_a_run_with_large_or_shared_model_attributes_resumes_exactly(tmp_path, name, kind, kill_at):
+def test_a_run_resumes_exactly_if_attributes_are_large_or_contain_weights(tmp_path, name, kind, kill_at):
     torch.manual_seed(1)
     whole = train(kind, tmp_path / "whole", CASES[name])
     torch.manual_seed(1)
@@ -326,7 +326,7 @@ class GroupSchedulerModel(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_scheduler_whose_state_dict_contains_parameters_is_refused(tmp_path, kind):
+def test_a_scheduler_with_model_parameters_in_its_state_dict_is_refused(tmp_path, kind):
     """Resuming would replace the parameter groups in the scheduler with copies."""
     with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
         train(kind, tmp_path, shuffled(GroupSchedulerModel), kill_at=0)

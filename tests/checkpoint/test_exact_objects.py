@@ -630,7 +630,7 @@ class OptimizerReplacement(Model):
             self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
 
 
-def test_a_hook_must_not_replace_the_optimizer(tmp_path):
+def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
     """FabricLoop trains with the new optimizer, and refuses to resume this run."""
     with pytest.raises(ValueError, match="a hook changed the list"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
@@ -757,7 +757,7 @@ class HasDates(Model):
         return super().training_step(batch, batch_idx)
 
 
-def test_mini_loop_refuses_a_fabric_loop_checkpoint_that_contains_a_date(tmp_path):
+def test_mini_loop_refuses_a_fabric_loop_checkpoint_with_a_date_object(tmp_path):
     train(FabricLoop, tmp_path, shuffled(HasDates))
     with pytest.raises(ValueError, match="resume: got an attribute with a date, .* Resume with FabricLoop"):
         train(MiniLoop, tmp_path, shuffled(HasDates), resume="last")

@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_resuming_restores_the_attribute_values_from_before_fit(tmp_path, name):
+def test_resume_resets_attributes_to_their_values_before_the_first_fit(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -217,7 +217,7 @@ def make_loop(root, epochs=2, **options):
     return FabricLoop(accelerator="cpu", max_epochs=epochs, default_root_dir=root, **options)
 
 
-def test_resuming_from_a_file_outside_the_checkpoint_folder_resets_no_model_attributes(tmp_path):
+def test_resuming_from_another_folder_does_not_change_model_attributes(tmp_path):
     model, loop, loader = Counting(), make_loop(tmp_path), make_loader()
     loop.fit(model, loader)
     loop.save_checkpoint(tmp_path / "mine.ckpt")
@@ -253,7 +253,7 @@ def test_resuming_keeps_attributes_of_a_dataset_defined_in_an_installed_package(
     assert dataset.path == "data"
 
 
-def test_resuming_with_the_same_weight_averaging_callback_is_exact(tmp_path):
+def test_resume_is_exact_if_the_weight_averaging_callback_is_reused(tmp_path):
     callback, model, loader = StochasticWeightAveraging(0.05, swa_epoch_start=1), Classifier(), make_loader()
     make_loop(tmp_path, 3, callbacks=[callback], monitor="train_loss", save_top_k=-1).fit(model, loader)
     expected = deepcopy(model)

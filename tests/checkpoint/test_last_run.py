@@ -69,7 +69,7 @@ def make_empty_folders(root):
 @pytest.mark.parametrize(
     ("keyword", "change"), halve(["last", "auto"], [touch, copy, copy_older_files, make_empty_folders])
 )
-def test_resume_continues_the_run_that_was_the_last_to_save_a_checkpoint(tmp_path, change, keyword):
+def test_resume_continues_the_run_that_saved_the_latest_checkpoint(tmp_path, change, keyword):
     for _ in range(3):
         fit(tmp_path, Plain, max_epochs=1)
     fit(tmp_path, Plain, max_epochs=2, resume="last", version=0)
@@ -227,7 +227,7 @@ def test_the_first_save_removes_the_checkpoints_of_the_overwritten_run(tmp_path)
 
 
 @pytest.mark.parametrize("step", [3, 9, 10, 11])
-def test_resume_auto_never_continues_the_older_of_two_runs_in_one_version_folder(tmp_path, step):
+def test_resume_auto_ignores_an_older_run_in_a_reused_version_folder(tmp_path, step):
     fit(tmp_path, Plain, max_epochs=2, version=0, **BEST, save_top_k=2)
     codes, errors = run_processes(kill_new_run, str(tmp_path), step, ranks=1, is_launched=False)
     assert codes == [-signal.SIGKILL], errors

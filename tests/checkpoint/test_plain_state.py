@@ -74,7 +74,7 @@ VALUES = {
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_attributes_of_every_supported_type_are_restored(tmp_path, name, is_new):
+def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_new):
     """Before the change, the attribute has another value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
@@ -116,7 +116,7 @@ def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_
     assert new.one[0] is new.last
 
 
-def test_plain_state_omits_networks_functions_and_unchanged_attributes():
+def test_unchanged_attributes_and_networks_are_not_saved():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -153,7 +153,7 @@ def test_both_loops_notice_that_one_tensor_in_a_long_list_changed():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_both_loops_detect_a_replaced_list_item_even_if_its_memory_address_is_reused(make):
+def test_both_loops_detect_a_replaced_list_item_at_the_same_address(make):
     items = [make(2) for _ in range(7_000)]
     before, marked = digest(items), mark_value(items)
     found = []

@@ -60,7 +60,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("name", "dirpath", "logger"), halve(FILES, [None, "kept"], [True, False]))
-def test_resume_auto_finds_checkpoints_in_subfolders_and_with_a_different_extension(tmp_path, name, dirpath, logger):
+def test_resume_auto_finds_checkpoints_in_subfolders_or_with_custom_extensions(tmp_path, name, dirpath, logger):
     given = {} if dirpath is None else {"dirpath": tmp_path / dirpath}
 
     def run(epochs, resume=None):
@@ -79,7 +79,7 @@ class Configures(Classifier):
 
 
 @pytest.mark.parametrize("resume", ["auto", "last"])
-def test_resume_finds_the_checkpoints_of_a_callback_from_configure_callbacks(tmp_path, resume):
+def test_resume_finds_checkpoints_of_callbacks_returned_by_configure_callbacks(tmp_path, resume):
     whole = fit(tmp_path / "whole", Configures, max_epochs=2)
     fit(tmp_path / "parts", Configures, max_epochs=1)
     resumed = fit(tmp_path / "parts", Configures, max_epochs=2, resume=resume, seed=9)

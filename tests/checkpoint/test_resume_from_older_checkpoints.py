@@ -57,7 +57,7 @@ def step_of(root, file=LAST):
 
 
 @pytest.mark.parametrize(("first", "second", "third"), halve(LOOPS, LOOPS, LOOPS))
-def test_a_run_killed_after_resuming_from_its_best_checkpoint_keeps_all_csv_rows(tmp_path, first, second, third):
+def test_csv_rows_survive_a_kill_after_resuming_from_the_best_checkpoint(tmp_path, first, second, third):
     """The killed run has removed CSV rows, so it continues from the best checkpoint, not from its old last.ckpt."""
     expected = train(first, tmp_path, 3)
     logs, files = logs_of(tmp_path), tree(tmp_path)
@@ -68,7 +68,7 @@ def test_a_run_killed_after_resuming_from_its_best_checkpoint_keeps_all_csv_rows
 
 
 @both_loops
-def test_a_run_killed_while_it_removes_csv_rows_resumes_exactly(tmp_path, kind, monkeypatch):
+def test_a_run_resumes_exactly_if_killed_while_removing_csv_rows(tmp_path, kind, monkeypatch):
     expected = train(kind, tmp_path, 3)
     logs = logs_of(tmp_path)
 
@@ -85,7 +85,7 @@ def test_a_run_killed_while_it_removes_csv_rows_resumes_exactly(tmp_path, kind, 
 
 
 @pytest.mark.parametrize(("is_copied", "save_last"), halve([False, True], [True, False]))
-def test_no_csv_rows_are_lost_if_a_run_resumed_from_a_path_is_killed(tmp_path, is_copied, save_last):
+def test_csv_rows_survive_a_kill_after_resuming_from_a_path(tmp_path, is_copied, save_last):
     expected = train("FabricLoop", tmp_path, 4, save_top_k=3)
     logs = logs_of(tmp_path)
     (path,) = Path(tmp_path, "checkpoints/run/version_0").glob("epoch=1-*.ckpt")
@@ -115,7 +115,7 @@ def test_resuming_from_an_older_checkpoint_changes_no_file_if_nothing_is_left_to
 
 
 @both_loops
-def test_a_refused_fit_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
+def test_a_failed_resume_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
     train(kind, tmp_path, 3)
     logs = logs_of(tmp_path)
     with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype"):

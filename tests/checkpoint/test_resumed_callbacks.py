@@ -64,7 +64,7 @@ def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path
     assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
-def test_resume_warns_that_model_pruning_does_not_save_the_initial_weights(tmp_path):
+def test_resume_warns_that_a_pruning_callback_does_not_save_initial_weights(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
     with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
@@ -174,7 +174,7 @@ class CountsInSlot:
         loop.log("count", self.count)
 
 
-def test_a_run_with_a_callback_that_uses_slots_resumes_exactly(tmp_path):
+def test_a_run_resumes_exactly_if_a_callback_defines_dunder_slots(tmp_path):
     assert_resumes_exactly(tmp_path, Classifier, lambda: [CountsInSlot()])
 
 

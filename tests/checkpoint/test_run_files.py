@@ -150,7 +150,7 @@ def test_a_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path
 
 
 @pytest.mark.parametrize("place", ["new version", "version of another run", "moved run"])
-def test_a_run_resumed_in_a_different_folder_copies_the_csv_rows_of_the_saved_run(tmp_path, place):
+def test_resuming_in_another_folder_copies_the_csv_rows_of_the_run(tmp_path, place):
     fit(tmp_path / "whole", Odd, two, max_epochs=3)
     root, version = tmp_path / "a", {"new version": 7, "version of another run": 1}.get(place)
     fit(root, Odd, two, max_epochs=2)

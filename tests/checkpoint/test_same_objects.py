@@ -179,7 +179,7 @@ def test_a_new_loop_resumes_exactly_with_the_same_model_and_loader(tmp_path, kin
 
 
 @both_loops
-def test_checkpoints_of_a_resumed_run_contain_model_attributes_changed_by_an_earlier_fit(tmp_path, kind):
+def test_a_resumed_run_saves_model_attributes_changed_before_it_resumed(tmp_path, kind):
     def scale_once(script):
         script.net.scale = 2.0
 
@@ -227,7 +227,7 @@ def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, 
 
 
 @both_loops
-def test_resume_warns_if_an_earlier_fit_call_changed_a_large_attribute_of_the_dataset(tmp_path, kind):
+def test_resume_warns_if_an_earlier_fit_changed_a_large_dataset_attribute(tmp_path, kind):
     def change(script):
         script.dataset.large.add_(0.5)
 

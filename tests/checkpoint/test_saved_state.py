@@ -138,7 +138,7 @@ def test_an_error_names_the_saved_value_that_cannot_be_pickled(tmp_path, make, c
         fit(tmp_path, make, max_epochs=3, callbacks=callbacks)
 
 
-def test_training_continues_even_if_a_later_checkpoint_cannot_be_saved(tmp_path):
+def test_training_continues_if_the_second_checkpoint_cannot_be_saved(tmp_path):
     warned = pytest.warns(UserWarning, match="could not be saved: .*cannot pickle")
     with warned, pytest.raises(CheckpointError, match="Training ended"):
         fit(tmp_path, max_epochs=3, callbacks=[Keeps(since=1)])

@@ -177,7 +177,7 @@ def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhauste
         assert_same_weights(model, resumed)
 
 
-def test_a_run_saved_before_its_loaders_exist_resumes_exactly(tmp_path):
+def test_a_run_resumes_from_a_checkpoint_saved_in_on_fit_start(tmp_path):
     def train(callbacks=(), **options):
         torch.manual_seed(1)
         module = Classifier()

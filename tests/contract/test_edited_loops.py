@@ -289,7 +289,7 @@ class LogsAndValidates(nn.Module):
 @pytest.mark.parametrize(
     ("outer", "inner"), halve(["MiniLoop", "MyLoop", "FabricLoop"], ["MiniLoop", "MyLoop", "FabricLoop"])
 )
-def test_two_loops_log_separately_if_a_hook_of_one_loop_calls_validate_on_the_other(outer, inner):
+def test_a_hook_may_call_validate_of_another_loop(outer, inner):
     kinds = {"MiniLoop": MiniLoop, "MyLoop": renamed_loop("MyLoop"), "FabricLoop": FabricLoop}
 
     def run(outer, inner):
@@ -435,7 +435,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_edited_loop_that_marks_the_wrong_batch_as_last_raises_an_error(case):
+def test_an_edited_loop_with_a_wrong_is_last_flag_is_refused(case):
     with pytest.raises(ValueError, match="^_train_batches: expected _is_last to be True for the last batch"):
         train(with_batches(REFUSED[case]))
 
@@ -481,7 +481,7 @@ def test_an_edited_loop_must_not_train_a_batch_twice_or_save_while_accumulating(
         train(kind, accumulate_grad_batches=every)
 
 
-def test_an_edited_loop_can_save_a_checkpoint_within_an_epoch():
+def test_users_can_edit_the_loop_to_save_checkpoints_within_an_epoch():
     assert_resumes(SavesEveryThirdBatch, kill=13)
 
 
@@ -528,7 +528,7 @@ class Changed(MiniLoop):
     decay: float = 0.9
 
 
-def test_options_added_by_a_loop_subclass_have_default_values():
+def test_a_loop_subclass_can_add_options_with_default_values():
     assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
     with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):

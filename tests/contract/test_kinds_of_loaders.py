@@ -646,7 +646,7 @@ ignores_weights = pytest.mark.filterwarnings("ignore:resume. a sampler refers to
 
 @ignores_weights
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
-def test_mini_loop_resumes_exactly_with_a_sampler_that_reads_the_model(tmp_path, limit):
+def test_mini_loop_resumes_exactly_if_the_sampler_depends_on_the_model(tmp_path, limit):
     made = []
 
     def make_model():
@@ -918,7 +918,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
-def test_fabric_loop_warns_about_a_sampler_that_changes_after_workers_have_started(tmp_path):
+def test_fabric_loop_warns_if_set_epoch_shuffles_after_workers_started(tmp_path):
     def run(**options):
         loader = DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
         train("FabricLoop", tmp_path, lambda: loader, max_epochs=2)

@@ -166,7 +166,7 @@ def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_the_monitored_metric(
 
 
 @both_loops
-def test_schedulers_take_no_step_after_an_epoch_that_max_steps_ends_early(loop_class):
+def test_schedulers_take_no_step_if_max_steps_ends_the_epoch(loop_class):
     """In Lightning's example, the scheduler also takes a step if max_steps ends the epoch."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)

@@ -304,7 +304,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_a_fabric_loop_checkpoint_with_loader_attributes():
+def test_mini_loop_refuses_a_checkpoint_with_saved_attributes_of_loaders():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -344,7 +344,7 @@ class HasContainers(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_counters_deques_sets_and_other_containers(writer, reader):
+def test_both_loops_restore_deques_sets_and_other_containers(writer, reader):
     def train(kind, epochs, name, resume=None):
         torch.manual_seed(1)
         net = HasContainers()
@@ -1288,7 +1288,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_both_loops_compute_the_same_mean_loss_for_each_kind_of_batch(case):
+def test_both_loops_compute_equal_mean_losses_for_any_kind_of_batch(case):
     make_batch, find_input = BATCHES[case]
     batches = [make_batch(x) for x in make_data(20).tensors[0].split(8)]
     loader = DataLoader(batches, batch_size=None)

@@ -81,7 +81,7 @@ def test_fit_warns_about_a_validation_step_without_a_return_value(name):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 
 
-def test_the_error_about_an_unlogged_loss_suggests_returning_the_loss():
+def test_the_error_for_a_missing_train_loss_suggests_returning_the_loss():
     class Forgets(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -243,7 +243,7 @@ class TrainsAnotherNet:
     ("name", "make_step"),
     [("FabricLoop", lambda: adversarial), ("FabricLoop", TrainsAnotherNet), ("MiniLoop", TrainsAnotherNet)],
 )
-def test_a_training_step_may_call_backward_on_a_loss_that_is_not_returned(name, make_step):
+def test_a_training_step_may_call_backward_on_an_additional_loss(name, make_step):
     expected, step = make_net(), make_step()
     optimizer = sgd(expected)
     for batch in make_loader(shuffle=False):
@@ -531,7 +531,7 @@ def test_the_error_about_a_returned_dict_without_a_loss_lists_the_keys_of_the_di
 
 
 @both_loops
-def test_an_error_suggests_the_mean_of_a_loss_with_several_elements(name):
+def test_the_error_for_an_unreduced_loss_suggests_calling_mean(name):
     def losses(net, batch):
         return cross_entropy(net(batch[0]), batch[1], reduction="none")
 

@@ -246,7 +246,7 @@ class SetsEpoch(Classifier):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_can_reach_its_datasets_through_trainer_fit_loop(count):
+def test_a_module_can_read_its_datasets_from_trainer_dot_fit_loop(count):
     def make_loaders():
         loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
         return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}

@@ -415,7 +415,7 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_the_migrated_loop_in_agents_md_ends_with_the_same_weights_as_the_old_loop(tmp_path):
+def test_the_migration_example_in_agents_md_trains_equal_weights(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 
@@ -466,7 +466,7 @@ def test_no_web_address_is_a_placeholder():
 # Commands
 
 
-def test_logging_and_plots_md_lists_the_files_of_a_run(tmp_path):
+def test_the_page_on_logging_lists_the_files_of_a_run(tmp_path):
     short = ["--limit_train_batches", "2", "--max_epochs", "2", "--log_every_n_steps", "1"]
     command = [sys.executable, "-m", "fabric_template", "fit", *short]
     done = subprocess.run(fork_command(command), capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)

@@ -43,7 +43,7 @@ def steps_in(version):
         ("MiniLoop", "MiniLoop", "last"),
     ],
 )
-def test_resume_continues_the_run_that_was_the_last_to_save_a_checkpoint(first, second, keyword):
+def test_resume_continues_the_run_that_saved_the_latest_checkpoint(first, second, keyword):
     train(first, 1)
     train(second, 1)
     train(first, 2, resume="last", version=0)
@@ -94,7 +94,7 @@ def test_resume_finds_a_version_whose_name_contains_brackets(kind):
 @pytest.mark.parametrize("option", ["name", "version"])
 @pytest.mark.parametrize("value", ["two\nlines", "x\ry", "\0", "a\u2028b"])
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_name_or_version_with_unprintable_characters_is_refused(kind, value, option):
+def test_a_run_name_or_version_with_unprintable_characters_is_refused(kind, value, option):
     with pytest.raises(ValueError, match=rf"{option}: got .*expected .*a non-empty folder name"):
         LOOPS[kind](accelerator="cpu", **{option: value})
 

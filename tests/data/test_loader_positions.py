@@ -128,7 +128,7 @@ def test_resuming_within_an_epoch_is_refused_if_the_batch_size_differs(tmp_path)
     assert loop.global_step == 10
 
 
-def test_resuming_a_loader_without_state_dict_reads_earlier_batches_again():
+def test_resume_rereads_and_skips_batches_of_loaders_without_state_dict():
     expected, resumed = resume_at(streams(Stream), 4)
     with pytest.warns(UserWarning, match="resume: 4 batches of DataLoader are read again .* StatefulDataLoader"):
         assert same(list(resumed), expected)

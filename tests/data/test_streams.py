@@ -246,7 +246,7 @@ def test_find_values_skips_a_loop_stored_in_a_dataset_attribute():
     assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
-def test_resume_warns_if_the_position_of_an_iterable_dataset_cannot_be_reset(tmp_path):
+def test_resume_warns_if_a_dataset_skips_batches_in_later_epochs_too(tmp_path):
     """The position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 

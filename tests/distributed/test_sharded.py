@@ -339,7 +339,7 @@ def save_and_resume(rank):
 
 
 @needs_fsdp2
-def test_sharded_checkpoints_resume_exactly():
+def test_a_run_resumes_exactly_from_sharded_checkpoints():
     """A run with DDP and a single process can also read these checkpoints."""
     codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors

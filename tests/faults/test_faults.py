@@ -26,6 +26,6 @@ def test_a_run_killed_at_random_times_resumes_exactly(ranks, kills):
     assert run("kills", "--ranks", ranks, "--kills", kills, "--seed", 0)["kills"] >= kills
 
 
-def test_a_run_resumes_after_any_single_disk_operation_fails():
+def test_a_run_resumes_whichever_disk_operation_fails():
     figures = run("sweep", "--every", 83)
     assert figures["operations"] > 150

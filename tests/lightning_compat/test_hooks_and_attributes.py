@@ -44,7 +44,7 @@ def test_a_callback_added_during_a_batch_gets_the_outputs_of_that_batch():
 
 
 @pytest.mark.parametrize("is_of_class", [True, False])
-def test_the_overridden_zero_grad_method_of_an_optimizer_is_called_before_each_step(is_of_class, monkeypatch):
+def test_a_custom_zero_grad_method_is_called_before_each_optimizer_step(is_of_class, monkeypatch):
     calls = []
 
     def configure(module):

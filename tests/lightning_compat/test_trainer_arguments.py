@@ -36,7 +36,7 @@ def trained(tmp_path):
 @pytest.mark.parametrize(
     ("call", "path"), [("validate", "last"), ("test", "best"), ("predict", "path"), ("test", None)]
 )
-def test_ckpt_path_is_an_alias_of_load_in_validate_test_and_predict(trained, call, path):
+def test_ckpt_path_is_an_alias_of_the_load_argument(trained, call, path):
     path = trained.checkpoint_path("last") if path == "path" else path
     results = [results_of(trained, call, **{argument: path}) for argument in ("ckpt_path", "load")]
     assert results[0] == results[1]

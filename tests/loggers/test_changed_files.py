@@ -117,7 +117,7 @@ def test_resuming_removes_rows_newer_than_the_checkpoint_from_edited_csv_files(c
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
-def test_resuming_keeps_csv_rows_with_numbers_rounded_by_another_program(cut, name):
+def test_resume_keeps_csv_rows_if_another_program_rounded_numbers(cut, name):
     """A spreadsheet program may round numbers when it saves a file."""
     path = cut / "logs/run/version_0" / name
     header, *lines = path.read_text().splitlines()

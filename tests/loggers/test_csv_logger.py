@@ -93,7 +93,7 @@ def test_the_csv_logger_appends_rows_to_the_files_of_an_existing_version(tmp_pat
 
 
 @pytest.mark.parametrize("tail", [b"2,3", b"2,30,0.1", b"2,30\n", b"\0\0\0\0\0", b"2,30,\xc3"])
-def test_the_csv_logger_drops_an_incomplete_last_line(tmp_path, logger, metrics_csv, tail):
+def test_a_new_csv_logger_removes_an_incomplete_last_line(tmp_path, logger, metrics_csv, tail):
     logger.log_epoch(epoch(0, loss=1.0))
     complete = metrics_csv.read_bytes()
     metrics_csv.write_bytes(complete + tail)
@@ -212,7 +212,7 @@ def test_read_table_ignores_a_stray_quote_in_the_header(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_a_csv_file_that_another_program_changed_is_copied_before_a_rewrite(logger, metrics_csv):
+def test_the_logger_copies_a_csv_file_that_another_program_changed(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)

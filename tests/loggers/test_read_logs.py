@@ -112,7 +112,7 @@ def test_read_logs_warns_about_an_incomplete_line_and_skips_it(tmp_path):
         assert read_logs(tmp_path)["loss"].tolist() == [1.0]
 
 
-def test_read_logs_reads_run_names_such_as_12_and_none_as_text(tmp_path):
+def test_read_logs_does_not_convert_run_names_to_numbers_or_nan(tmp_path):
     """Words such as "None" and "na" mean a missing value in a cell, but not in a name."""
     names = ["12", "None", "na"]
     for name in names:

@@ -186,7 +186,7 @@ WAYS = [train_by_hand, train_with_functions, train_a_module, train_a_trial]
 
 
 @pytest.mark.parametrize(("kind", "way"), halve(LOOPS, WAYS))
-def test_list_runs_shows_the_learning_rate_of_each_run_if_it_differs(kind, way, capsys):
+def test_list_runs_shows_learning_rates_that_differ_between_runs(kind, way, capsys):
     for rate in (0.1, 0.4):
         way(kind, rate)
     runs = list_runs().sort_values("best")
@@ -205,7 +205,7 @@ def test_list_runs_ignores_optimizer_arguments_that_only_one_run_has():
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]
 
 
-def test_a_hand_written_loop_records_its_optimizers_and_hparams():
+def test_a_hand_written_loop_writes_optimizers_and_hparams_to_yaml_files():
     loop = make_loop("FabricLoop", hparams={"width": 8})
     for net, lr in ((nn.Linear(8, 3), 0.1), (nn.Linear(3, 8), 0.2)):
         loop.setup(net, torch.optim.SGD(net.parameters(), lr=lr))

@@ -158,7 +158,7 @@ class Evaluated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:save_checkpoint. got a call during a validation")
-def test_the_state_of_a_validation_metric_is_not_saved_during_validation():
+def test_a_checkpoint_saved_during_validation_omits_the_validation_metric():
     """A run that is saved during a validation repeats this validation when it resumes."""
 
     def train(max_epochs, resume=None):

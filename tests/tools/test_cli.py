@@ -346,7 +346,7 @@ def test_options_and_later_config_files_override_earlier_config_files(capsys):
     assert found["model"] == {"class_path": "lit.Lit", "init_args": {"hidden": 6, "lr": 0.3, "act": None}}
 
 
-def test_validate_test_and_predict_load_the_run_given_by_the_run_option(capsys):
+def test_the_run_option_selects_the_run_to_load(capsys):
     assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model
     code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")

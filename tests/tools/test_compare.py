@@ -447,7 +447,7 @@ def sgd_options(**options):
 @pytest.mark.parametrize(
     "options", [{"foreach": True}, {"fused": True}, {"differentiable": False}, {"lr": torch.tensor(0.1)}], ids=str
 )
-def test_compare_does_not_report_optimizer_options_such_as_foreach_and_fused(options):
+def test_compare_ignores_optimizer_options_such_as_foreach_and_fused(options):
     for pair in ((Script, sgd_options(**options)), (sgd_options(**options), Script)):
         result = compare(*(script().by_hand for script in pair))
         assert result.quantity not in options

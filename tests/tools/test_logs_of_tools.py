@@ -78,7 +78,7 @@ def test_list_runs_finds_the_best_value_in_csv_files_of_other_tools(name):
     assert runs.loc[0, ["metric", "best", "best_epoch"]].tolist() == [metric, pytest.approx(best), epoch]
 
 
-def test_list_runs_lists_each_log_file_in_a_folder():
+def test_list_runs_finds_each_log_file_in_a_folder():
     runs = list_runs(FOLDER)
     assert runs["version"].tolist() == sorted([*(EXPECTED.keys() - {"wandb_chart"}), "brisk-sun-3", "calm-sea-4"])
 
@@ -98,7 +98,7 @@ def test_read_logs_reads_csv_files_written_by_other_tools(name, column, values):
     assert read_logs(FOLDER / f"{name}.csv")[column].tolist() == values
 
 
-def test_read_logs_reads_step_numbers_from_rows_with_empty_cells():
+def test_read_logs_reads_step_numbers_from_rows_with_missing_metrics():
     table = read_logs(FOLDER / "lightning.csv", steps=True)
     assert table["step"].tolist() == [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119]
     assert table["train_loss_step"].notna().all()
@@ -204,7 +204,7 @@ def test_read_logs_reads_csv_files_with_separate_rows_for_validation(text, colum
         (["x", "seed"], ["seed=0", "seed=1"]),
     ],
 )
-def test_read_logs_splits_a_table_of_several_runs(columns, names):
+def test_read_logs_splits_a_table_into_several_runs(columns, names):
     frame = pd.DataFrame({"epoch": [0, 1, 0, 1], "val_loss": [3, 2, 5, 4]})
     for column, values in zip(columns, (["a", "a", "b", "b"], [0, 0, 1, 1]), strict=False):
         frame[column] = values
@@ -215,7 +215,7 @@ def test_read_logs_splits_a_table_of_several_runs(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_runs_with_equal_names_in_two_files_separately():
+def test_plot_logs_draws_one_curve_per_file_for_equal_run_names():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")

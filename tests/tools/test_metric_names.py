@@ -53,7 +53,7 @@ def test_is_metric_excludes_times_counts_and_ids(names, expected):
     assert is_metric("Relative Time (Process)") is False
 
 
-def test_mini_py_and_the_package_have_the_same_table_of_metric_directions():
+def test_mini_py_and_the_package_use_the_same_metric_directions():
     assert metric_names.DIRECTIONS == mini.DIRECTIONS
     assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
 
@@ -63,7 +63,7 @@ def mode_of(loop):
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_the_default_mode_follows_from_the_name_of_the_monitored_metric(make):
+def test_the_metric_name_determines_the_default_of_the_mode_option(make):
     found = [mode_of(make(monitor=name)) for name in ("val_acc", "val_smape", None)]
     assert found == ["max", "min", "min"]
     assert mode_of(make(monitor="val_acc", mode="min")) == "min"
@@ -111,7 +111,7 @@ def test_a_monitored_metric_that_is_not_logged_raises_an_error_at_the_first_vali
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_monitor_may_name_a_training_metric_first_logged_after_the_first_validation(make):
+def test_monitor_accepts_a_metric_not_yet_logged_at_the_first_validation(make):
     net, loader = torch.nn.Linear(2, 1), TensorLoader(torch.ones(8, 2), batch_size=2)
     loop = make(max_epochs=2, validate_every_n_steps=1, monitor="train_loss", accelerator="cpu")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -82,7 +82,7 @@ def test_plot_logs_accepts_metric_names_with_or_without_the_prefix_val(metrics, 
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
-def test_plot_logs_marks_no_best_value_of_an_unknown_metric(metric, best):
+def test_plot_logs_marks_best_values_only_for_metrics_with_known_direction(metric, best):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
     assert lines(ax, "best") == ([best] if best else [])
     assert ("best" in legend(ax)[1]) == bool(best)
@@ -195,7 +195,7 @@ def test_epoch_means_are_drawn_without_smoothing(num_epochs):
         assert train.get_ydata().tolist() == validation.get_ydata().tolist() == loss.tolist()
 
 
-def test_the_moving_average_follows_a_steep_start():
+def test_the_moving_average_stays_close_to_a_steeply_falling_loss():
     steps = np.arange(10_000)
     loss = 100 / (1 + steps)
     _, average = plot_logs(pd.DataFrame({"step": steps, "train_loss": loss})).get_lines()

@@ -89,7 +89,7 @@ def test_profile_measures_the_time_of_each_part_of_a_step(part, slow, fake_clock
     assert (found.parts, found.milliseconds) == ({part: 5.0}, 5.0)
 
 
-def test_profile_measures_each_part_of_a_step_with_manual_optimization(fake_clock):
+def test_profile_measures_each_part_of_a_manual_optimization_step(fake_clock):
     class Manual(Classifier):
         automatic_optimization = False
 

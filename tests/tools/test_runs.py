@@ -272,7 +272,7 @@ def test_the_command_best_prints_the_path_of_a_keras_csv_file(capsys):
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
 
 
-def test_the_runs_command_ends_quietly_if_its_pipe_is_closed():
+def test_the_runs_command_ends_quietly_if_its_output_pipe_closes():
     for version in range(300):
         make_run(version=version)
     command = [sys.executable, "-m", "fabric_template", "runs"]

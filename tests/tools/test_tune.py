@@ -133,7 +133,7 @@ def batches_of(loader):
     return [[part.tolist() for part in batch] for batch in loader]
 
 
-def test_the_loader_returned_by_change_loader_yields_the_same_samples():
+def test_change_loader_returns_a_loader_with_the_same_samples():
     data = TensorDataset(torch.arange(10), torch.arange(10, 20))
     loader, plain = DataLoader(data, 4, shuffle=True), DataLoader(data, 3)
     assert batches_of(change_loader(loader, {"num_workers": 2})) == batches_of(loader)

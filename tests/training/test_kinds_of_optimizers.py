@@ -253,7 +253,7 @@ def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, li
     assert [group["lr"] for group in resumed[0].optimizers[0].param_groups] == [0.1, 0.05]
 
 
-def test_resume_refuses_a_parameter_group_with_parameters_that_the_module_lacks(tmp_path):
+def test_resume_refuses_a_checkpoint_with_parameters_that_the_module_lacks(tmp_path):
     """A new module does not have the parameters of the added group."""
 
     class Grows(ParameterGroupAdder):

@@ -54,7 +54,7 @@ def saved_step(loop):
     ],
     ids=str,
 )
-def test_the_checkpoint_before_a_nan_loss_is_kept_if_on_nan_is_stop(tmp_path, options, stops_at, saved_at):
+def test_training_stops_at_a_nan_loss_and_keeps_the_last_checkpoint(tmp_path, options, stops_at, saved_at):
     """Training stops at the first step that reads the loss, to log or save. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):

@@ -144,7 +144,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     ],
     ids=str,
 )
-def test_validation_at_the_end_of_an_epoch_runs_even_if_the_loader_ends_early(tmp_path, options, steps):
+def test_an_epoch_with_fewer_batches_than_expected_ends_with_validation(tmp_path, options, steps):
     """A validation within an epoch only runs if the loader has yielded enough batches."""
     seen = []
 

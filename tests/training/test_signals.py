@@ -258,7 +258,7 @@ print("after fit")
     ("strategy", "process", "number", "codes"),
     [("ddp_fork", "os.getppid()", "SIGINT", (130, -2)), ("ddp", "os.getpid()", "SIGTERM", (143,))],
 )
-def test_a_signal_ends_both_processes_of_a_script(tmp_path, strategy, process, number, codes):
+def test_a_signal_ends_both_processes_of_a_distributed_script(tmp_path, strategy, process, number, codes):
     script = tmp_path / "script.py"
     options = {"root": str(tmp_path / "cut"), "strategy": strategy, "process": process, "number": number}
     script.write_text(python_command("")[-1] + TWO_RANKS.format(**options))
@@ -307,7 +307,7 @@ def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_raised(tmp_path,
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_explains_how_to_continue_a_run_ended_by_should_stop(tmp_path, capsys):
+def test_resume_auto_prints_how_to_continue_after_should_stop(tmp_path, capsys):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *batch):
             trainer.should_stop = trainer.global_step == 8
