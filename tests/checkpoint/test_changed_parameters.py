@@ -6,7 +6,7 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from modules import make_loader, quiet
+from modules import make_loader, quiet, weight_averaging
 from runs import with_files
 from torch import nn
 
@@ -252,7 +252,7 @@ def test_a_run_resumes_if_on_fit_start_changes_the_dtype_of_a_layer():
 def test_a_run_with_weight_averaging_in_bf16_or_float64_resumes_exactly(precision, tmp_path):
     def train_averaged(folder, epochs, **fit):
         torch.manual_seed(0)
-        model, average = Layers(), pl.callbacks.WeightAveraging()
+        model, average = Layers(), weight_averaging()
         options = with_files(tmp_path / folder, max_epochs=epochs, precision=precision, callbacks=[average])
         FabricLoop(**options).fit(model, make_loader(), **fit)
         return [value for net in (model, average._average_model) for value in net.state_dict().values()]

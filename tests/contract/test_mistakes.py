@@ -97,8 +97,10 @@ def test_the_error_for_a_missing_train_loss_suggests_returning_the_loss():
         r"^monitor: got 'train_loss', which is not logged\. Logged metrics: none\. Return the loss from training_step"
     )
     loop = make_loop("FabricLoop", monitor="train_loss")
-    with warnings.catch_warnings(record=True, action="always") as warned, pytest.raises(ValueError, match=error):
-        loop.fit(Forgets(), make_loader())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match=error):
+            loop.fit(Forgets(), make_loader())
     assert any("metrics.csv contains no metrics" in str(warning.message) for warning in warned)
 
 
@@ -562,12 +564,14 @@ def train_with_logged_values(rank, name):
         loop.log("val_loss", loss_of(net, batch), sync_dist=sync_dist)
 
     functions = {"optimizer": sgd(net), "training_step": loss_of, "validation_step": validation_step}
-    with warnings.catch_warnings(record=True, action="always") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         loop.fit(net, make_loader(), make_loader(), **functions)
     texts = [str(warning.message) for warning in warned if "sync_dist=True" in str(warning.message)]
     assert len(texts) == (rank == 0), texts
     assert all("'val_loss'" in text for text in texts)
-    with warnings.catch_warnings(record=True, action="always") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         functions["validation_step"] = partial(validation_step, sync_dist=True)
         loop.fit(net, make_loader(), make_loader(), **functions)
     assert not [warning for warning in warned if "sync_dist=True" in str(warning.message)]

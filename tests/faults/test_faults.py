@@ -26,6 +26,9 @@ def test_a_run_killed_at_random_times_resumes_exactly(ranks, kills):
     assert run("kills", "--ranks", ranks, "--kills", kills, "--seed", 0)["kills"] >= kills
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the pathlib of Python 3.10 does not call the replaced functions"
+)
 def test_a_run_resumes_whichever_disk_operation_fails():
     figures = run("sweep", "--every", 83)
     assert figures["operations"] > 150
