@@ -155,7 +155,7 @@ class LoopConfig:
     save_every_n_steps: int | None = None
     """Also rewrite last.ckpt every N optimizer steps."""
     seed: int | None = None
-    """Seed Python, NumPy and PyTorch when the loop is created, and at the start of each fit.
+    """The loop seeds Python, NumPy and PyTorch when it is created, and at the start of each fit.
 
     The seed also applies to the DataLoader workers of later runs in the same process, as with
     `seed_everything(workers=True)`.

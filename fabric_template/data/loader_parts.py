@@ -165,7 +165,7 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def referenced_values(value: Any) -> list[Any]:
-    """Return a value and the objects inside it, such as the items of a list."""
+    """Return ``value`` itself, and the objects that it contains, such as the items of a list."""
     found = [value]
     # Do not iterate over subclasses of list, because their __iter__ may draw random numbers.
     if type(value) in (dict, list, tuple) and len(value) <= _MOST_VALUES:
@@ -286,8 +286,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Restore the saved position for the iterator that is created in the `with` block."""
-        # The checkpoint lacks attributes that the saved run did not change, so start with the
-        # current attributes.
+        # A checkpoint contains only the attributes that the saved run changed. The others keep
+        # their current values.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():

@@ -6,7 +6,7 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads and drops the batches that were already used.
 
-A loader that reads one generator in all epochs supports resuming only in the first epoch. If a
+A loader that reads one generator in all epochs cannot resume after the first epoch. If a
 sampler draws random numbers between batches, a resumed run may read different samples.
 """
 
@@ -362,7 +362,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if the loader supports resuming only in the first epoch."""
+        """Raise an error if a run with this loader cannot resume after its first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")

@@ -261,7 +261,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a training loader supports resuming only in the first epoch."""
+        """Raise an error if a run with this training loader cannot resume after its first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 

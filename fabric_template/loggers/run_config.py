@@ -233,7 +233,7 @@ def collect_class_config(part: str, given: Any, unknown: dict[str, str]) -> dict
 def keep_plain(
     values: Mapping[str, Any], unknown: dict[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    """Drop values that YAML cannot store, and describe the dropped values in ``unknown``."""
+    """Drop values that YAML cannot store, and write their descriptions to the dict ``unknown``."""
     kept = {}
     for name, value in values.items():
         try:

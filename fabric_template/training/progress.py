@@ -336,7 +336,7 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # Do not warn about a missing validation in a resumed run, because the earlier run may have
+        # In a resumed run, do not warn that no validation ran, because the earlier run may have
         # validated.
         self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None

@@ -377,7 +377,7 @@ class CountsAndSteps(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
-def test_global_step_is_right_even_if_an_edited_step_optimizer_does_not_count_steps(kind):
+def test_global_step_counts_steps_even_if_the_method_step_optimizer_is_edited(kind):
     options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
     loop, net = train(kind, "edited", **options)
     other, expected = train(MiniLoop, **options)

@@ -344,7 +344,7 @@ class HasContainers(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", LOOPS)
 @pytest.mark.parametrize("writer", LOOPS)
-def test_both_loops_restore_deques_sets_and_other_containers(writer, reader):
+def test_both_loops_restore_containers_such_as_deques_and_sets(writer, reader):
     def train(kind, epochs, name, resume=None):
         torch.manual_seed(1)
         net = HasContainers()

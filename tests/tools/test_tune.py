@@ -73,7 +73,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
 # The choice of settings
 
 
-def test_tune_reports_a_batch_size_that_does_not_fit_in_memory(tmp_path, capsys):
+def test_tune_tells_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
             raise MemoryError("out of memory")
