@@ -3789,11 +3789,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
-    # int() and float() would also convert text such as "007" and "1_000".
-    is_text = "_" in cell or re.match(r"-?0\d", cell) is not None
-    for kind in () if is_text else (int, float):
+    for kind in (int, float):
         with suppress(ValueError):
-            return kind(cell)
+            # Keep text such as "007" and "1.10", because a resumed run writes the cells again.
+            if str(kind(cell)) == cell:
+                return kind(cell)
     return cell
 
 

@@ -418,7 +418,8 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """
     current = run_settings(run)
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
-    changed = [name for name in saved if saved[name] not in ([], current[name])]
+    missing = [name for name in ("batch size", "num_workers") if not saved.get(name)]
+    changed = [name for name in saved if saved[name] != current[name] and name not in missing]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
     for name in ("number of processes", "batch size"):

@@ -137,10 +137,29 @@ def test_saving_within_a_batch_warns_that_a_resumed_run_draws_other_random_numbe
     assert all("draws other random numbers" in text for text in texts)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_saving_only_weights_within_a_batch_causes_no_warning(tmp_path):
+    callback = pl.Callback()
+    callback.on_after_backward = lambda trainer, *args: trainer.save_checkpoint(tmp_path / "weights.ckpt", True)
+    FabricLoop(**quiet(max_epochs=1, callbacks=[callback])).fit(automatic(), make_loader())
+    assert "state_dict" in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+class Unsized:
+    """An iterable without a length, for which the loop prefetches a batch."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.filterwarnings("ignore:resume. . batches of Unsized are read again")
+@pytest.mark.parametrize("kind", [DataLoader, lambda data: Unsized([*data[:, None]])], ids=["loader", "iterable"])
+@pytest.mark.parametrize(("hook", "batch"), [(IN_A_STEP[0], 4), (IN_A_STEP[0], 7), ("on_train_batch_end", 7)])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhausted(tmp_path, hook, mode):
-    """A file saved between two batches resumes exactly."""
+def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhausted(tmp_path, kind, hook, batch, mode):
+    """Batch 4 is the last batch of the shorter loader. A file saved between two batches resumes exactly."""
 
     def train(path=None, saves=()):
         seen = []
@@ -152,14 +171,14 @@ def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhauste
 
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
-        loaders = [DataLoader(torch.arange(5.0)[:, None]), DataLoader(torch.arange(12.0)[:, None] + 100)]
+        loaders = [kind(torch.arange(5.0)[:, None]), kind(torch.arange(12.0)[:, None] + 100)]
         loop = FabricLoop(**quiet(max_epochs=1, callbacks=[*saves], **WINDOW))
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         loop.fit(model, CombinedLoader(loaders, mode), optimizer=optimizer, training_step=training_step, resume=path)
         return seen, model
 
     def save(trainer, *args):
-        if args[-1] == 7:
+        if args[-1] == batch:
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     whole, model = train()
@@ -168,12 +187,13 @@ def test_resuming_within_a_step_is_refused_if_one_of_several_loaders_is_exhauste
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(saves=[callback])
-    if hook == "on_train_batch_start":
+    if (hook, batch) == (IN_A_STEP[0], 7):
         with pytest.raises(CheckpointError, match="after one of several loaders had yielded its last batch"):
             train(tmp_path / "saved.ckpt")
     else:
         rest, resumed = train(tmp_path / "saved.ckpt")
-        assert rest == whole[8:]
+        # A run resumed from a file saved within a step repeats the accumulation window.
+        assert rest == whole[3 if batch == 4 else 8 :]
         assert_same_weights(model, resumed)
 
 

@@ -32,7 +32,7 @@ pytestmark = [
 X = torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
 Y = torch.arange(24) % 3
 WORKERS = {"num_workers": 2}
-PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
 class NumpySampler(Sampler):

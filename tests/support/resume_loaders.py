@@ -138,7 +138,7 @@ def stream_and_short_loader():
 
 
 WORKERS = {"num_workers": 2}
-PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 LOADERS = {
     "no workers": loader,
     "sampler generator": with_sampler(lambda data: RandomSampler(data, generator=seeded())),
@@ -160,7 +160,7 @@ LOADERS = {
     "torchdata, noise in workers": torchdata_loader(**WORKERS),
     "torchdata, sampler": lambda: StatefulDataLoader(Samples(), 4, sampler=StatefulDistributedSampler(Samples(), 1, 0)),
     "torchdata, stream": torchdata_loader(StatefulStream, shuffle=None),
-    "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, num_workers=1),
+    "worker_init_fn": lambda: loader(worker_init_fn=seed_worker, **WORKERS),
     "stream and short loader": stream_and_short_loader,
     "max_size_cycle": combined("max_size_cycle"),
     "min_size": combined("min_size"),
