@@ -72,7 +72,7 @@ class LoopConfig:
     (float)."""
     overfit_batches: int | float = 0.0
     """Train and validate on the first N batches of each loader (int), or on this fraction of the
-    batches (float), without shuffling. 0 means all batches."""
+    batches (float), without shuffling. 0 turns this option off."""
     fast_dev_run: int | bool = False
     """Run only this many batches of each loader, without loggers or checkpoints. True means
     fast_dev_run=1."""

@@ -528,8 +528,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        ModelCheckpoint callbacks have their own ``last_model_path`` and ``best_model_path``
-        attributes.
+        If the loop has ModelCheckpoint callbacks, consider only their checkpoints.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]

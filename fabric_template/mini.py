@@ -171,7 +171,7 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
-# The loop's own attributes. Checkpoints contain only attributes that users add to the loop.
+# The loop's own attributes. Of the loop, checkpoints contain only attributes that users add.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -207,7 +207,7 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
-    accelerator: Any = "auto"  # Pass accelerator, strategy, devices and precision to Fabric.
+    accelerator: Any = "auto"  # Fabric gets accelerator, strategy, devices and precision.
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
@@ -1131,7 +1131,8 @@ class MiniLoop:
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Attributes in "ranks" may be large and slow to check, so check only callback_metrics.
+            # "ranks" contains readable RNG states and encoded attributes, which may be large, so
+            # check only the values of callback_metrics instead.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1472,7 +1473,7 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
 
-        Return each object of the loaders together with its attributes before the reset.
+        Return each object of the loaders with its attributes before the reset, except large ones.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -2156,7 +2157,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn if settings or arguments differ from those of the saved run."""
+        """Warn about changed settings or arguments. Refuse a scheduler's new class or interval."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2196,7 +2197,7 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class differs from the class in the saved run."""
+        """Warn if the optimizer's class has changed, or raise an error if it has new options."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2995,7 +2996,10 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return the values that earlier ``fit`` calls recorded of an object's attributes."""
+    """Return an object's record in EARLIER_FITS.
+
+    Remove the record when Python frees the object, because a new object may get the same id.
+    """
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
@@ -3433,7 +3437,7 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether a FabricLoop checkpoint contains attributes of loaders or datasets."""
     if isinstance(state, dict):
-        # "plain_state" in the checkpoint also contains the model's attributes, so skip "model".
+        # The model's attributes at the start of an epoch are needed only to resume within it.
         parts = (part for name, part in state.items() if name != "model")
         return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))

@@ -456,7 +456,7 @@ class PlainState:
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether training has added objects to a list or dict, such as a cache."""
+        """Return whether training has added objects to a list or dict of a loader."""
         if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -613,7 +613,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy all attributes, so that ``changed_start_values`` can find later changes."""
+        """Copy each attribute up to 256 MB, so that ``changed_start_values`` can find changes."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:

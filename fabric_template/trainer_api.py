@@ -199,8 +199,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # In manual optimization, a plain model steps its optimizers itself, so return the
-        # optimizers wrapped by Fabric.
+        # In manual optimization, a plain model steps its optimizers itself, so return optimizers
+        # whose step() handles precision, hooks and counters.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -412,8 +412,7 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # If fit calls an evaluation, save the state of fit, because an evaluation has no
-        # optimizers.
+        # Use the last fit if it trained this model, because evaluations have no optimizers.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(

@@ -192,7 +192,9 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a dict, list, tuple or deque with new items.
+    """Replace items of a dict, list, tuple or deque, and convert NumPy keys to Python values.
+
+    Return a copy, or the container itself if nothing changes.
 
     Args:
         replaced: The new items, keyed by dict key or list index.

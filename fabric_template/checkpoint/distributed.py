@@ -47,7 +47,8 @@ def save_checkpoint(
     content = save_shards(run, checkpoint, path)
     if not run.fabric.is_global_zero:
         return
-    # Convert NumPy values, because a resumed run cannot load pickled NumPy objects.
+    # Convert NumPy values here, because a user's CheckpointIO may not convert them, and a resumed
+    # run cannot load pickled NumPy objects.
     content = replace_numpy(content)
     try:
         run.loop.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
@@ -133,7 +134,7 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove the shard folders of the checkpoint file at ``path``.
 
-    The next save removes shard folders that cannot be removed now.
+    If a folder cannot be removed, the next save to ``path`` tries again.
 
     Args:
         keep: The new checkpoint, whose shard folder is not removed.

@@ -143,7 +143,8 @@ def find_checkpoint(
         ``ckpt_path="last"`` finds no checkpoint, return (None, {}).
 
     Raises:
-        MissingCheckpointError: No checkpoint was found.
+        MissingCheckpointError: For any other argument, no checkpoint was found.
+        DamagedCheckpointError: All checkpoints that were found are damaged.
     """
     if keyword not in KEYWORDS:
         return keyword, read(keyword)

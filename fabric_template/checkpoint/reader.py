@@ -258,7 +258,8 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds tensors and standard types, and replaces all other objects with placeholders.
 
-    ``find_class`` never returns an existing mutable class, because a pickle could modify it.
+    ``find_class`` never returns an existing mutable class or function, because a pickle could
+    modify it.
 
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these

@@ -84,8 +84,8 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # FabricLoop saves checkpoints and checks max_time without callbacks, so do not warn that
-    # ModelCheckpoint and Timer are missing.
+    # The max_time option may have added a Timer to the saved run, so do not warn if it is missing.
+    # FabricLoop saves checkpoints without callbacks, so do not warn about ModelCheckpoint either.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -280,7 +280,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     restore_outside_parameters(run, own.get("outside_parameters", {}))
     run.progress.load_state_dict(own.pop("progress"))
     if run.plan.start.keyword != "auto" and run.stop.can_stop_early:
-        # resume="last" continues a run that EarlyStopping stopped, but resume="auto" does not.
+        # resume="last" continues a run that EarlyStopping stopped. resume="auto" does not, because
+        # job schedulers also restart finished runs.
         own.pop("stop", None)
     load_states(run, own)
 
@@ -400,6 +401,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, of_process)
+    # Restore the RNG states last, because on_train_start and the code above may draw numbers.
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
         # If this run has more processes than the saved run, each additional process gets its own

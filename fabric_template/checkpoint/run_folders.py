@@ -106,6 +106,7 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a checkpoint's save time, and remove old files that the new run replaces."""
+        # Remove the old CSV files even if a ModelCheckpoint saved to a different folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):

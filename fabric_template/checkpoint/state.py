@@ -42,7 +42,8 @@ OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Optimizer attributes that state_dict() already saves, or that need not be restored.
+# Do not save these optimizer attributes. state_dict() contains "state" and "param_groups", and
+# "defaults" may share their tensors. Schedulers use the last two only for a warning.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -533,7 +534,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip the trained model itself, because the checkpoint already contains its buffers.
+            # Skip a network that shares modules with the trained model, because the checkpoint
+            # already contains the buffers of the shared modules.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():

@@ -266,8 +266,7 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # Contains the attributes that end_pass() resets, as (digest of the current value, value to
-        # set).
+        # The attributes that end_pass() resets, as (digest of the loaded value, value to set).
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # Holds the checkpoint's state_dict until the first batch is requested.
         self._loaded: Any = None

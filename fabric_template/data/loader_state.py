@@ -219,8 +219,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # If a worker's RNG state is missing, read the epoch's finished batches again to compute the
-        # state.
+        # If only some workers have a saved RNG state, read the epoch's finished batches again to
+        # compute the missing states.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)

@@ -199,8 +199,8 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # If the loader was reloaded after the first epoch, start_train_batches calls
-            # iter(loader) again, as Trainer does.
+            # If the loader was reloaded after the first epoch, or if the run restarts an epoch,
+            # start_train_batches calls iter(loader) again, as Trainer does.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -227,8 +227,8 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run must not call val_dataloader() early, because the method may draw random
-        numbers.
+        A resumed run calls val_dataloader() early only if the saved run did, because the method may
+        draw random numbers.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -367,7 +367,8 @@ class StageLoaders:
         # If a training loader has no length, prefetch the next batch to detect the epoch's end.
         is_training = stage == "train"
         self._is_prefetching = is_training and self.num_batches == math.inf
-        # If one process runs out of batches first, the other processes wait for it forever.
+        # Without a check before each batch, a process that has batches left would wait forever for
+        # a process that has none left.
         has_stream = any(sized_len(loader) is None for loader in self.loaders)
         self._has_uneven_end = is_training and run.fabric.world_size > 1 and has_stream
         self._prefetched: Any = END

@@ -22,7 +22,8 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# The environment variables that torchrun, Open MPI and MPICH set in each process.
+# The environment variables of torchrun, Open MPI, and MPICH or Intel MPI. The first one that is set
+# is used.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),

@@ -131,7 +131,11 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
-    """Return whether a file has equally many rows for each epoch, and no step column."""
+    """Return whether a file has no step column, but several complete rows for each epoch.
+
+    If epochs before the last one differ in their number of rows, or if an epoch repeats, the rows
+    come from a restarted run, so return False.
+    """
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]

@@ -478,6 +478,7 @@ class ResultCollection:
         """Combine the sums of logged values from all processes."""
         if self._all_reduce is None:
             return
+        # Processes may have logged the metrics in different orders, so sort the metrics by name.
         metrics = sort_by_name(sums)
         names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
         found = gather_objects(self.run, names)

@@ -190,8 +190,8 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # log_train_epoch has already logged a LightningModule's metrics, so log only the
-            # metrics of other models.
+            # log_train_epoch logs a LightningModule's metrics at the end of the epoch, so log only
+            # the metrics of other models here.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 

@@ -237,5 +237,5 @@ def thin(values: np.ndarray, most: int) -> list[int]:
 
 
 def shorten(value: float) -> float:
-    """Round a number to six digits to keep the HTML page small."""
+    """Return a whole number as an int, and any other number with six significant digits."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")

@@ -208,7 +208,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """End an epoch in which the loader yielded fewer batches than expected."""
+    """Step schedulers and validate if due, after fewer batches than expected in an epoch."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

@@ -179,7 +179,7 @@ def unwrap(part: Any) -> Any:
 
 
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Remove a ``torch.compile`` wrapper from the model.
+    """Remove a ``torch.compile`` wrapper, unless step functions call its compiled ``forward``.
 
     Like Trainer, compile the steps of a LightningModule instead of its ``forward``.
 
@@ -236,7 +236,8 @@ def takes_argument(method: Callable, name: str) -> bool:
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``.
 
-    In a step function passed to the loop, an argument with a default is not the batch index.
+    In a step function passed to the loop, a second argument with a default value is the batch index
+    only if its name is ``batch_idx``.
     """
     if takes_argument(step, "batch_idx"):
         return True
@@ -367,7 +368,8 @@ class StepRunner:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # network.to() does not call the overridden to() methods of submodules, so call each
-            # method here. Convert the dtype before the move to the device, as Trainer does.
+            # method here. Call to(device) last, as Trainer does, because it resets the dtype of a
+            # torchmetrics object.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)

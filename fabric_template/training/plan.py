@@ -69,7 +69,7 @@ class Plan:
         return "Trainer" if self.is_lightning_module else "FabricLoop"
 
     def copied(self) -> Plan:
-        """Return a Plan with copies of the model and optimizer."""
+        """Copy the model and optimizer, because a spawned process shares the parent's tensors."""
         names = ("model", "module", "network", "source", "optimizer")
         parts = {name: getattr(self, name) for name in names}
         not_copied = {id(part): part for part in (self.loop, self.datamodule)}

@@ -114,7 +114,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, collect the modules that ``setup`` created."""
+        """If the model is not an nn.Module, collect the modules that its hooks have created."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
