@@ -520,14 +520,16 @@ class StageLoaders:
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
             rng_state = self._restored_rng
-        is_known = not dropped or len(positions) == 1 or all(map(self._is_in_first_pass, positions))
+        are_known = True
         if dropped:
+            # Loaders that have ended or started again cannot be moved back.
+            are_known = len(positions) == 1 or all(map(self._is_in_first_pass, positions))
             self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]
         return {
             "loaded_in_epoch": self.loaded_in_epoch,
             "loaders": positions,
-            "is_known": is_known,
+            "are_positions_known": are_known,
             "rng_before_following": rng_state,
         }
 
@@ -549,7 +551,7 @@ class StageLoaders:
                 f" expected {len(self.resumable)}. Pass the same loaders as in the saved run, or"
                 " start a new run from the weights with load=."
             )
-        if not state["is_known"]:
+        if not state["are_positions_known"]:
             raise CheckpointError(
                 "resume: got a checkpoint saved during a batch, after one of several loaders had"
                 " yielded its last batch, expected a checkpoint saved between batches. Call"
