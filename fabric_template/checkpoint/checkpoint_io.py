@@ -125,7 +125,8 @@ def describe_content(content: Any) -> str:
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a checkpoint with Python values and tensors instead of NumPy values.
 
-    The checkpoint's item NUMPY_KEY contains the original NumPy dtypes.
+    The copy's entry NUMPY_KEY contains the dtypes that ``restore_numpy`` needs to create the NumPy
+    values again.
     """
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
@@ -192,9 +193,10 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Replace items of a dict, list, tuple or deque, and convert NumPy keys to Python values.
+    """Return a copy of a container in which some items are replaced.
 
-    Return a copy, or the container itself if nothing changes.
+    In a copied dict, NumPy keys are converted to Python values. If nothing has to be replaced or
+    converted, return the original container.
 
     Args:
         replaced: The new items, keyed by dict key or list index.

@@ -234,7 +234,10 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the model's weights or the optimizers' parameters, keyed as in a checkpoint."""
+    """Return the model's weights or, if ``key`` is "optimizer_states", the trained parameters.
+
+    The keys of the returned dict are paths in a checkpoint, such as "state_dict/layer.weight".
+    """
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network
         return {f"{key}/{name}": tensor for name, tensor in source.state_dict().items()}

@@ -143,7 +143,7 @@ def find_checkpoint(
         ``ckpt_path="last"`` finds no checkpoint, return (None, {}).
 
     Raises:
-        MissingCheckpointError: For any other argument, no checkpoint was found.
+        MissingCheckpointError: No checkpoint was found for an argument such as ``resume="last"``.
         DamagedCheckpointError: All checkpoints that were found are damaged.
     """
     if keyword not in KEYWORDS:
@@ -386,7 +386,8 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 
 def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
     """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None."""
-    # If the run has checkpoint callbacks, fit has already searched their files.
+    # Return None if the run has checkpoint callbacks, because list_candidates() has already listed
+    # their files.
     if find_callbacks(callbacks, "Checkpoint"):
         return None
     return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)

@@ -1,10 +1,11 @@
 """Before a run resumes, reset objects that an earlier call to ``fit`` has changed.
 
-A checkpoint contains an attribute only if its value has changed since the run started. A script may
-resume a run with a model that an earlier ``fit`` call has changed. Before restoring a checkpoint,
-``fit`` undoes the changes that earlier ``fit`` calls made to attributes. If the user has changed an
-attribute between two ``fit`` calls, the attribute keeps the user's value. Attributes are reset only
-if the same process has saved to the checkpoint's folder.
+A checkpoint contains an attribute only if its value has changed since the run started. If an
+earlier ``fit`` call has changed an attribute that a checkpoint lacks, restoring the checkpoint does
+not undo the change. Before restoring a checkpoint, ``fit`` undoes the changes that earlier ``fit``
+calls made to attributes. If the user has changed an attribute between two ``fit`` calls, the
+attribute keeps the user's value. Attribute changes are undone only if an earlier ``fit`` call in
+this Python process used the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 # Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
 Values = dict[Any, tuple[Any, Any]]
-# For example, _EARLIER_FITS[model]["attributes"] is an ObjectRecord. The dict refers to the model
-# weakly, so that Python can free the model.
+# Stores attribute values from earlier ``fit`` calls. The values of the model's attributes, for
+# example, are in _EARLIER_FITS[model]["attributes"]. The keys are weak references, so that Python
+# can free the model.
 _EARLIER_FITS: Any = WeakIdKeyDictionary()
 _MISSING = (REMOVED, REMOVED)
 _MOST_RUNS = 4
@@ -126,9 +128,11 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # _objects[id(module), "flags"] is (module, read_flags, read_flags() before training).
+        # Each value consists of an object, a function that reads its attributes, and their values
+        # before training.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # store() calls these functions to undo resets if restoring the checkpoint fails.
+        # Each function undoes one reset of attributes. store() calls these functions if the
+        # checkpoint could not be restored.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
@@ -153,7 +157,10 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Reset and record the attributes of objects such as optimizers."""
+        """Record the attributes of objects such as optimizers at the start of a run.
+
+        In a resumed run, first undo attribute changes by earlier ``fit`` calls.
+        """
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -164,7 +171,9 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Reset flags or options that earlier ``fit`` calls changed, and record them.
+        """Record an object's flags or options at the start of a run.
+
+        In a resumed run, first undo the changes that earlier ``fit`` calls made to these values.
 
         Args:
             kind: The kind of values, such as "flags" or "options".
@@ -214,7 +223,7 @@ class FitRecord:
         """
         name, attribute = place
         path = f"{name}.{attribute}"
-        # Do not reset an attribute if the checkpoint restores the attribute's object.
+        # Do not reset an attribute whose value is an object that the checkpoint restores.
         if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
             return False
         if value != UNKNOWN:
@@ -227,14 +236,16 @@ class FitRecord:
         return False
 
     def keep_resets(self) -> None:
-        """Keep reset attributes even if training fails, because the checkpoint is restored."""
+        """Confirm the resets of attributes after the checkpoint is restored.
+
+        After this call, ``store`` no longer undoes the resets, even if training fails.
+        """
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
         """Store the recorded attributes and flags, so that a later ``fit`` call can reset them.
 
-        If the checkpoint could not be restored, give all attributes their values from before the
-        resume.
+        If this run reset attributes but could not restore the checkpoint, first undo these resets.
 
         Args:
             folders: The folders of the run's checkpoints.
@@ -261,12 +272,13 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the object to record for a Part, and "attributes", "buffers" or "item"."""
+    """Return the keys under which an ObjectRecord is stored, such as (model, "buffers")."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # Each run creates new ListItem wrappers, so record attributes under the wrapped list item.
+    # Each run wraps the same list item in a new ListItem, so return the list item itself.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # _EARLIER_FITS has weak keys, so record objects without weak references under the model.
+    # An object that does not support weak references cannot be a key of a WeakIdKeyDictionary, so
+    # return the model instead.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 
@@ -325,9 +337,6 @@ def copy_content(value: Any) -> Any:
     return copy(value) if isinstance(value, np.ndarray | list | dict | set | deque) else value
 
 
-# The record of a run
-
-
 def undo_earlier_fits(run: Run) -> FitRecord:
     """Before a resume, undo changes that earlier ``fit`` calls made to the model and callbacks.
 
@@ -355,9 +364,10 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks that use a state_dict() of Lightning, such as EarlyStopping.
+    """Return the callbacks whose state_dict() is defined in Lightning, such as EarlyStopping.
 
-    Skip checkpoint callbacks, because their attributes describe saved files.
+    Leave out checkpoint callbacks, because a reset would lose the paths of files that they saved,
+    such as best_model_path.
     """
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
@@ -369,7 +379,10 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Record ``training`` and ``requires_grad``, after undoing changes by earlier ``fit`` calls."""
+    """Record ``training`` and ``requires_grad`` of all modules at the start of a run.
+
+    In a resumed run, first undo the changes that earlier ``fit`` calls made to these flags.
+    """
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)

@@ -169,7 +169,8 @@ class CheckpointManager:
     def replace_last(self, run: Run) -> None:
         """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
 
-        Replace last.ckpt before removing CSV rows, because an old last.ckpt may need the rows.
+        Call this method before the newest CSV rows are removed, because the old last.ckpt may refer
+        to these rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return

@@ -41,7 +41,8 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # For a nested class or a method, pickles call getattr. Return a placeholder class.
+            # A pickle loads a nested class or a method by calling getattr. Return a placeholder
+            # class instead of the result.
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # Pickles create many objects by calling copyreg functions, whose first argument is the
         # object's class.
@@ -258,8 +259,8 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds tensors and standard types, and replaces all other objects with placeholders.
 
-    ``find_class`` never returns an existing mutable class or function, because a pickle could
-    modify it.
+    A pickle can modify every class or function that ``find_class`` returns. Therefore,
+    ``find_class`` returns only immutable or newly created objects.
 
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
@@ -296,7 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function for a pickle, unless an argument is an unsupported object."""
+    """Builds an object when a pickle is read, by calling a function with the saved arguments."""
 
     __slots__ = ("_function",)
 
@@ -330,7 +331,8 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Pickles may contain module names of Python 2 or 3.13, so map these names to those of Python 3.12.
+# Some modules have different names in Python 2 or 3.13, so map these names to the names in Python
+# 3.12.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {

@@ -84,8 +84,9 @@ def load_state(part: Any, state: Any) -> None:
 def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
-    # The max_time option may have added a Timer to the saved run, so do not warn if it is missing.
-    # FabricLoop saves checkpoints without callbacks, so do not warn about ModelCheckpoint either.
+    # The max_time option may have added a Timer to the saved run, so do not warn about a missing
+    # Timer. FabricLoop can save checkpoints without a ModelCheckpoint callback, so do not warn
+    # about a missing ModelCheckpoint either.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -350,9 +351,6 @@ def restore_mini_attributes(run: Run) -> None:
                 namespace[name].default_factory = getattr(current, "default_factory", None)
 
 
-# Position in the epoch
-
-
 def load_states(run: Run, states: dict[str, Any]) -> None:
     for name, part in run.saved_parts().items():
         if name in states:
@@ -367,7 +365,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore attributes last, because iter(loader) needs the attributes of the epoch's start.
+    # Restore the attributes after iter(loader), because iter(loader) needs the values from the
+    # start of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -389,7 +388,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore the values that hooks of the saved run have given to options.
+    # Restore options that hooks changed during the saved run.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     check_settings(run, own["settings"])
@@ -462,7 +461,8 @@ def restore_network(
 def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
     """Prune the same weights that ModelPruning pruned in the saved run.
 
-    Call this function after configure_optimizers, because pruning reorders ``parameters()``.
+    Pruning changes the order of ``parameters()``. Call this function after configure_optimizers, so
+    that the optimizers get the parameters in the saved order.
     """
     callbacks = run.hooks.callbacks_of("ModelPruning")
     if any(map(resets_pruned_weights, callbacks)):
@@ -561,7 +561,7 @@ def add_missing_groups(run: Run, states: list[Any]) -> None:
 
 
 def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook of the saved run replaced a trained parameter."""
+    """Raise an error if a hook replaced a trained parameter of the model during the saved run."""
     saved = run.plan.start.own.get("parameter_groups", ())
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
@@ -593,8 +593,9 @@ def check_parameter_order(run: Run) -> None:
 def warn_of_parameter_order(run: Run) -> None:
     """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed.
 
-    Trainer does not save the order of an optimizer's parameters, so compare the order of the
-    weights. Only warn, because an on_save_checkpoint hook may have sorted the saved weights.
+    A Trainer checkpoint does not contain the names of an optimizer's parameters. Compare the order
+    of the parameters with the order of the weights in the saved state_dict. A different order
+    raises no error, because an on_save_checkpoint hook may have sorted the saved state_dict.
     """
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
@@ -617,7 +618,8 @@ def warn_of_parameter_order(run: Run) -> None:
 def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
     """Return the first parameter whose position in its optimizer differs from the saved position.
 
-    Skip saved parameters that the model lacks, because they may have been renamed.
+    Compare only parameters that exist in both runs, because a renamed parameter may still have its
+    old position.
 
     Args:
         saved: The names of the parameters of each optimizer, in the order of the saved run.
@@ -713,7 +715,7 @@ def check_options(
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore optimized parameters that are not in the model's state_dict."""
+    """Restore parameters that an optimizer trains, but that do not belong to the network."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:

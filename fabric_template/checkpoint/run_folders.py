@@ -41,7 +41,7 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 class RunFolders:
     """Locks the version folders of a run, and writes start and save times to their .lock files.
 
-    A new run records its start time. New and resumed runs record the time of each save.
+    A new run records its start time. Every run records the time at which it saves a checkpoint.
     ``resume="last"`` continues the most recently started or saved run. Runs with the same
     ``version=`` share a folder. A checkpoint older than the latest start time in its
     folder belongs to an earlier run.
@@ -85,7 +85,8 @@ class RunFolders:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder whose CSV files the new run replaces, or None.
         """
-        # An earlier run's clock may have been fast, so choose a time after that run's last save.
+        # An earlier run's clock may have been fast. Record a start time that is later than the last
+        # save of that run.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -97,7 +98,8 @@ class RunFolders:
     def restore_replaced_run(self, log_folder: Path | None) -> None:
         """Allow resuming a run that a later run with the same ``version=`` has replaced."""
         self._write("started 0.0", is_synced=True)
-        # Remove the old CSV files only after a save, because the resumed run copies their rows.
+        # This folder contains CSV rows that the run needs to resume. Remove the folder only after
+        # the run has saved a new checkpoint.
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -106,7 +108,8 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a checkpoint's save time, and remove old files that the new run replaces."""
-        # Remove the old CSV files even if a ModelCheckpoint saved to a different folder.
+        # Every saved checkpoint makes the CSV files of the replaced run unnecessary, even a
+        # checkpoint outside of the run's folders.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -148,7 +151,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Lock the older run's folder, because its .lock file must record the start of this run.
+        # Also lock the checkpoint folder of an older run with the same version. The folder's .lock
+        # file must record that a newer run has started.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -206,7 +210,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # A checkpoint copied to another folder still has its save time in the .lock file of ``folder``.
+    # A user may have copied the checkpoint out of ``folder``. The .lock file in ``folder`` still
+    # lists the checkpoint's save time.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()
@@ -217,7 +222,7 @@ def choose_version(run: Run) -> None:
     """Choose the version of a run if the user has not passed ``version=``.
 
     A resumed run uses the version folder that contains the checkpoint. A second ``fit`` call
-    without a resume starts a new version folder.
+    that does not resume a run starts a new version folder.
     """
     loop, start = run.loop, run.plan.start
     if run.config.version is not None:

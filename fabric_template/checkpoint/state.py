@@ -43,7 +43,8 @@ OPTION_TYPES = bool | int | float | str | None
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Do not save these optimizer attributes. state_dict() contains "state" and "param_groups", and
-# "defaults" may share their tensors. Schedulers use the last two only for a warning.
+# "defaults" may share tensors with "param_groups". Schedulers use "_opt_called" and "_step_count"
+# only for a warning.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -289,10 +290,10 @@ class _TrialPickler(pickle.Pickler):
 
 
 class _TrialUnpickler(PlainUnpickler):
-    """Reads a pickle without tensors, to find objects that cannot be loaded."""
+    """Reads a pickle from which tensors are left out, to find objects that cannot be loaded."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Replace each tensor with None, because the pickle contains no tensors."""
+        """Return None in place of a tensor, because _TrialPickler does not pickle tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -381,7 +382,8 @@ def check_saved_state(run: Run) -> None:
 def check_scheduler_states(run: Run, states: list[Any]) -> None:
     """Raise an error if a scheduler's state contains parameters of an optimizer.
 
-    A scheduler that saves parameters would get copies of them after a resume.
+    A resumed scheduler would load copies of the saved parameters, and the optimizer would not
+    update these copies.
     """
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -424,7 +426,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Only on_load_checkpoint hooks read the keys that on_save_checkpoint hooks have added.
+    # Without an on_load_checkpoint hook, a resumed run does not read keys that on_save_checkpoint
+    # hooks added.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -469,7 +472,10 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Reset optimizer attributes changed by earlier ``fit`` calls, and add them to checkpoints."""
+    """Include the attributes of the optimizers in checkpoints.
+
+    In a resumed run, first undo the changes that earlier ``fit`` calls made to these attributes.
+    """
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
     parts = {
