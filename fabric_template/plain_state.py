@@ -125,7 +125,7 @@ class Part:
         if isinstance(self.instance, type):
             return {}
         if isinstance(self.instance, dict):
-            # Save the items of a dict subclass as attributes.
+            # For an instance of a dict subclass, save the items instead of the attributes.
             return self.instance
         if isinstance(self.instance, nn.Module):
             return vars(self.instance)["_buffers"] if self.has_buffers else vars(self.instance)
@@ -172,7 +172,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def find_iterator(value: Any) -> Any:
-    """Return an iterator itself, or the first iterator in a list or dict."""
+    """Return the first iterator in a list or dict. If ``value`` is an iterator, return it."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -280,7 +280,10 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 
 
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
-    """Return digests of callbacks, grouped by class, to detect a different order after a resume."""
+    """Return a digest of each callback's attributes, grouped by the callback's class.
+
+    A resumed run compares these digests, to find out whether callbacks have a different order.
+    """
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
         if name.startswith("callbacks.") and part.has_attributes and not part.has_buffers:
@@ -319,7 +322,8 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # _find_objects() adds objects such as a model's replay buffer to _parts, but not to _given.
+        # The caller passes the objects in _given. _parts also contains objects found in attributes,
+        # such as a model's replay buffer.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
@@ -348,7 +352,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search the attributes for objects again, because hooks may have created new ones."""
+        """Search all attributes for objects, such as a replay buffer that a hook has created."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
@@ -359,7 +363,7 @@ class PlainState:
                     self._warn("the last of the objects in attributes", reason)
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the objects found in attributes, keyed by an attribute path such as "model.pool".
+        """Return all objects in attributes as a dict such as {"model.pool": model.pool}.
 
         Args:
             names: The paths of the objects in a checkpoint. If a path refers to an item of a
@@ -371,7 +375,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """For the path "model.counts.0", create ``counts[0]`` if ``counts`` is a defaultdict."""
+        """Create the item of a defaultdict that a path such as "model.counts.0" refers to."""
         path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -384,7 +388,7 @@ class PlainState:
     def generators(self) -> dict[str, Any]:
         """Return the random generators, keyed by a path such as "object.attribute".
 
-        If several objects share a generator, return the generator only once.
+        If several objects share a random generator, the returned dict contains that generator once.
         """
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
@@ -456,7 +460,7 @@ class PlainState:
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether training has added objects to a list or dict of a loader."""
+        """Return whether a loader's attribute is a list or dict to which training added objects."""
         if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -486,7 +490,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Remove the entries of callbacks that this run does not have from a saved state."""
+        """Return a saved state without the entries of callbacks that this run lacks."""
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
         for name, old in state.get("callbacks", {}).items():
@@ -548,7 +552,7 @@ class PlainState:
                 namespace[attribute] = decoder.decode(encoded)
 
     def _without_hiding(self, saved: dict[Place, Any]) -> dict[Place, Any]:
-        """Return ``saved`` without attributes that would hide a parameter, buffer or submodule."""
+        """Leave out saved attributes with the name of a parameter, buffer or submodule."""
         parts = self._parts
         hiding = [(n, name) for n, name in saved if n in parts and parts[n].would_hide(name)]
         if hiding:
@@ -591,9 +595,10 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Map the id of each attribute's object to the ids of the saved values that replace it.
+        """For each attribute value, return the ids of the saved values that will replace it.
 
-        If two attributes share a list, change it in place only if the saved run shared it.
+        A list that two attributes share must not be changed in place if the saved run had two
+        separate lists.
         """
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
@@ -613,7 +618,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy each attribute up to 256 MB, so that ``changed_start_values`` can find changes."""
+        """Copy each attribute value that has at most 256 MB, so that a change can be undone."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
@@ -639,7 +644,10 @@ class PlainState:
         return changed
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return a pair (digest, encoded value) for each attribute up to 10 MB."""
+        """Return a pair (digest, encoded value) for each attribute that can be encoded.
+
+        Attributes above 10 MB are left out.
+        """
         found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 

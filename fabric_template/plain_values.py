@@ -94,7 +94,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # Use marshal's format 2. In later formats, equal lists can give different bytes.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # Keys and values alternate in a dict's items. An odd step compares both.
+    # A dict's items alternate between keys and values. An even step would select only keys, so make
+    # the step odd.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
     # A list may contain itself, so lower the item limit at each level to end the recursion.
@@ -185,7 +186,8 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._ids != other._ids:
             return False
-        # A new object can have the id of a deleted object, so check that both objects still exist.
+        # Python reuses the ids of deleted objects. Therefore, equal ids identify an object only
+        # while the object still exists.
         references = (self._reference, other._reference)
         return all(reference is None or reference() is not None for reference in references)
 
@@ -200,7 +202,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # An array of long strings may have few items, but the step of a slice must be at least 1.
+    # For a few long strings, integer division gives 0, but a slice needs a step of at least 1.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -264,7 +266,9 @@ def find_class(base: type, module: str, name: str) -> Any:
 
 
 class Encoder:
-    """Convert plain values to tuples that torch.load(weights_only=True) can read.
+    """Encode attribute values as tuples that torch.load(weights_only=True) can read.
+
+    Without encoding, torch.load would refuse types such as deque.
 
     If several attributes share an object, encode the object only once.
 
@@ -426,7 +430,7 @@ def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing object, if both have the same type and shape.
 
     Returns:
-        Whether the existing object could be changed in place.
+        True if the existing object now contains the saved value, or False if it is unchanged.
     """
     kind = type(current)
     if kind is not type(value):
@@ -469,8 +473,9 @@ def load_object(current: Any, state: Any) -> None:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects.
 
-    A wrapper of the optimizer may still use the old ``param_groups`` list. Tensors keep their saved
-    dtypes, although ``Optimizer.load_state_dict()`` would cast some of them.
+    A wrapper of the optimizer may refer to the ``param_groups`` list, and would not use a new list.
+    Tensors keep their saved dtypes, although ``Optimizer.load_state_dict()`` would cast some of
+    them.
     """
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -501,7 +506,10 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return saved optimizer state with its dtypes, on the devices of the loaded state."""
+    """Return loaded optimizer state with the dtypes that its tensors have in the checkpoint.
+
+    The tensors stay on the devices to which ``load_state_dict`` has moved them.
+    """
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
