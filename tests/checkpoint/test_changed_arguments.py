@@ -151,7 +151,7 @@ def cyclic(optimizer):
 @pytest.mark.parametrize(
     ("kind", "make_scheduler"), once(BOTH, [None, reducing, cyclic, one_cycle, lambda o: StepLR(o, 2)])
 )
-def test_resume_does_not_warn_about_arguments_changed_during_fit(tmp_path, kind, make_scheduler):
+def test_resume_does_not_warn_if_a_hook_or_scheduler_changed_optimizer_arguments(tmp_path, kind, make_scheduler):
     """Schedulers and hooks change arguments, such as the learning rate, and a later fit resumes with them."""
 
     def make_parts():

@@ -607,7 +607,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_a_new_optimizer_class_with_different_options(tmp_path, kind):
+def test_resume_refuses_a_changed_optimizer_class_if_its_option_names_differ(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -667,7 +667,7 @@ class UntiedModel(Model):
             self.second.weight = torch.nn.Parameter(self.first.weight.detach().clone())
 
 
-def test_a_hook_must_not_untie_weights(tmp_path):
+def test_fit_or_resume_raises_an_error_if_a_hook_unties_shared_weights(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
@@ -689,7 +689,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_a_hook_must_not_replace_a_layer(tmp_path):
+def test_fit_or_resume_raises_an_error_if_a_hook_replaces_a_layer(tmp_path):
     with pytest.raises(ValueError, match="a hook replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
@@ -779,7 +779,7 @@ class HasQueue(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_does_not_confuse_an_empty_tensor_with_an_empty_buffer(tmp_path, kind):
+def test_a_model_with_an_empty_tensor_and_an_empty_buffer_resumes_exactly(tmp_path, kind):
     expected = train(kind, tmp_path / "whole", shuffled(HasQueue))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "parts", shuffled(HasQueue), kill_at=5)
@@ -862,7 +862,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_does_not_overwrite_the_socket_of_a_library_object(tmp_path, monkeypatch, kind):
+def test_resuming_does_not_give_a_new_connection_the_old_socket_number(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()
@@ -957,7 +957,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 """
 
 
-def test_a_copy_of_fabric_template_restores_objects_of_user_defined_classes(tmp_path):
+def test_a_copied_fabric_template_package_restores_objects_of_user_defined_classes(tmp_path):
     """The copy must not treat other modules of the same package as parts of the library."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"

@@ -277,7 +277,7 @@ class FreezesAndKeepsZeros(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_frozen_parameters_keep_moving_by_momentum_after_resuming(tmp_path):
+def test_resuming_restores_the_momentum_of_frozen_parameters(tmp_path):
     def train(epochs, folder, resume=None):
         torch.manual_seed(1)
         module = FreezesAndKeepsZeros()

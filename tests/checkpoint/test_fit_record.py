@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_resuming_resets_an_object_without_weakref_support(tmp_path, kind):
+def test_resuming_undoes_changes_to_an_object_that_cannot_be_weakly_referenced(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)
@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_resume_resets_attributes_to_their_values_before_the_first_fit(tmp_path, name):
+def test_resuming_first_undoes_changes_that_an_earlier_fit_made_to_model_attributes(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -94,7 +94,7 @@ def test_resuming_keeps_an_attribute_that_the_user_reassigned_after_fit(tmp_path
     assert holder.value is mine
 
 
-def test_resuming_an_earlier_run_keeps_attributes_set_after_that_run(tmp_path):
+def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_two_runs(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8
@@ -103,7 +103,7 @@ def test_resuming_an_earlier_run_keeps_attributes_set_after_that_run(tmp_path):
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_fit_remembers_the_initial_attributes_of_the_four_newest_runs(tmp_path):
+def test_resuming_undoes_attribute_changes_only_for_the_four_newest_runs(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -124,7 +124,7 @@ def test_resuming_undoes_changes_that_validate_made_to_model_attributes(tmp_path
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_resuming_keeps_objects_created_in_training_if_saved_in_the_checkpoint(tmp_path, saved):
+def test_resuming_does_not_delete_objects_created_in_training_whose_state_was_saved(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -132,7 +132,7 @@ def test_resuming_keeps_objects_created_in_training_if_saved_in_the_checkpoint(t
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_resuming_resets_the_other_objects_if_one_is_unreadable(tmp_path):
+def test_resuming_undoes_changes_to_attributes_even_if_reading_one_object_fails(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):
@@ -169,7 +169,7 @@ def test_a_refused_resume_does_not_change_the_attributes_of_user_objects(tmp_pat
     assert holder.items is items
 
 
-def test_fit_record_reads_attributes_once_and_copies_no_large_lists():
+def test_fit_record_reads_the_attributes_of_each_object_only_once():
     class Counted:
         reads = 0
 
@@ -217,7 +217,7 @@ def make_loop(root, epochs=2, **options):
     return FabricLoop(accelerator="cpu", max_epochs=epochs, default_root_dir=root, **options)
 
 
-def test_resuming_from_another_folder_does_not_change_model_attributes(tmp_path):
+def test_resuming_from_a_checkpoint_outside_the_run_folder_keeps_model_attributes(tmp_path):
     model, loop, loader = Counting(), make_loop(tmp_path), make_loader()
     loop.fit(model, loader)
     loop.save_checkpoint(tmp_path / "mine.ckpt")
@@ -239,7 +239,7 @@ def test_a_failed_resume_changes_neither_model_attributes_nor_requires_grad(tmp_
     assert not next(model.parameters()).requires_grad
 
 
-def test_resuming_keeps_attributes_of_a_dataset_defined_in_an_installed_package(tmp_path, monkeypatch):
+def test_resuming_does_not_change_a_dataset_whose_class_is_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "installed_data.py").write_text("class Data(list):\n    pass\n")
@@ -292,7 +292,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_resuming_restores_the_initial_state_of_a_dataset_inside_the_model(tmp_path, name):
+def test_resuming_from_an_early_checkpoint_undoes_later_changes_to_the_dataset(tmp_path, name):
     dataset = Noisy(*make_loader().dataset.tensors)
     model = AddsNoise(dataset, WRAPPERS[name](dataset))
     make_loop(tmp_path, 3, monitor="train_loss", mode="min", save_top_k=-1, seed=1).fit(model)

@@ -117,7 +117,7 @@ def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
     assert loop.ckpt_path == str(folder(tmp_path, "b") / "best.ckpt")
 
 
-def test_resume_chooses_a_run_of_the_loop_before_a_trainer_checkpoint(tmp_path):
+def test_resume_last_prefers_a_fabric_loop_checkpoint_to_newer_trainer_checkpoints(tmp_path):
     fit(tmp_path, Plain, max_epochs=2)
     path = folder(tmp_path, 0) / "last.ckpt"
     foreign = read_checkpoint(path)
@@ -210,7 +210,7 @@ def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpo
     assert {read_checkpoint(folder(root, version) / name)["global_step"] for name in names} == {10}
 
 
-def test_the_first_save_removes_the_checkpoints_of_the_overwritten_run(tmp_path):
+def test_a_run_in_an_existing_folder_removes_old_checkpoints_at_its_first_save(tmp_path):
     fit(tmp_path, Plain, max_epochs=4, version=0, **BEST, save_top_k=3)
     (folder(tmp_path, 0) / "mine.ckpt").write_bytes(b"mine")
     (folder(tmp_path, 0) / "notes.txt").write_text("mine")
@@ -246,7 +246,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_into_an_existing_version_overwrites_the_run_there(tmp_path):
+def test_resuming_version_0_into_version_1_removes_the_old_checkpoints_of_version_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"
@@ -266,7 +266,7 @@ def test_resuming_from_a_copy_of_a_checkpoint_continues_the_same_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_a_run_without_checkpoints_replaces_the_older_run_of_the_same_version(tmp_path):
+def test_resume_last_is_refused_after_a_run_without_checkpoints_in_the_same_folder(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):

@@ -116,7 +116,7 @@ def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_
     assert new.one[0] is new.last
 
 
-def test_unchanged_attributes_and_networks_are_not_saved():
+def test_attributes_are_saved_only_if_their_values_have_changed():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
@@ -153,7 +153,7 @@ def test_both_loops_notice_that_one_tensor_in_a_long_list_changed():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_both_loops_detect_a_replaced_list_item_at_the_same_address(make):
+def test_a_replaced_list_item_is_detected_even_if_the_new_item_reuses_its_memory(make):
     items = [make(2) for _ in range(7_000)]
     before, marked = digest(items), mark_value(items)
     found = []
@@ -164,7 +164,7 @@ def test_both_loops_detect_a_replaced_list_item_at_the_same_address(make):
 
 
 @pytest.mark.parametrize("number", [100, 3 * 200])
-def test_plain_state_warns_about_more_than_500_objects_in_attributes(number, recwarn):
+def test_a_warning_appears_if_model_attributes_contain_more_than_500_objects(number, recwarn):
     groups = [[Holder(count=0) for _ in range(min(number, 200))] for _ in range(-(-number // 200))]
     holder = Holder(groups=groups, other=Holder(inner=Holder(count=0)))
     state = PlainState({"a": Part(holder)}, network=nn.Linear(2, 2))

@@ -123,7 +123,7 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_an_error_names_the_version_folder_if_model_checkpoint_is_missing(tmp_path):
+def test_resume_last_without_the_earlier_model_checkpoint_callback_raises_an_error(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -137,7 +137,7 @@ def test_an_error_names_the_version_folder_if_model_checkpoint_is_missing(tmp_pa
     assert len(history) == 2
 
 
-def test_validate_with_a_model_checkpoint_does_not_break_resume_auto(tmp_path):
+def test_resume_auto_finds_the_run_after_validate_used_the_model_checkpoint_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

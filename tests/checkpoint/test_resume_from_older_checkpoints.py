@@ -85,7 +85,7 @@ def test_a_run_resumes_exactly_if_killed_while_removing_csv_rows(tmp_path, kind,
 
 
 @pytest.mark.parametrize(("is_copied", "save_last"), halve([False, True], [True, False]))
-def test_csv_rows_survive_a_kill_after_resuming_from_a_path(tmp_path, is_copied, save_last):
+def test_a_run_resumed_from_an_epoch_checkpoint_loses_no_csv_rows_when_killed(tmp_path, is_copied, save_last):
     expected = train("FabricLoop", tmp_path, 4, save_top_k=3)
     logs = logs_of(tmp_path)
     (path,) = Path(tmp_path, "checkpoints/run/version_0").glob("epoch=1-*.ckpt")
@@ -131,7 +131,7 @@ def train_ranked(rank, kind, *args):
 
 @both_loops
 @pytest.mark.usefixtures("quick_spawn")
-def test_no_csv_rows_are_lost_if_two_resumed_processes_are_killed(kind):
+def test_a_resumed_run_of_two_ranks_loses_no_csv_rows_when_killed(kind):
     found = []
     for arguments in ((), ("best", (1, 2)), ("auto",)):
         codes, errors = run_processes(train_ranked, kind, *arguments)

@@ -179,7 +179,7 @@ def test_a_new_loop_resumes_exactly_with_the_same_model_and_loader(tmp_path, kin
 
 
 @both_loops
-def test_a_resumed_run_saves_model_attributes_changed_before_it_resumed(tmp_path, kind):
+def test_a_resumed_fit_saves_model_attributes_that_only_the_first_fit_changed(tmp_path, kind):
     def scale_once(script):
         script.net.scale = 2.0
 
@@ -205,7 +205,7 @@ def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fi
 
 
 @both_loops
-def test_resuming_either_of_two_runs_restores_its_initial_model_attributes(tmp_path, kind):
+def test_resuming_one_of_two_runs_resets_attributes_to_their_values_before_that_run(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=1)
     script.fit(kill_at=(1, 3))
     assert script.net.scale == 2.0
@@ -227,7 +227,7 @@ def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, 
 
 
 @both_loops
-def test_resume_warns_if_an_earlier_fit_changed_a_large_dataset_attribute(tmp_path, kind):
+def test_resume_warns_if_an_earlier_fit_changed_a_large_tensor_of_the_dataset(tmp_path, kind):
     def change(script):
         script.dataset.large.add_(0.5)
 
