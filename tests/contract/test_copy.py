@@ -76,7 +76,7 @@ def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0
 
 
-def test_scripts_that_test_the_copy_cannot_import_the_original_package(tmp_path):
+def test_scripts_that_run_a_copied_package_cannot_import_the_original_package(tmp_path):
     done = run("import fabric_template", tmp_path)
     assert done.returncode != 0
     assert "the copy must stand on its own" in done.stderr

@@ -347,7 +347,7 @@ def test_an_edited_loop_can_write_an_additional_csv_file():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
-def test_resume_removes_old_rows_from_a_csv_file_created_after_the_checkpoint():
+def test_resuming_does_not_duplicate_rows_of_a_csv_file_created_after_the_checkpoint():
     class WritesLate(MiniLoop):
         def _train_batch(self, batch):
             super()._train_batch(batch)
@@ -377,7 +377,7 @@ class CountsAndSteps(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [OnlySteps, CountsAndSteps])
-def test_global_step_counts_steps_even_if_the_method_step_optimizer_is_edited(kind):
+def test_global_step_stays_correct_if_a_subclass_overrides_the_optimizer_step(kind):
     options = {"accumulate_grad_batches": 2, "make_scheduler": step_lr}
     loop, net = train(kind, "edited", **options)
     other, expected = train(MiniLoop, **options)
@@ -435,7 +435,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_edited_loop_with_a_wrong_is_last_flag_is_refused(case):
+def test_mini_loop_refuses_a_subclass_that_changes_which_batch_is_the_last(case):
     with pytest.raises(ValueError, match="^_train_batches: expected _is_last to be True for the last batch"):
         train(with_batches(REFUSED[case]))
 
@@ -476,7 +476,7 @@ class SavesEveryThirdBatch(SavesOften):
         (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
     ],
 )
-def test_an_edited_loop_must_not_train_a_batch_twice_or_save_while_accumulating(kind, every, message):
+def test_mini_loop_refuses_a_subclass_that_trains_twice_or_saves_while_accumulating(kind, every, message):
     with pytest.raises(ValueError, match=message):
         train(kind, accumulate_grad_batches=every)
 
@@ -549,7 +549,7 @@ def test_an_error_in_an_edited_method_is_not_reported_as_an_error_in_training_st
 
 
 @pytest.mark.parametrize("as_dict", [True, False])
-def test_an_edited_loop_can_add_a_scheduler(as_dict):
+def test_a_mini_loop_subclass_can_add_a_learning_rate_scheduler(as_dict):
     class WarmsUp(MiniLoop):
         def _set_up_optimizer(self, optimizer, scheduler):
             super()._set_up_optimizer(optimizer, scheduler)

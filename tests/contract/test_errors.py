@@ -95,7 +95,7 @@ SHARED_OPTIONS = (
 
 
 @pytest.mark.parametrize("option", SHARED_OPTIONS)
-def test_both_loops_accept_the_same_values_for_each_shared_option(option):
+def test_fabric_loop_and_mini_loop_accept_the_same_values_for_each_shared_option(option):
     def accepts(loop, value):
         try:
             loop(**{"accelerator": "cpu", option: value})

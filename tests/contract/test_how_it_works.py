@@ -215,7 +215,7 @@ def edits(title):
 
 
 @pytest.mark.parametrize("title", CHECKS)
-def test_each_example_in_how_it_works_md_changes_at_most_two_files(title, tmp_path):
+def test_each_diff_in_how_it_works_md_works_and_changes_at_most_two_files(title, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = set()

@@ -573,7 +573,7 @@ def train_in_two_processes(name, root):
         "Lightning, configure_model",
     ),
 )
-def test_a_model_trained_in_two_processes_has_the_saved_weights(tmp_path, monkeypatch, name):
+def test_training_in_two_forked_processes_also_updates_the_model_of_the_parent(tmp_path, monkeypatch, name):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]

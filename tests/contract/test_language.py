@@ -117,7 +117,7 @@ def small_project(tmp_path):
         'raise ValueError("a word that is not known")',
     ],
 )
-def test_the_language_check_finds_a_banned_expression(small_project, line):
+def test_the_wording_check_finds_banned_phrases_in_comments_docstrings_and_errors(small_project, line):
     limits = measure_language(small_project)
     assert worse_language(small_project, limits) == []
     path = small_project / "fabric_template/data/loaders.py"

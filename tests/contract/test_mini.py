@@ -1359,7 +1359,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_does_not_traverse_large_models_more_often_than_small_ones():
+def test_saving_traverses_the_modules_of_small_and_large_models_equally_often():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

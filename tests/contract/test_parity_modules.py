@@ -139,7 +139,7 @@ def test_fabric_loop_and_trainer_train_each_module_to_equal_weights(module, opti
         {"precision": "bf16-true"},
     ],
 )
-def test_fabric_loop_and_trainer_end_with_the_same_weights_for_each_option(options):
+def test_fabric_loop_and_trainer_give_the_same_weights_with_the_same_arguments(options):
     assert_parity(Classifier, train, val, **{"max_epochs": 3, **options})
 
 
@@ -147,7 +147,7 @@ def test_loaders_with_workers_give_the_same_weights_as_with_trainer():
     assert_parity(Classifier, lambda: make_loader(40, num_workers=2), val, max_epochs=2)
 
 
-def test_modules_of_the_pytorch_lightning_package_train_as_with_its_trainer():
+def test_fabric_loop_and_trainer_train_a_pytorch_lightning_module_to_equal_weights():
     """The package pytorch_lightning has its own LightningModule class."""
 
     class Other(pytorch_lightning.LightningModule):

@@ -51,7 +51,7 @@ def found():
 
 
 @pytest.mark.parametrize("name", ["functions", "lightning", "stream", "killed"])
-def test_random_training_scripts_give_equal_results_in_both_loops(found, name):
+def test_fabric_loop_and_mini_loop_give_equal_results_for_random_training_scripts(found, name):
     compared, differences, refusals = found[name]
     assert differences == []
     assert refusals == {}

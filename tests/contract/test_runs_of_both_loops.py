@@ -55,7 +55,7 @@ def test_resume_continues_the_run_that_saved_the_latest_checkpoint(first, second
 
 
 @pytest.mark.parametrize(("loops", "without_lock"), once(PAIRS, [[0], [1], [0, 1, 2]]), ids=str)
-def test_resume_finds_the_newest_run_without_the_lock_files(loops, without_lock):
+def test_resume_finds_the_newest_run_even_if_lock_files_are_missing(loops, without_lock):
     """If a .lock file is missing, both loops read the time that the checkpoint contains."""
     first, second = loops
     for _ in range(3):
@@ -176,7 +176,7 @@ def check_is_refused(message, *arguments, **options):
 
 
 @pytest.mark.parametrize(("first", "third"), PAIRS)
-def test_only_fabric_loop_resumes_a_checkpoint_of_a_replaced_run(first, third):
+def test_only_fabric_loop_resumes_from_an_old_checkpoint_after_a_newer_run_failed(first, third):
     train(first, 2, version=0, monitor="val_loss")
     with pytest.raises(RuntimeError, match="stopped"):
         train("FabricLoop", 2, version=0, model=Dies)
