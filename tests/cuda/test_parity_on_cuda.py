@@ -23,12 +23,12 @@ def pair(make_module, train, val=val_loader, **options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_fabric_loop_and_trainer_reach_equal_weights_with_each_option(precision, name):
+def test_fabric_loop_and_trainer_reach_equal_weights_with_the_same_arguments(precision, name):
     pair(Drawing, make_loader, precision=precision, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-def test_each_true_precision_gives_the_same_weights_as_with_trainer(precision):
+def test_precisions_such_as_bf16_true_give_the_same_weights_as_with_trainer(precision):
     pair(Drawing, make_loader, precision=precision)
 
 

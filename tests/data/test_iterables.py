@@ -178,7 +178,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fabric_loop_cannot_resume_a_mini_loop_run_with_an_iterator(tmp_path, make):
+def test_fabric_loop_cannot_resume_a_mini_loop_run_if_the_loader_contains_an_iterator(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))

@@ -338,7 +338,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_datamodule_hooks_do_not_apply_to_loaders_passed_to_later_calls(stage):
+def test_validate_with_a_loader_does_not_call_the_hooks_of_an_earlier_datamodule(stage):
     """As in Trainer, for example if the datamodule normalizes the images on the GPU."""
 
     class Scaled(pl.LightningDataModule):

@@ -49,7 +49,7 @@ def test_each_demo_reaches_its_minimum_validation_score(demo, options, column, l
 
 
 @pytest.mark.parametrize("demo", ["autoencoder", "gan"])
-def test_the_best_checkpoint_of_a_short_demo_can_be_validated(demo):
+def test_the_validate_command_accepts_the_best_checkpoint_of_a_demo_run(demo):
     run("fit", demo, "--max_epochs 1 --limit_train_batches 3")
     run("validate", demo, "--load best")
 

@@ -130,7 +130,7 @@ def test_invalid_environment_variables_for_a_process_group_are_refused(variables
     ],
     ids=str,
 )
-def test_incomplete_environment_variables_of_a_launcher_are_ignored(variables, monkeypatch):
+def test_fabric_loop_ignores_launcher_variables_if_some_of_them_are_missing(variables, monkeypatch):
     """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -57,7 +57,7 @@ DIALECTS = [with_carriage_returns, with_byte_order_mark, with_blank_lines, with_
 
 
 @pytest.mark.parametrize("change", DIALECTS)
-def test_resuming_keeps_rows_rewritten_in_another_csv_dialect(cut, whole, change):
+def test_resuming_keeps_rows_that_another_program_saved_in_a_different_csv_dialect(cut, whole, change):
     for path in (cut / "logs").rglob("*.csv"):
         lines = path.read_text().split("\n")
         change(lines)
@@ -98,7 +98,7 @@ def test_resuming_keeps_the_csv_rows_before_and_after_a_damaged_row(cut, whole, 
             assert row | {"time": "", "waiting": ""} == other | {"time": "", "waiting": ""}
 
 
-def test_resuming_removes_rows_newer_than_the_checkpoint_from_edited_csv_files(cut, whole):
+def test_resuming_removes_rows_after_the_checkpoint_even_if_a_user_edited_the_csv_file(cut, whole):
     """The user has deleted a row of metrics.csv, and copied rows in steps.csv."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):

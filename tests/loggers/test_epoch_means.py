@@ -105,7 +105,7 @@ def test_a_batch_logged_with_batch_size_zero_does_not_count_in_the_epoch_means(k
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_the_batch_size_passed_to_log_also_weights_the_mean_of_the_loss(kind):
+def test_the_epoch_mean_of_the_loss_uses_the_batch_size_passed_to_log(kind):
     metric = MeanMetric()
 
     def log(loop, index):

@@ -158,7 +158,7 @@ class LitImageModule(ImageSteps, pl.LightningModule):
 
 
 @pytest.mark.parametrize("make", [ImageModule, LitImageModule])
-def test_the_batch_size_passed_to_log_also_weights_means_of_returned_values(tmp_path, make):
+def test_epoch_means_of_returned_values_use_the_batch_size_passed_to_log(tmp_path, make):
     """A warning about the batch size would fail this test, because warnings are errors."""
     _, _, history = fit(tmp_path, make, make_images, make_images, max_epochs=1)
     assert history[["train_loss", "other", "val_loss", "val_other"]].iloc[0].tolist() == pytest.approx(

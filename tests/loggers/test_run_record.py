@@ -109,7 +109,7 @@ def test_config_yaml_records_the_commit_and_the_number_of_changed_files(kind):
 @pytest.mark.parametrize(
     ("kind", "content"), once(LOOPS, [None, "#!/bin/sh\nexec sleep 30\n", "#!/bin/sh\nexit 128\n"])
 )
-def test_a_missing_slow_or_failing_git_does_not_stop_a_run(kind, content, monkeypatch):
+def test_problems_with_the_git_command_do_not_stop_a_run(kind, content, monkeypatch):
     Path("bin").mkdir()
     path = os.path.abspath("bin")
     if content is not None:
@@ -199,7 +199,7 @@ def test_list_runs_shows_learning_rates_that_differ_between_runs(kind, way, caps
     assert f"{name}=0.4" in capsys.readouterr().out
 
 
-def test_list_runs_ignores_optimizer_arguments_that_only_one_run_has():
+def test_list_runs_does_not_compare_optimizer_arguments_that_only_one_run_has():
     train("FabricLoop", torch.optim.SGD)
     train("FabricLoop", torch.optim.Adam)
     assert list_runs()["changed"].tolist() == [{"optimizer": "SGD"}, {"optimizer": "Adam"}]

@@ -158,7 +158,7 @@ class Evaluated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:save_checkpoint. got a call during a validation")
-def test_a_checkpoint_saved_during_validation_omits_the_validation_metric():
+def test_a_checkpoint_saved_during_validation_contains_no_state_of_validation_metrics():
     """A run that is saved during a validation repeats this validation when it resumes."""
 
     def train(max_epochs, resume=None):

@@ -154,7 +154,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_help_plots_and_lists_of_runs_work_without_importing_torch():
+def test_the_commands_plot_and_runs_do_not_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys
@@ -303,7 +303,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_fit_command_repeats_runs_of_models_with_any_default_arguments(capsys):
+def test_the_fit_command_repeats_a_run_whose_model_has_unusual_default_arguments(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]
@@ -417,7 +417,7 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
     assert expected in error
 
 
-def test_the_fit_command_refuses_a_functools_partial_as_a_default_argument(capsys):
+def test_the_fit_command_refuses_a_model_whose_default_argument_is_a_functools_partial(capsys):
     lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
     lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)): ..."]
     Path("partials.py").write_text("\n".join(lines))

@@ -357,7 +357,7 @@ def test_compare_explains_each_porting_mistake(tmp_path, first, second, options,
     assert fix in result.fix
 
 
-def test_compare_finds_an_additional_step_of_a_second_optimizer():
+def test_comparing_two_scripts_finds_an_additional_step_of_a_second_optimizer():
     def train(order):
         torch.manual_seed(0)
         nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]
@@ -374,7 +374,7 @@ def test_compare_finds_an_additional_step_of_a_second_optimizer():
     assert (result.step, result.values) == (2, ("Adam (number 1)", "Adam (number 2)"))
 
 
-def test_compare_ignores_constant_buffers_of_a_lightning_module(tmp_path):
+def test_comparing_two_scripts_ignores_buffers_that_training_never_changes(tmp_path):
     class Weighted(Normed):
         weight = torch.tensor([1.0, 2.0, 3.0])
 
@@ -461,7 +461,7 @@ def test_compare_shows_a_learning_rate_stored_in_a_tensor_as_a_number():
 
 
 @pytest.mark.parametrize("steps", keep([7, 50], 7))
-def test_compare_detects_a_weight_change_right_after_the_last_step(steps):
+def test_comparing_two_scripts_detects_a_weight_change_just_after_the_last_step(steps):
     def train(should_change):
         net, optimizer, _, loader, _ = Script().make()
         batch = next(iter(loader))

@@ -204,7 +204,7 @@ def test_read_logs_reads_csv_files_with_separate_rows_for_validation(text, colum
         (["x", "seed"], ["seed=0", "seed=1"]),
     ],
 )
-def test_read_logs_splits_a_table_into_several_runs(columns, names):
+def test_read_logs_splits_a_csv_file_into_runs_by_columns_such_as_fold(columns, names):
     frame = pd.DataFrame({"epoch": [0, 1, 0, 1], "val_loss": [3, 2, 5, 4]})
     for column, values in zip(columns, (["a", "a", "b", "b"], [0, 0, 1, 1]), strict=False):
         frame[column] = values
@@ -215,7 +215,7 @@ def test_read_logs_splits_a_table_into_several_runs(columns, names):
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_one_curve_per_file_for_equal_run_names():
+def test_plot_logs_draws_separate_curves_if_runs_in_two_files_have_equal_names():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")

@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_the_command_best_prints_the_path_of_a_keras_csv_file(capsys):
+def test_the_command_named_best_accepts_a_csv_file_written_by_keras(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")
@@ -345,7 +345,7 @@ def test_the_runs_command_escapes_terminal_codes_in_names(capsys):
     assert "\x1b" not in run_command(capsys)[1]
 
 
-def test_list_runs_compares_the_hparams_of_runs_with_different_names():
+def test_list_runs_compares_hparams_even_if_the_names_of_the_runs_differ():
     make_run("narrow", hparams={"width": 8, "lr": 0.1})
     make_run("wide", hparams={"width": 64, "lr": 0.1, "depth": 2})
     assert list_runs("logs")["changed"].tolist() == [{"width": 8}, {"width": 64}]

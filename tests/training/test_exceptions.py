@@ -186,7 +186,7 @@ class UnreadableOnce(Dataset):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_run_that_an_unreadable_sample_ended_resumes_exactly(tmp_path, options):
+def test_a_run_resumes_exactly_after_a_worker_failed_to_read_a_sample(tmp_path, options):
     """A worker process raises the error."""
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": 1, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
