@@ -134,7 +134,8 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # If "top5" is unknown, look up "top". If "valloss" is unknown, look up "loss".
+            # If DIRECTIONS lacks a name such as "top5", look up "top", the name without digits. If
+            # DIRECTIONS lacks a name such as "valloss", look up "loss", the end of the name.
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

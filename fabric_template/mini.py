@@ -162,8 +162,8 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# EARLIER_FITS[id(model)]["attributes"] records the model's attributes, because a resumed run must
-# undo the changes of earlier fits in this process.
+# fit records the model's attributes in EARLIER_FITS[id(model)]["attributes"]. A later fit that
+# resumes a run in this process undoes the changes that earlier fits made to these attributes.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -171,7 +171,8 @@ NOT_PICKLED = """
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
     _outputs _locks _starts _redo
 """
-# The loop's own attributes. Of the loop, checkpoints contain only attributes that users add.
+# MiniLoop sets these attributes itself. If users add other attributes to the loop, checkpoints
+# contain the added attributes.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -340,7 +341,9 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        self._resumed_state: Any = None  # The RNG states and the attributes in the checkpoint.
+        # The RNG states and the attributes of the model, the loaders and the loop, read from a
+        # checkpoint.
+        self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
@@ -361,7 +364,8 @@ class MiniLoop:
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
-        validation_step: Callable[..., Any] | None = None,  # fn(model, batch) -> loss[, acc]
+        # A function fn(model, batch) that returns the loss, or a pair (loss, acc).
+        validation_step: Callable[..., Any] | None = None,
         **others: Any,  # An unknown argument raises an error.
     ) -> Any:
         """Train a model. Return the rows of metrics.csv, as a DataFrame if pandas is installed."""
@@ -477,7 +481,11 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield batches, and detect errors in an edited ``_train_batches`` or ``_train_batch``."""
+        """Yield the batches of ``_train_batches``, and check ``_is_last`` and ``batches_done``.
+
+        Users may edit ``_train_batches`` and ``_train_batch``. Raise an error if ``_is_last`` is
+        wrong for a batch, or if a batch is not trained exactly once.
+        """
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
         text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
@@ -704,7 +712,7 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step.
+        """Run the first training step, and check that it only computes the loss.
 
         Raise an error if training_step calls loss.backward() or optimizer.step().
         """
@@ -800,7 +808,8 @@ class MiniLoop:
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Without should_stop, the loop would not validate here, so undo the random draws.
+            # This validation runs only because should_stop is set. Restore the RNG state, because
+            # an uninterrupted run would not draw random numbers here.
             set_rng_state(state)
         return True
 
@@ -808,8 +817,8 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
         To validate with other weights, load them into the model, and restore the trained weights
-        afterwards. Do not assign another module to ``self.network``, because validation_step runs
-        the module ``self.model``.
+        afterwards. Do not assign another module to ``self.network``, because validation_step would
+        still use the weights of ``self.model``.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -948,14 +957,14 @@ class MiniLoop:
             warnings.warn(f"{text} one process. Pass sync_dist=True to log().", stacklevel=5)
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
-        """Return each metric's mean. For a torchmetrics object, return compute()."""
+        """Return each metric's mean, or the result of compute() for a torchmetrics object."""
         names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
         found = self._gather(names)
         text = f"log: got {found} as the metrics of the processes, expected the same names. Log or"
         text += " return the same metrics in each process, or leave out sync_dist=True."
         check(found.count(names) == len(found), text)
         values: dict[tuple[str, str], Any] = dict.fromkeys(sums)
-        # The processes may have logged the metrics in different orders.
+        # Sort the metrics, because all processes must call all_reduce() in the same order.
         for key in sorted(sums):
             total, weight, is_synced = sums[key]
             if total is None:
@@ -971,7 +980,8 @@ class MiniLoop:
         """Return each logged metric's mean over the epoch so far, and update callback_metrics."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, add only logged values of a LightningModule to callback_metrics.
+            # If a LightningModule's step only returns a value, do not add the value to
+            # callback_metrics. Trainer does not add it either.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -1034,14 +1044,16 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file, or rewrite the file to add new columns."""
-        # An edited `_end_row` may add tensors or NumPy numbers, so convert them to Python numbers.
+        # Users who edit `_end_row` may add tensors or NumPy numbers. Convert these to Python
+        # numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # A file that the last checkpoint does not list was written later, so drop its old rows.
+            # If the resumed checkpoint does not list this file, the file's rows were written after
+            # the checkpoint. Drop these rows.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1131,8 +1143,8 @@ class MiniLoop:
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # "ranks" contains readable RNG states and encoded attributes, which may be large, so
-            # check only the values of callback_metrics instead.
+            # Checking the whole entry "ranks" would be slow, because it may contain large
+            # attributes. Check only callback_metrics, because users may add any value to it.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1242,9 +1254,9 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # Restore the loop's numbers and lists now, because an edited `_is_done` may read them.
-        # Restore objects with a state_dict() later, because an edited `_restore` may still create
-        # such objects.
+        # Restore numbers and lists of the loop now, because users may edit `_is_done` to read them.
+        # Restore objects with a state_dict() later, because users may edit `_restore` to create
+        # them.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1260,7 +1272,8 @@ class MiniLoop:
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # Replace last.ckpt, because it may count CSV rows that `_restore_tables` removes.
+            # `_restore_tables` removes CSV rows that were written after the resumed checkpoint.
+            # Replace last.ckpt with this checkpoint, because last.ckpt may need the removed rows.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1278,7 +1291,7 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # The loop never writes a row without a step, so drop such rows.
+            # A damaged or edited CSV file may contain rows without a step. Drop these rows.
             rows = [row for row in read_rows(path) if "step" in row]
             rows = rows if is_done else rows[: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1445,7 +1458,8 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Find iterators before iter(loader), to warn only about iterators that iter(loader) keeps.
+        # Record the loader's iterators before iter(loader). If iter(loader) does not replace an
+        # iterator, the loop later warns about the iterator.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1461,7 +1475,8 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Restore the loaders' own lists and tensors, because the model may refer to them.
+            # Resetting the loaders or skipping batches may have replaced lists and tensors in the
+            # loaders. Put the original objects back, because the model may refer to them.
             for part, values in kept:
                 current = namespace_of(part)
                 for name in [n for n in values if type(current.get(n)) is type(values[n])]:
@@ -1473,7 +1488,8 @@ class MiniLoop:
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
 
-        Return each object of the loaders with its attributes before the reset, except large ones.
+        Return pairs of an object and a dict of its attributes, as they were before the call. The
+        dicts contain no large attributes.
         """
         kept, added = [], {}
         for place in self._loader_places():
@@ -1502,7 +1518,8 @@ class MiniLoop:
                 is_marked = type(self._start_states[place].get(name)) is ChangeMark
                 if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
                     copied = value
-                    # Do not copy a tensor or an array that is larger than 256 MB.
+                    # To save memory, do not copy a tensor or an array larger than 256 MB. If a hook
+                    # changes such a value in place, the loop cannot restore the value.
                     if getattr(value, "nbytes", 0) <= 2**28:
                         is_tensor = isinstance(value, Tensor)
                         copied = value.detach().clone() if is_tensor else copy.copy(value)
@@ -1567,7 +1584,10 @@ class MiniLoop:
                 self._warn_unsaved(place, name, reason)
 
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
-        """Return the RNG states, and attributes of the model and loaders that this run has changed.
+        """Return the RNG states, and the values of objects' attributes that have changed.
+
+        The objects are, for example, the model and the loaders. An attribute has changed if its
+        value differs from the value at the start of this run.
 
         Args:
             places: The paths of the objects to include, such as "train sampler", or None for all.
@@ -1603,7 +1623,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Search the model's attributes again, because hooks may have created new objects."""
+        """Update ``_parts``, the dict of objects to save. Hooks may have created new objects."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
@@ -1681,7 +1701,10 @@ class MiniLoop:
         return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy large attributes of the loaders before loading a checkpoint, to reset them later."""
+        """Copy the loaders' large attributes before a checkpoint overwrites them.
+
+        ``_reset_loaders`` may later reset the attributes to these copies.
+        """
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
@@ -1710,7 +1733,11 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """If attributes share a list, change it in place only for equal saved values."""
+            """Return whether to write a saved value into the current list or tensor in place.
+
+            Several attributes may refer to one list. Change the list in place only if the saved
+            values of all these attributes are equal.
+            """
             # An in-place change would overwrite a weight of the model, so assign a new tensor.
             if address_of(current) in self._weights:
                 return False
@@ -1736,11 +1763,12 @@ class MiniLoop:
     def _recorded_values(self) -> Iterator[None]:
         """After the with block, record the attributes of the model, the loaders and the loop.
 
-        If fit fails before training starts, restore the attributes that were reset for a resume.
+        Before a resume, fit resets attributes to their values at the start of the resumed run. If
+        fit fails before training starts, undo this reset.
         """
         self._parts: dict[str, Any] = {}
-        # _starts[id(model), "attributes"][checkpoint_dir] has the model's attributes from before
-        # that run.
+        # At the start of a run, the loop records the model's attributes in
+        # _starts[id(model), "attributes"][checkpoint_dir].
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
         self._redo = ExitStack()
         try:
@@ -1764,7 +1792,8 @@ class MiniLoop:
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
 
-        Loading a checkpoint does not reset attributes that the saved run had not changed.
+        A checkpoint contains only attributes that the saved run has changed. Loading the checkpoint
+        does not reset any other attribute.
 
         Args:
             run: The folder of the run to resume, or None for a new run, which resets nothing.
@@ -1803,7 +1832,8 @@ class MiniLoop:
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the old values of attributes that have changed since the start of a run."""
-        # If a hook calls fit with the same model, this second fit must not find the record.
+        # Remove the record of earlier fits. If a hook of this fit calls another fit with the same
+        # model, the inner fit may change the record.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
         # Do not undo changes that the user has made since the latest fit.
@@ -1856,13 +1886,17 @@ class MiniLoop:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return the path, object and kind of each record, such as ("", model, "attributes")."""
+        """Return tuples (path, object, kind) for the values to record for later fits.
+
+        For example, ("", model, "attributes") stands for the attributes of the model.
+        """
         self._find_objects()
         model = self._parts.get("")
         model = model if type(model).__weakrefoffset__ else self
         keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
         for place, part in self._parts.items():
-            # Lists and dicts do not support weak references, so record their items under the model.
+            # A record is removed with its object, which needs a weak reference to the object. Lists
+            # and dicts do not support weak references, so add their records to the model's record.
             is_owner = type(part).__weakrefoffset__
             keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
         return keys
@@ -1871,7 +1905,13 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return an object's options, flags or attributes, or None if reading them fails."""
+        """Return an object's values of one kind, or None if reading its attributes fails.
+
+        Args:
+            place: The path of the object.
+            kind: "options" for the loop's options, "requires_grad" or "training" for the flags of
+                the model, or any other string for the attributes of the object.
+        """
         if kind == "options":
             return self._options()
         if kind in ("requires_grad", "training"):
@@ -1884,7 +1924,10 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Set the network and the step functions. Refuse models that MiniLoop does not support."""
+        """Find the modules and the step functions of a model, and refuse unsupported models.
+
+        A step function that is passed as an argument replaces the model's method.
+        """
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1975,7 +2018,7 @@ class MiniLoop:
         parts["training loop"] = self
         places = {id(part): place for place, part in parts.items()}
         self._parts = {place: parts[place] for place in places.values()}
-        # The keys in `_parts` of objects that may affect the order of samples, such as the loaders.
+        # Record which objects in `_parts` may affect the order of samples, such as the loaders.
         self._read_places = {place for place, part in self._parts.items() if id(part) in read}
         self._object_places: list[str] = []
         self._undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
@@ -2079,7 +2122,8 @@ class MiniLoop:
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check the checkpoint of a resumed run."""
-        # An edited `_set_up_optimizer` may append plain schedulers instead of Lightning's dicts.
+        # Users who edit `_set_up_optimizer` may append a scheduler to the list. Convert it to
+        # Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
@@ -2157,7 +2201,10 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings or arguments. Refuse a scheduler's new class or interval."""
+        """Warn if settings, or arguments of the optimizer or scheduler, differ from the saved run.
+
+        Raise an error if the class or the interval of a scheduler differs.
+        """
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2197,7 +2244,10 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class has changed, or raise an error if it has new options."""
+        """Warn if the optimizer's class differs from the class in the saved run.
+
+        Raise an error if the new class has an option that the checkpoint does not contain.
+        """
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2269,8 +2319,8 @@ class MiniLoop:
     def _added_methods(self) -> Iterator[None]:
         """Let the model call methods of this loop, such as ``log``.
 
-        After the with block, restore the previous methods, because another loop may have added
-        them.
+        Before the with block, the model may have methods that another loop has added. Restore these
+        methods after the block.
         """
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
@@ -2371,11 +2421,15 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a model's method, or None if it is missing, an empty hook, or added by a loop."""
+    """Return a method that a model defines, or None.
+
+    Ignore the methods that the model inherits from LightningModule. Also ignore methods that a loop
+    has added to the model.
+    """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # Ignore a log() method that FabricLoop has added, which belongs to a ResultCollection.
+    # FabricLoop adds the log() method of a ResultCollection to models. Ignore this method.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2548,7 +2602,11 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict of a loader, its sampler, its dataset, and the objects in their attributes."""
+    """Return a dict that maps names such as "sampler" and "dataset" to a loader's objects.
+
+    The dict also contains the loader itself, and the objects in attributes of its sampler and
+    dataset.
+    """
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2562,7 +2620,8 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Checkpoints contain only attributes, so make a list of batches an attribute of an object.
+    # A checkpoint contains only attributes of objects. To save a list of batches, assign the list
+    # to an attribute of a new object.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
@@ -2612,7 +2671,8 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers after it has yielded the first item.
 
-    The sampler and dropout share a generator, so a resumed run would draw different samples.
+    To resume within an epoch, the loop skips the finished batches without training on them. Without
+    the random draws of dropout in between, the sampler may draw different samples.
     """
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
@@ -2761,7 +2821,12 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a container contains parameters, or ids of parameters or modules as keys."""
+    """Return whether a container has one of the ids as a key, or a tensor at one of the addresses.
+
+    Args:
+        ids: The ids of parameters or modules, to look for in dict keys and in sets.
+        addresses: The memory addresses of parameters.
+    """
     keys = value if isinstance(value, dict | set) else ()
     if any(type(key) is int and key in ids for key in keys):
         return True
@@ -2821,7 +2886,8 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
     """Raise an error if a scheduler's state contains parameters of the optimizer.
 
-    A scheduler that saves parameters would get copies of them after a resume.
+    Loading a state that contains parameters would give the scheduler copies of them. The optimizer
+    does not train these copies.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
@@ -2928,7 +2994,11 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Return saved optimizer state with its dtypes, on the devices of the loaded state."""
+    """Move a saved value of an optimizer's state to the device of the loaded value.
+
+    Keep the dtype of the saved value, because load_state_dict() may have converted the dtype of the
+    loaded value.
+    """
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
     if type(saved) in (list, tuple):
@@ -2986,7 +3056,8 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
     """Return the hooks of a module, parameter or optimizer."""
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-    # If a hook is a bound method, return the object with this method, which may have attributes.
+    # If a hook is a bound method, return its object, because the object may have attributes that
+    # checkpoints must contain.
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
 
@@ -2996,9 +3067,9 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's record in EARLIER_FITS.
+    """Return the dict in EARLIER_FITS with an object's values from earlier ``fit`` calls.
 
-    Remove the record when Python frees the object, because a new object may get the same id.
+    Remove the dict when Python frees the object, because a new object may get the same id.
     """
     if id(owner) not in EARLIER_FITS:
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
@@ -3017,7 +3088,7 @@ def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[s
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """For the path "counts.0", create ``counts[0]`` if ``counts`` is a defaultdict."""
+    """Create the item at a path such as "counts.0", if ``counts`` is a defaultdict."""
     path, _, key_name = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container: Any = namespace_of(parts.get(owner)).get(name)
@@ -3036,7 +3107,7 @@ def name_of_key(key: Any) -> str:
 
 
 def key_of_name(name: str) -> int | str | None:
-    """Convert one part of a path such as "pools.0" back to a dict key."""
+    """Return the dict key for a part of a path, such as the int 0 for "0" in "pools.0"."""
     if name.startswith("<"):
         return None
     if is_integer(name):
@@ -3146,7 +3217,7 @@ class ChangeMark(tuple[Any, ...]):
 
 
 class ObjectMark(ChangeMark):
-    """A reference to an object that ``encode`` does not support."""
+    """A reference to an attribute's value, to detect whether the attribute gets a new object."""
 
 
 def mark_object(value: Any) -> ObjectMark:
@@ -3185,7 +3256,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
-    # ``marks`` may skip tensors, so also compare the version counters of all tensors.
+    # ``marks`` contains the checksums of at most 2,000 items. To detect changes in other tensors,
+    # also compare the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     # A new object can have the id of a deleted object, so also compare weak references.
@@ -3465,7 +3537,7 @@ def is_random_state(value: Any) -> bool:
 
 
 def is_object_state(value: Any) -> bool:
-    """Return whether a saved value is an object's state, such as that of a random generator."""
+    """Return whether a saved value is loaded into an existing object such as a random generator."""
     is_state = isinstance(value, tuple) and value[0] in ("state", "shared")
     return is_state or is_random_state(value)
 
@@ -3565,7 +3637,8 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # If "top5" is unknown, look up "top". If "valloss" is unknown, look up "loss".
+            # If DIRECTIONS lacks a name such as "top5", look up "top", the name without digits. If
+            # DIRECTIONS lacks a name such as "valloss", look up "loss", the end of the name.
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
