@@ -1,7 +1,7 @@
 """Find the objects in a loader whose state belongs in a checkpoint.
 
 In this module, a "stream" is a loader or an IterableDataset with ``state_dict`` and
-``load_state_dict`` methods. StreamState saves and restores the position of a stream.
+``load_state_dict`` methods.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_RUN = (nn.Module, LightningDataModule, Callback)
 _MOST_VALUES = 500
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LIBRARIES = ("torch.", "torchdata.", *_LIGHTNING)
-# The search for objects inside a loader skips classes from these packages, such as FabricLoop.
+# A search for objects inside a loader skips objects whose classes are defined in these packages.
 _PACKAGES_NOT_SEARCHED = (str(__package__).rpartition(".")[0] + ".", *_LIGHTNING)
 _DRAWING_SAMPLERS: Any = (
     RandomSampler | WeightedRandomSampler | SubsetRandomSampler | DistributedSamplerWrapper
@@ -266,7 +266,8 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes that end_pass() resets, as (digest of the loaded value, value to set).
+        # Maps an attribute to a digest of its value after load_state_dict(), and to the value that
+        # end_pass() sets.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # Holds the checkpoint's state_dict until the first batch is requested.
         self._loaded: Any = None
@@ -308,7 +309,7 @@ class StreamState:
         self._attributes_to_reset.clear()
 
     def _values_to_reset(self) -> dict[Place, Any]:
-        # Keep attributes that the loader has changed again after load_state_dict().
+        # Do not reset an attribute if the loader has changed it after load_state_dict().
         digests = self._plain.digests() if self._attributes_to_reset else {}
         return {
             place: value

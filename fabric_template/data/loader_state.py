@@ -6,8 +6,8 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads and drops the batches that were already used.
 
-A loader that reads one generator in all epochs cannot resume after the first epoch. If a
-sampler draws random numbers between batches, a resumed run may read different samples.
+If all epochs of a loader read from one Python generator, a run cannot resume after the first epoch.
+If a sampler draws random numbers between batches, a resumed run may read different samples.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader ends the epoch if a restarted iterator is empty, so iterate over the loader
-        # again.
+        # CombinedLoader ends the epoch if it restarts a loader that then yields no batch. If all
+        # batches of this pass were already read, start the next pass.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Do not store the result of _find_model_state(), because the run replaces run.plain_state
+        # Do not store the PlainState that _find_model_state() returns, because the run replaces it
         # later.
         return None if self._find_model_state is None else self._find_model_state()
 
@@ -274,7 +274,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the loader skips batches not only in the resumed epoch, but also in the next."""
+        """Warn if the loader's restored position also shortens the epoch after the resumed one."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -300,8 +300,8 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # With drop_last=True, workers would not send their RNG state after an incomplete last
-            # batch.
+            # With drop_last=True, a worker does not call collate_fn for an incomplete last batch.
+            # Set drop_last=False, because collate_fn also sends the worker's RNG state.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # With persistent_workers=True, DataLoader reuses its iterator, so also replace the
@@ -332,8 +332,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # A resumed run may skip samples without reading them, so save the attributes that reading
-        # has changed.
+        # If a DataLoader has a map-style dataset and no workers, a resumed run skips samples
+        # without reading them. Then save the attributes that the dataset changes in __getitem__.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -353,7 +353,10 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's changed attributes to a saved position that lacks them."""
+        """For a loader with its own ``state_dict``, add changed attributes to the saved position.
+
+        ``state_dict(is_per_batch=True)`` omits these attributes for speed.
+        """
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -362,7 +365,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if a run with this loader cannot resume after its first epoch."""
+        """Raise an error if a loader, such as a generator, cannot resume after the first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -461,8 +464,8 @@ class ResumableLoader:
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
     """Skip the first ``done`` batches: draw their indices, but do not read their samples."""
     indices = iterator._sampler_iter
-    # Draw at least one index now, because samplers shuffle with the current RNG state at the first
-    # index.
+    # Samplers such as RandomSampler shuffle when the first index is requested. Request at least one
+    # index now, while the saved RNG state is set.
     drawn = draw_items(indices, max(done, 1), loader)
     iterator._sampler_iter = chain(drawn[done:], indices)
 

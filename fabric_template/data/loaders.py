@@ -84,7 +84,10 @@ class DataConnector:
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
-        """Return the seed that all processes use to shuffle. A resumed run uses the saved seed."""
+        """Return the seed that all processes use to shuffle.
+
+        A resumed run uses the checkpoint's seed, if the checkpoint contains one.
+        """
         if self._common_seed is None:
             saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
@@ -169,7 +172,7 @@ class DataConnector:
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the checkpoint's RNG states from before each loader was created."""
+        """Return the RNG states that the saved run recorded just before it created its loaders."""
         saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
         return self._restored_loads or saved.get("data", {}).get("loads", {})
 
@@ -199,8 +202,8 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # If the loader was reloaded after the first epoch, or if the run restarts an epoch,
-            # start_train_batches calls iter(loader) again, as Trainer does.
+            # If Trainer reloads a loader after the first epoch or resumes within an epoch, Trainer
+            # calls iter(loader) twice. In these cases, start_train_batches makes the second call.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -227,8 +230,9 @@ class DataConnector:
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them.
 
-        A resumed run calls val_dataloader() early only if the saved run did, because the method may
-        draw random numbers.
+        A run that resumes from a FabricLoop checkpoint calls val_dataloader() before training only
+        if the saved run had called it. An early call might draw random numbers, and thereby change
+        the resumed training.
         """
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -261,7 +265,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a run with this training loader cannot resume after its first epoch."""
+        """Raise an error if a loader, such as a generator, cannot resume after the first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -358,8 +362,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # Without reloads, save 0, so that a resumed run saves the same checkpoints as an
-        # uninterrupted run.
+        # If loaders are never reloaded, set loaded_in_epoch to 0 instead of the current epoch.
+        # Otherwise, a resumed run might save a different value than an uninterrupted run.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -399,8 +403,8 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # In epoch 0, iter(loader) runs before set_epoch(), so a resumed run skips
-                    # set_epoch() if iter(loader) shuffles.
+                    # In epoch 0, a new run calls iter(loader) before set_epoch(). If iter(loader)
+                    # shuffles, a resumed run must not call set_epoch() before iter(loader).
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
@@ -522,7 +526,8 @@ class StageLoaders:
             rng_state = self._restored_rng
         are_known = True
         if dropped:
-            # Loaders that have ended or started again cannot be moved back.
+            # With several loaders, step_back() is correct only if no loader has ended or restarted
+            # in this epoch.
             are_known = len(positions) == 1 or all(map(self._is_in_first_pass, positions))
             self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]
@@ -574,10 +579,11 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by a number of batches."""
-    # Add is_finished, because the last next() of an exhausted loader yields no batch.
+    # The last next() call of an exhausted loader yields no batch. Add 1 if ``is_finished`` is True,
+    # to count this call like a batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resumed run draws the epoch's sample order again, so omit the samplers' state. If a resumed
-    # run also reads the epoch's first samples again, omit the dataset's state.
+    # Omit the state of the samplers, because a resumed run draws the sample order from its start.
+    # Omit the state of the dataset if a resumed run reads the samples from the start, too.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
