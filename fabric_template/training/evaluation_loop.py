@@ -117,7 +117,8 @@ def name_step_values(
 ) -> dict[str, torch.Tensor]:
     """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv.
 
-    For a LightningModule, return only the loss, because other values need ``self.log``.
+    From the output of a LightningModule, keep only the loss, because a LightningModule logs all
+    other values with ``self.log``.
     """
     prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)

@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Checks that training_step does not call backward() or optimizer.step() on the first batch."""
+    """Raises an error if training_step itself calls backward() or optimizer.step()."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -33,7 +33,7 @@ class FirstStepCheck:
         self._found: dict[int, Tensor] = {}
 
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
-        """Call training_step, and store the gradients that training_step computes.
+        """Call training_step, and store gradients if training_step itself calls backward().
 
         Raise an error if training_step calls optimizer.step().
         """
@@ -77,7 +77,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Return one CPU vector with the means of the tensors over all processes."""
+        """Average each tensor over all processes, and join the averages to one CPU vector."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
         # Compare gradients on the CPU, because MPS has no float64 and a GPU may be full.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

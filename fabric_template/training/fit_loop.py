@@ -79,8 +79,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # Like Trainer, finish an epoch that max_steps ends early. Do not finish an epoch that a signal
-    # interrupts, because a resumed run continues the epoch.
+    # If max_steps ends training within an epoch, call end_epoch() anyway, as Trainer does. If a
+    # signal interrupts an epoch, skip end_epoch(), because a resumed run continues the epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -142,7 +142,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Run ``phase`` and all later phases of a training batch."""
+    """Finish a training batch. Start with ``phase``, such as "log_batch" or "validate"."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
@@ -160,8 +160,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # A resumed run omits a validation that should_stop=True triggered, so the validation must not
-    # change the RNG state.
+    # If only should_stop=True triggers a validation, restore the RNG state afterwards. A resumed
+    # run then draws the same random numbers as a run that never stopped.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")
@@ -208,7 +208,7 @@ PHASES_AFTER_BATCH: dict[str, Callable[[Run], str | None]] = {
 
 
 def end_short_epoch(run: Run) -> None:
-    """Step schedulers and validate if due, after fewer batches than expected in an epoch."""
+    """After an epoch with fewer batches than expected, step schedulers, and validate if due."""
     run.progress.end_batches()
     step_lr_schedulers(run, "epoch", reduce_on_plateau=False)
     if run.validation_schedule.is_due_at_short_end():

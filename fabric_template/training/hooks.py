@@ -21,7 +21,7 @@ from ..lightning_compat.overrides import (
 class Hooks:
     """Like Trainer, calls each hook on the callbacks first and then on the module.
 
-    For speed, this class caches the methods of each hook until the list of callbacks changes.
+    For speed, Hooks remembers which methods override a hook until the list of callbacks changes.
 
     Args:
         loop: The FabricLoop, which callbacks get as the ``trainer`` argument.
@@ -68,7 +68,10 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return False if a hook was called, but neither the module nor a callback overrides it."""
+        """Return whether the module or a callback overrides a hook.
+
+        If the hook's methods are not cached yet, return True.
+        """
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -90,8 +93,8 @@ class Hooks:
     def call_train_epoch_end(self) -> None:
         """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last.
 
-        EarlyStopping and checkpoint callbacks need metrics that the module logs in
-        on_train_epoch_end.
+        Call the module before EarlyStopping and checkpoint callbacks, because the module may log
+        the metrics that they monitor.
         """
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]

@@ -224,8 +224,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # After a resume, repeat the sanity check only for Trainer checkpoints from between two epochs,
-    # as Trainer does.
+    # A resumed run skips the sanity check. Like Trainer, repeat the check only for a checkpoint
+    # that Trainer saved between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return

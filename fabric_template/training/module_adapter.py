@@ -126,7 +126,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error if a set or a dict with invalid keys contains modules."""
+    """Raise an error for a set of modules, and for a dict whose keys cannot be module names."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -184,7 +184,8 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
     Like Trainer, compile the steps of a LightningModule instead of its ``forward``.
 
     Returns:
-        The model, and the compile function of the removed wrapper (or None).
+        The model without its ``torch.compile`` wrapper, and a function that compiles steps like
+        this wrapper. The function is None if no wrapper was removed.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
@@ -368,8 +369,8 @@ class StepRunner:
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
             # network.to() does not call the overridden to() methods of submodules, so call each
-            # method here. Call to(device) last, as Trainer does, because it resets the dtype of a
-            # torchmetrics object.
+            # method here. Like Trainer, call to(device) after convert_module(), because to(device)
+            # resets the dtype of a torchmetrics object.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -400,7 +401,8 @@ class StepRunner:
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Make a step method run inside the ``forward`` of a wrapper such as DDP.
 
-        In manual optimization, only ``loop.backward(loss)`` may prepare DDP to average gradients.
+        In manual optimization, DDP's ``forward`` must not prepare the averaging of gradients,
+        because ``loop.backward(loss)`` prepares it.
         """
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
@@ -421,7 +423,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that creates a context manager such as torch.autocast."""
+        """Return a function that creates the context in which steps use the run's precision."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

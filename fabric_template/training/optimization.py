@@ -310,9 +310,9 @@ class AutomaticOptimization(Optimization):
             self._optimizer.step()
         else:
             self.run.fabric.strategy.optimizer_step(self._optimizer)
-        # Keep the loss until the next step, because autograd reuses the AccumulateGrad nodes, which
-        # saves time. Do not keep the loss after an overridden backward(), because the loss may keep
-        # the whole graph in memory.
+        # Keep the loss until the next step, because the loss keeps autograd's AccumulateGrad nodes
+        # alive. The next step saves time by reusing these nodes. An overridden backward() may
+        # retain the whole graph, so do not keep the loss of such a module.
         self.kept_loss = loss if self._module_backward is None else None
 
     def _step_with_closure(self, batch: Any, batch_idx: int) -> None:
@@ -400,8 +400,8 @@ class AutomaticOptimization(Optimization):
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # torch's zero_grad() clears the optimizer's gradients at the next batch, so save only other
-        # gradients.
+        # At the next batch, torch's zero_grad() clears the gradients of the optimizer's parameters.
+        # Save only the gradients of parameters that the optimizer does not contain.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -440,7 +440,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward(loss) clears _stepped_optimizers, but loss.backward() does not.
+            # A step function may call loss.backward(), which does not reset the record of the
+            # optimizers that have stepped. Reset the record here.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -491,7 +492,10 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return copies of all gradients, because the user's code decides when to clear them."""
+        """Return copies of all gradients.
+
+        The loop does not know which gradients the user's code will clear.
+        """
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

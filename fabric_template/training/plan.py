@@ -124,7 +124,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Choose the model of a run, and give the model LightningModule's interface.
+    """Choose the model of a run, and wrap a model that is not a LightningModule in a ModuleAdapter.
 
     If no model was passed, use the model of the previous run.
     """

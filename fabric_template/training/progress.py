@@ -201,7 +201,7 @@ class Progress:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters without the batches that a resumed run repeats."""
+        """Return the counters to save, which omit the batches that a resumed run will repeat."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -291,7 +291,7 @@ class StopCondition:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether training has ended, including the last epoch's hooks."""
+        """Return whether training has ended and the last epoch's hooks have been called."""
         return self.has_no_batches_left and not self.progress.is_in_epoch
 
     def request(self, is_requested: bool) -> None:

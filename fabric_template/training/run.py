@@ -89,7 +89,8 @@ class Run:
     def saved_parts(self) -> dict[str, Any]:
         """Return the run's attributes that are saved in a checkpoint, such as ``progress``.
 
-        Each process saves its own state_dict of objects with ``is_per_process = True``.
+        For an object with ``is_per_process = True``, a checkpoint contains one state_dict per
+        process.
         """
         return {name: getattr(self, name) for name in SAVED_PARTS}
 
@@ -110,7 +111,10 @@ class Run:
         reset_and_record_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
-        """Choose automatic or manual optimization after on_fit_start may have changed it."""
+        """Choose automatic or manual optimization.
+
+        Call this method after on_fit_start, because this hook may set automatic_optimization.
+        """
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
