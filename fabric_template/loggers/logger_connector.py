@@ -124,8 +124,8 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # A setup hook may have created the event file, so hparams.yaml shows whether an earlier run
-    # logged hyperparameters.
+    # Event files alone do not show that a run has logged hyperparameters, because a setup hook may
+    # have created them.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 

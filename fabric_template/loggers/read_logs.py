@@ -133,8 +133,8 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
     """Return whether a file has no step column, but several complete rows for each epoch.
 
-    If epochs before the last one differ in their number of rows, or if an epoch repeats, the rows
-    come from a restarted run, so return False.
+    Return False for the rows of a restarted run: an epoch repeats, or epochs differ in their number
+    of rows. Only the last epoch of a run may have fewer rows.
     """
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
@@ -260,8 +260,8 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Group each row with the next validation in the row's epoch. Group rows after an epoch's
-        # last validation with this last validation.
+        # Put each row into the group of the next validation in its epoch. If no validation follows
+        # in the epoch, put the row into the group of the epoch's last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

@@ -79,7 +79,7 @@ class LoggedMetric:
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
-        """Return a name such as "loss", "loss_epoch" or "loss/dataloader_idx_1".
+        """Return the metric's name in logs, such as "loss_epoch" or "loss/dataloader_idx_1".
 
         Args:
             suffix: "_step" or "_epoch". Append it only if on_step and on_epoch are True.
@@ -296,7 +296,7 @@ class ResultCollection:
         return self
 
     def __getstate__(self) -> dict:
-        """Do not pickle the run together with its LightningModule."""
+        """Return an empty state, so that a pickled LightningModule does not contain the run."""
         return {}
 
     def log(
@@ -463,8 +463,8 @@ class ResultCollection:
         if self.active.has_new_values:
             self.update_metrics()
         self.active.is_first_batch = None
-        # Compute the means while all processes call this function, because all_reduce waits for
-        # every process.
+        # all_reduce must run in every process. Compute the means here, because every process calls
+        # this method.
         metrics = [*self.active.current()]
         self._reduce({metric: metric.epoch for metric in metrics})
         for metric in metrics:
@@ -510,10 +510,10 @@ class ResultCollection:
         self.evaluation.dataloader_idx = None
 
     def end_evaluation(self) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Compute the metrics of an evaluation for its caller, the loggers and metrics.csv."""
+        """Compute the metrics that an evaluation returns, logs and writes to metrics.csv."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # Like Trainer, return the values that a step returned only if nothing was logged.
+            # If any value was logged, ignore the values that the step returned, as Trainer does.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
@@ -713,7 +713,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy the attributes of a torchmetrics object that a checkpoint can store.
+    """From a torchmetrics object, copy the attributes that can be stored in a checkpoint.
 
     Do not save Metric.state_dict(), because it omits states added with persistent=False.
     """

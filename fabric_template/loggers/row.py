@@ -97,8 +97,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # Overwrite the seconds of a save during validation, because the validation's time
-            # includes the save.
+            # The time of a validation includes the time of saves during the validation. Compute the
+            # sum from ``before``, so that these saves are not counted twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -287,8 +287,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # If the run has more CSV loggers than the checkpoint, use the first logger's rows for the
-        # others.
+        # The run may have more CSV loggers than the saved run. Use the first saved position for
+        # each additional logger.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -334,7 +334,7 @@ def copy_other_rows(logger: CSVLogger) -> str:
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
-    """Return whether a folder contains the CSV rows of the resumed run.
+    """Return whether a folder contains the CSV files of the run that saved the checkpoint.
 
     Args:
         row: The last row of metrics.csv, from the checkpoint.

@@ -128,7 +128,7 @@ FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.nam
 
 
 class ShortName(ABCMeta):
-    """Make jsonargparse show the type ``Class`` as "class" in help texts and error messages."""
+    """Make jsonargparse print "class" instead of the full name of the type ``Class``."""
 
     def __repr__(cls) -> str:
         return "class"
@@ -251,7 +251,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Expand --run and demo names, such as demos.digits, to --config options.
+    """Replace the option --run and a demo's name, such as demos.digits, with --config options.
 
     Put --config, --model and --data first, so that options such as --model.lr override them.
     """
@@ -527,8 +527,8 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Users of the command line resume with a command, so remove the Python code that resumes the
-    # run.
+    # Remove the summary's Python code for resuming, because users of the command line need a
+    # command instead.
     summary.pop("resume", None)
     if folder is None:
         return summary

@@ -137,7 +137,8 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
 
     Each run is a script with its arguments (``"train.py --lr 0.1"``), a module of a package
     (``"-m package.train --lr 0.1"``), a function without arguments, or a file written by
-    `record_training`. A script runs in its own process.
+    `record_training`. `compare` runs each script in a new process, and each function in the current
+    process.
 
     Args:
         first: The correct run.
@@ -303,7 +304,7 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
                 _, errors = process.communicate(timeout=1)
                 break
     print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)
-    # A script that calls os._exit() ends without a recording.
+    # A script that calls os._exit(0) returns exit code 0, but writes no file with recorded steps.
     if process.returncode != 0 or not recording.exists():
         error = errors.strip().rpartition("\n")[2] or f"exit code {process.returncode}"
         text = f"compare: got {script!r}, which fails ({error}). Run the script alone, and fix"
@@ -457,7 +458,8 @@ class Recorder:
     def describe_buffers(self) -> tuple[Record, list[str]]:
         """Return the norms and names of the buffers that changed since the first forward pass.
 
-        Skip constant buffers, because the model of the other run may not have them.
+        Skip buffers that training does not change, because the other run's model may keep its
+        constants elsewhere.
         """
         entries = []
         for key, initial in self.initial_buffers.items():
@@ -505,7 +507,8 @@ class Recorder:
 
 
 def find_float_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    # LazyBatchNorm1d creates its buffers in its first forward pass.
+    # Skip uninitialized buffers, which have no values yet. LazyBatchNorm1d initializes its buffers
+    # in the first forward pass.
     buffers = [pair for pair in module.named_buffers(recurse=False) if not is_lazy(pair[1])]
     return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
 

@@ -127,7 +127,11 @@ def draw_panels(
     log: bool,
     most: int | None,
 ) -> Axes | np.ndarray:
-    """Draw a new figure with one panel per quantity, but at most ``most`` panels."""
+    """Draw a new figure with one panel per quantity.
+
+    Args:
+        most: The largest number of panels, or None for no limit.
+    """
     import numpy as np
 
     panels: dict[str, list[Metric]] = {}

@@ -29,7 +29,7 @@ NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "r
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
 Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
-# Contains the columns of list_runs, the logged rows and the options of a run.
+# Holds the data of one run, such as its name, its options and its logged rows.
 Run = dict[str, Any]
 
 
@@ -40,8 +40,8 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
-    `changed` column contains the options that differ between runs with the same name. Settings in
-    hparams= are compared between all runs.
+    `changed` column contains the options that differ between runs with the same name. A setting in
+    FabricLoop(hparams=...) that all runs have is also compared between runs with different names.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -323,7 +323,8 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml.
 
-    Parse each key of the "about" section separately, to reuse cached results of other runs.
+    ``parse_yaml`` caches its result for each text. Pass each key of the "about" section separately,
+    because many runs contain equal texts for a key.
     """
     if not text.startswith("about:\n"):
         return parse_yaml(text)
@@ -362,6 +363,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A value in hparams= replaces an option that has its default value.
+    # A setting in hparams= may have the name of an option. The setting replaces the option's value
+    # only if this value is the default.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

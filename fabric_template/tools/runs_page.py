@@ -225,7 +225,11 @@ def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
 
 
 def thin(values: np.ndarray, most: int) -> list[int]:
-    """Choose up to ``most`` points of a curve, including its peaks, and return their indices."""
+    """Choose points of a curve, including its peaks, and return their indices.
+
+    Args:
+        most: The largest number of points.
+    """
     import numpy as np
 
     if len(values) <= most:
