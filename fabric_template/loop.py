@@ -394,8 +394,8 @@ class FabricLoop(TrainerAPI):
 
         In step functions and epoch-end hooks, log_dict works like ``log``. In your own training
         loop, log_dict writes a dictionary with an "epoch" key to metrics.csv, and any other to
-        steps.csv. In a hook such as on_train_batch_end, pass {"epoch": loop.current_epoch, ...} to
-        write to metrics.csv.
+        steps.csv. In a hook such as on_train_batch_end, call
+        ``log_dict({"epoch": loop.current_epoch, ...})`` to write the values to metrics.csv.
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
@@ -459,7 +459,8 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Fabric.load cannot load into containers such as a range, so pass None for each container.
+        # Fabric.load fails for some containers, such as a range object. Pass None instead of each
+        # container, because Fabric.load needs only the container's key.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -528,7 +529,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        If the loop has ModelCheckpoint callbacks, consider only their checkpoints.
+        With ModelCheckpoint callbacks, ignore checkpoints that these callbacks did not save.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]

@@ -121,8 +121,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_batches_that_stepped": lambda api: api.progress.logging_step,
     # StochasticWeightAveraging sets ``_skip_backward`` to update BatchNorm without backward passes.
     "_skip_backward": lambda api: api.current_run.optimization.is_backward_skipped,
-    # Modules that step unwrapped torch optimizers may increment
-    # ``optim_step_progress.total.completed``.
+    # Some modules step torch optimizers without Lightning's wrapper, and then increment
+    # ``optim_step_progress.total.completed`` to count the step.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
     # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
@@ -403,7 +403,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If a later call evaluated another model, the checkpoint contains the evaluated model.
+        If another model was evaluated after ``fit``, the checkpoint contains that model instead of
+        the trained model.
         """
         if self.run is None:
             raise AttributeError(
@@ -412,7 +413,8 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # Use the last fit if it trained this model, because evaluations have no optimizers.
+        # After an evaluation, self.run has no optimizers. If the last fit trained the evaluated
+        # model, save the run of this fit instead.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(

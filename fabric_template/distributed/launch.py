@@ -119,7 +119,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """Raise an error if a hook creates parameters too late for a run with several processes.
+    """With several processes, raise an error if a hook creates parameters that would not be shared.
 
     Args:
         before: The names of the parameters before the hook.
@@ -176,7 +176,7 @@ def _run_in_process(
     """Run fit, validate, test or predict in a new process, and write the results to a file.
 
     Do not return results through Lightning's launcher, because its queue blocks for large objects.
-    Lightning's launcher also reports only the text of an exception.
+    Lightning's launcher would pass only the text of an exception to the calling process.
     """
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
@@ -237,7 +237,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
     run.row.continue_rows(outcome["rows"])
     with_state = filter(has_state, run.hooks.callbacks)
     for callback, state in zip(with_state, outcome["callbacks"], strict=False):
-        # Lightning's SpikeDetection.load_state_dict raises a harmless AttributeError.
+        # Ignore the AttributeError that Lightning's SpikeDetection always raises in
+        # load_state_dict(), due to a bug.
         with suppress(AttributeError):
             callback.load_state_dict(state)
     savers = run.hooks.callbacks_of("Checkpoint")

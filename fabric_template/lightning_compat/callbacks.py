@@ -144,8 +144,8 @@ def resume_averaging(run: Run) -> None:
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
-    # on_train_epoch_start changes learning rates and BatchNorm statistics, so restore both after
-    # the call.
+    # StochasticWeightAveraging changes learning rates and BatchNorm statistics in
+    # on_train_epoch_start. Restore both, because the run continues in the middle of an epoch.
     groups = [group for part in run.optimization.optimizers for group in part.param_groups]
     options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
