@@ -133,7 +133,7 @@ class LoopConfig:
     enable_model_summary: bool | None = None
     """Print a table of the model's layers before training."""
     default_root_dir: str | os.PathLike[str] | None = None
-    """The folder that contains logs/ and checkpoints/. None means the working directory."""
+    """The folder that contains logs/ and checkpoints/, by default the working directory."""
 
     # Files and checkpoints
     name: str = "run"
@@ -157,7 +157,7 @@ class LoopConfig:
     seed: int | None = None
     """The loop seeds Python, NumPy and PyTorch when it is created, and at the start of each fit.
 
-    The seed also applies to the DataLoader workers of later runs in the same process, as with
+    With `seed`, later loops in the same process also seed their DataLoader workers, as after
     `seed_everything(workers=True)`.
     """
     compile: bool | str | dict[str, Any] = False
