@@ -336,7 +336,7 @@ class MiniLoop:
         self._is_first_batch = True  # True until the first training step of this run.
         self._hook = ""  # The name of the hook or step that is running.
         self._batch_size = 1  # The weight of the current batch in a metric's mean.
-        self._logged_batch_size: int | None = None  # The batch_size that a step passes to log().
+        self._logged_batch_size: Any = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
@@ -861,7 +861,7 @@ class MiniLoop:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         sync_dist: bool = False,
-        batch_size: int | None = None,
+        batch_size: Any = None,
         **options: Any,
     ) -> None:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
@@ -878,7 +878,7 @@ class MiniLoop:
         check(on_epoch or (on_step and is_in_batch), text)
         # A batch_size of 0 excludes this batch from the metric's mean.
         if batch_size is not None:
-            self._logged_batch_size = batch_size
+            batch_size = self._logged_batch_size = to_weight(name, batch_size)
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
             # Use a private attribute, because torchmetrics has no public one for a batch's value.
@@ -970,7 +970,7 @@ class MiniLoop:
             if total is None:
                 values[key] = to_metric(key[1], self._torchmetrics[key].compute())
                 continue
-            pair = torch.stack([total, total.new_tensor(weight)])
+            pair = torch.stack([total, torch.as_tensor(weight).to(total)])
             if is_synced:
                 pair = self.fabric.all_reduce(self.fabric.to_device(pair), reduce_op="sum")
             values[key] = pair[0] / pair[1]
@@ -2556,6 +2556,19 @@ def to_metric(name: str, value: Any) -> Tensor:
     return torch.as_tensor(number, dtype=dtype).detach().reshape(())
 
 
+def to_weight(name: str, batch_size: Any) -> Any:
+    """Convert a batch_size to a Python number. A one-element tensor stays on its device."""
+    if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
+        # Clone the tensor, because the step may later change it in place.
+        return batch_size.detach().clone().reshape(())
+    if isinstance(batch_size, np.generic):
+        batch_size = batch_size.item()
+    text = f"log {name!r}: got batch_size={batch_size!r}, expected one number or a tensor with one"
+    check(isinstance(batch_size, Real), f"{text} element. Pass the number of samples in the batch.")
+    # torch.add(alpha=) does not accept True.
+    return int(batch_size) if isinstance(batch_size, bool) else batch_size
+
+
 # Processes and loaders
 
 
@@ -3255,7 +3268,10 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     )
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    marks = [mark_value(item, depth + 1) for item in items[:: 1 + len(items) // 2_000]]
+    # A dict's items alternate between keys and values. An even step would select only keys, so make
+    # the step odd.
+    step = (1 + len(items) // 2_000) | 1
+    marks = [mark_value(item, depth + 1) for item in items[::step]]
     # ``marks`` contains the checksums of at most 2,000 items. To detect changes in other tensors,
     # also compare the version counters of all tensors.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]

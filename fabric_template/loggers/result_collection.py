@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -92,7 +93,7 @@ class LoggedMetric:
             name += f"/dataloader_idx_{arguments.dataloader_idx}"
         return name
 
-    def update(self, value: Tensor, batch_size: int | None) -> None:
+    def update(self, value: Tensor, batch_size: Any) -> None:
         """Add a logged scalar to the sums of the epoch and of the next CSV row."""
         self.has_value = True
         if self.arguments.on_step:
@@ -213,7 +214,7 @@ class LoopResults:
     logged_names: set[str] = field(default_factory=set)
     batch: Any = None
     batch_size: int | None = None
-    logged_batch_size: int | None = None
+    logged_batch_size: Any = None
     dataloader_idx: int | None = None
     is_first_batch: bool | None = None
     last_hook: str | None = None
@@ -331,7 +332,7 @@ class ResultCollection:
         if results.last_hook != hook:
             results.start_hook(hook)
         if batch_size is not None:
-            results.logged_batch_size = batch_size
+            batch_size = results.logged_batch_size = to_weight(name, batch_size)
         if not isinstance(value, Tensor) and is_torchmetric(value):
             self._log_torchmetric(metric, value, metric_attribute)
             return
@@ -689,6 +690,22 @@ def to_scalar(name: str, value: Any) -> Tensor:
     if not value.is_floating_point():
         warn_of_integer(name)
     return value.to(float_type())
+
+
+def to_weight(name: str, batch_size: Any) -> Any:
+    """Convert a batch_size to a Python number. A one-element tensor stays on its device."""
+    if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
+        # Clone the tensor, because the step may later change it in place.
+        return batch_size.detach().clone().reshape(())
+    if isinstance(batch_size, np.generic):
+        batch_size = batch_size.item()
+    if not isinstance(batch_size, numbers.Real):
+        raise ConfigurationError(
+            f"log {name!r}: got batch_size={batch_size!r}, expected one number or a tensor with one"
+            " element. Pass the number of samples in the batch."
+        )
+    # torch.add(alpha=) does not accept True.
+    return int(batch_size) if isinstance(batch_size, bool) else batch_size
 
 
 def to_float(value: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ class RowWriter:
         seconds = self.elapsed()
         own = self._named_rates()
         if self._num_samples:
-            samples = self._num_samples * self.run.fabric.world_size
+            samples = float(self._num_samples) * self.run.fabric.world_size
             training_seconds = max(seconds - self._excluded_seconds, 1e-9)
             own["samples_per_second"] = round(samples / training_seconds, 1)
         own["time"] = seconds

@@ -234,6 +234,12 @@ def worn(make_table):
     return lambda: (Model(), DataLoader(Worn(make_table()), 4, shuffle=True))
 
 
+def make_arrays():
+    """Return a dict with more items than a loop reads when it searches for changes."""
+    arrays = {number: np.full(8, number / 900, dtype="f4") for number in range(1_500)}
+    return {**arrays, "unused": torch.zeros(20_000)}
+
+
 class Pool:
     """Keeps old values, and sometimes returns an old value instead of the new one."""
 
@@ -504,6 +510,7 @@ CASES = {
     "object of a hook": shuffled(HasHook),
     "objects of a sampler": grouped,
     "objects of a collate function": collated,
+    "large dict of arrays of a dataset": worn(make_arrays),
 }
 
 

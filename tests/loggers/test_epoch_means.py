@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -113,6 +114,72 @@ def test_the_epoch_mean_of_the_loss_uses_the_batch_size_passed_to_log(kind):
         loop.log("metric", metric, on_epoch=True, batch_size=3 if index == 2 else 1)
 
     assert fit_means(kind, log)["train_loss"] == pytest.approx((1 + 3 * 2) / 5)
+
+
+SIZES = {
+    "NumPy integer": np.int64,
+    "NumPy float": lambda size: np.float64(size) / 3,
+    "NumPy bool": lambda size: np.bool_(size > 2),
+    "float": lambda size: size / 3,
+    "bool": lambda size: size > 2,
+    "tensor": torch.tensor,
+    "tensor with a dimension": lambda size: torch.tensor([size / 3]),
+    "tensor with a gradient": lambda size: torch.tensor(size / 3, requires_grad=True),
+}
+
+
+class Sized(Classifier):
+    """Logs its loss with another batch_size in each batch, and then changes the batch_size in place."""
+
+    make_size = staticmethod(int)
+
+    def log_with_size(self, name, loss, batch_idx):
+        size = self.make_size(1 + batch_idx)
+        self.log(name, loss, on_step=False, on_epoch=True, batch_size=size)
+        if isinstance(size, torch.Tensor) and not size.requires_grad:
+            size *= 7
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.log_with_size("sized", super().training_step(batch, batch_idx), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return self.log_with_size("val_sized", nn.functional.cross_entropy(self(x), y), batch_idx)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_log_accepts_every_batch_size_that_trainer_accepts(tmp_path, monkeypatch, name):
+    """Metrics equal Trainer's. Runs of both loops resume within the epoch with the same metrics."""
+    monkeypatch.setattr(Sized, "make_size", staticmethod(SIZES[name]))
+    make_train = lambda: make_loader(38, batch_size=4)  # noqa: E731
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    trainer, _ = run_trainer(Sized, make_train, make_val=make_train, **options)
+    loop, _ = run_loop(Sized, make_train, make_val=make_train, **options)
+    for key in ("sized", "val_sized"):
+        assert same(loop.callback_metrics[key], trainer.callback_metrics[key].squeeze())
+    for kind in (FabricLoop, MiniLoop):
+        whole = fit_sized(kind, tmp_path / kind.__name__ / "whole")
+        fit_sized(kind, tmp_path / kind.__name__ / "cut", max_steps=13)
+        resumed = fit_sized(kind, tmp_path / kind.__name__ / "cut", resume="last")
+        columns = ["sized", "val_sized", "train_loss"]
+        assert resumed[columns].to_csv() == whole[columns].to_csv()
+
+
+def fit_sized(kind, root, resume=None, **options):
+    torch.manual_seed(1)
+    options = with_files(max_epochs=2, validate_every_n_steps=5, default_root_dir=str(root), **options)
+    if kind is MiniLoop:
+        del options["enable_progress_bar"], options["enable_model_summary"]
+    loop = kind(**options)
+    return loop.fit(Sized(), make_loader(38, batch_size=4), make_loader(8, batch_size=4), resume=resume)
+
+
+@pytest.mark.parametrize("size", ["4", [4], np.array([4]), torch.ones(2), 4j])
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_log_refuses_a_batch_size_that_is_not_one_number(kind, size):
+    with pytest.raises(ValueError, match=r"got batch_size=.*expected one number"):
+        fit_means(kind, lambda loop, index: loop.log("x", index, batch_size=size))
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
