@@ -402,11 +402,9 @@ class MiniLoop:
         return to_table(self.history)
 
     def _train(self) -> None:
-        """Train until a limit such as max_epochs is reached.
-
-        If a limit is reached before the first batch, do not call any hooks.
-        """
+        """Train until a limit such as max_epochs is reached."""
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
+        # If a limit is reached before the first batch, call no hooks.
         if not is_done:
             if is_resumed:
                 self._copy_large_values()
@@ -481,11 +479,9 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of ``_train_batches``, and check ``_is_last`` and ``batches_done``.
-
-        Users may edit ``_train_batches`` and ``_train_batch``. Raise an error if ``_is_last`` is
-        wrong for a batch, or if a batch is not trained exactly once.
-        """
+        """Yield the batches of ``_train_batches``, and check ``_is_last`` and ``batches_done``."""
+        # Users may edit `_train_batches` and `_train_batch`. Raise an error if an edit sets
+        # `_is_last` to a wrong value, or does not train each batch exactly once.
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
         text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
@@ -499,7 +495,7 @@ class MiniLoop:
         check(is_end, text)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute a batch's gradients. At the end of an accumulation window, step the optimizer."""
+        """Compute a batch's gradients, and step the optimizer if an accumulation window ends."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
         self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -712,10 +708,7 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step, and check that it only computes the loss.
-
-        Raise an error if training_step calls loss.backward() or optimizer.step().
-        """
+        """Run the first training step, which must not call loss.backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
@@ -738,10 +731,9 @@ class MiniLoop:
         return output
 
     def _stop_batches(self) -> None:
-        """End the worker processes of an unfinished epoch.
-
-        Ending worker processes by garbage collection takes five seconds per process.
-        """
+        """End the worker processes of an unfinished epoch."""
+        # Without close(), garbage collection would end the worker processes. This takes five
+        # seconds per process.
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -1003,7 +995,8 @@ class MiniLoop:
         check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
-        """Write a row to steps.csv. Converting logged tensors to numbers waits for the GPU."""
+        """Write a row to steps.csv."""
+        # item() waits for the GPU, so convert tensors to numbers only when a row is written.
         row: dict[str, Any] = {"step": self.global_step, "epoch": self.current_epoch}
         row.update(train_loss=self._loss.item(), lr=float(self._learning_rate))
         row.update((name, value.item()) for name, value in values.items())
@@ -1060,7 +1053,7 @@ class MiniLoop:
         self._tables[name] = length + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
-        """Print a row in aligned columns. If the row has a new column, print a header first."""
+        """Print a row in aligned columns, after a header if the row has a new column."""
         names = dict.fromkeys([*row, *self._columns])
         if len(names) > len(self._columns):
             self._columns = sorted(names, key=lambda name: name in ("time", "waiting"))
@@ -1254,9 +1247,8 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # Restore numbers and lists of the loop now, because users may edit `_is_done` to read them.
-        # Restore objects with a state_dict() later, because users may edit `_restore` to create
-        # them.
+        # A user's `_is_done` may read numbers and lists of the loop, so restore them now. A user's
+        # `_restore` may create objects with a state_dict(), so `_train` restores them later.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1308,11 +1300,7 @@ class MiniLoop:
             self.history = rows if name == "metrics.csv" else self.history
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
-        """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
-
-        If ``resume`` and ``load`` are None, or if resume="auto" finds no checkpoint, return
-        (None, {}).
-        """
+        """Return (path, content) of the checkpoint to resume or load, or (None, {}) without one."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
         text += " run, and load= reads only the weights of a checkpoint."
@@ -1383,7 +1371,7 @@ class MiniLoop:
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
-        """Create and lock the run's folders. At the end, record in .lock how the run ended."""
+        """Create and lock the run's folders, and finally record in .lock how the run ended."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
@@ -1407,7 +1395,7 @@ class MiniLoop:
                 self._record(state)
 
     def _start_version(self, is_new: bool) -> None:
-        """Write hparams.yaml. For a new run, also write config.yaml and the start time."""
+        """Write hparams.yaml and, for a new run, config.yaml and the start time."""
         self._started_at = max(time.time(), max(read_times(self.checkpoint_dir)) + 0.001)
         if is_new:
             self._record(f"started {self._started_at!r}")
@@ -1458,8 +1446,8 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Record the loader's iterators before iter(loader). If iter(loader) does not replace an
-        # iterator, the loop later warns about the iterator.
+        # Record the iterators in the loader's attributes. If iter(loader) does not replace them,
+        # `_warn_of_iterators` warns that checkpoints do not contain their positions.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1486,11 +1474,7 @@ class MiniLoop:
         self._large_values.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
-
-        Return pairs of an object and a dict of its attributes, as they were before the call. The
-        dicts contain no large attributes.
-        """
+        """Reset the loaders to the start of the epoch, and return their previous attributes."""
         kept, added = [], {}
         for place in self._loader_places():
             part, start = self._parts[place], self._start_states[place]
@@ -1584,10 +1568,7 @@ class MiniLoop:
                 self._warn_unsaved(place, name, reason)
 
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
-        """Return the RNG states, and the values of objects' attributes that have changed.
-
-        The objects are, for example, the model and the loaders. An attribute has changed if its
-        value differs from the value at the start of this run.
+        """Return the RNG states, and the attributes that have changed since the start of the run.
 
         Args:
             places: The paths of the objects to include, such as "train sampler", or None for all.
@@ -1623,7 +1604,7 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Update ``_parts``, the dict of objects to save. Hooks may have created new objects."""
+        """Update ``_parts``, the dict of objects to save, with objects that hooks have created."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
@@ -1701,16 +1682,14 @@ class MiniLoop:
         return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy the loaders' large attributes before a checkpoint overwrites them.
-
-        ``_reset_loaders`` may later reset the attributes to these copies.
-        """
+        """Copy the loaders' large attributes before a checkpoint overwrites them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
                 if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
                     value = namespace_of(self._parts[place])[name]
                     with suppress(TypeError):
+                        # `_reset_loaders` can reset the attribute to this copy.
                         start[name] = encode_large(value, self.fabric.device)
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -1733,14 +1712,12 @@ class MiniLoop:
                 holders[id(value)].append(states.get(place, {}).get(name, END))
 
         def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether to write a saved value into the current list or tensor in place.
-
-            Several attributes may refer to one list. Change the list in place only if the saved
-            values of all these attributes are equal.
-            """
+            """Return whether to write a saved value into the current list or tensor in place."""
             # An in-place change would overwrite a weight of the model, so assign a new tensor.
             if address_of(current) in self._weights:
                 return False
+            # If several attributes refer to one list, changing the list changes all of them. Allow
+            # the change only if the attributes have equal saved values.
             first, *others = holders.get(id(current), [END])
             return all(is_same(first, other) for other in others)
 
@@ -1761,15 +1738,13 @@ class MiniLoop:
 
     @contextmanager
     def _recorded_values(self) -> Iterator[None]:
-        """After the with block, record the attributes of the model, the loaders and the loop.
-
-        Before a resume, fit resets attributes to their values at the start of the resumed run. If
-        fit fails before training starts, undo this reset.
-        """
+        """After the with block, record the attributes of the model, the loaders and the loop."""
         self._parts: dict[str, Any] = {}
         # At the start of a run, the loop records the model's attributes in
         # _starts[id(model), "attributes"][checkpoint_dir].
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
+        # If fit fails before training starts, `_redo` undoes the resets of attributes by
+        # `_undo_earlier_fits`.
         self._redo = ExitStack()
         try:
             yield
@@ -1792,12 +1767,11 @@ class MiniLoop:
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
 
-        A checkpoint contains only attributes that the saved run has changed. Loading the checkpoint
-        does not reset any other attribute.
-
         Args:
             run: The folder of the run to resume, or None for a new run, which resets nothing.
         """
+        # A checkpoint contains only attributes that the saved run has changed. Without this reset,
+        # all other attributes would keep values from earlier fits.
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
@@ -1832,8 +1806,8 @@ class MiniLoop:
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the old values of attributes that have changed since the start of a run."""
-        # Remove the record of earlier fits. If a hook of this fit calls another fit with the same
-        # model, the inner fit may change the record.
+        # Remove the record while this fit runs. Otherwise, a hook that calls another fit with the
+        # same model would change the record.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
         # Do not undo changes that the user has made since the latest fit.
@@ -1886,17 +1860,14 @@ class MiniLoop:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return tuples (path, object, kind) for the values to record for later fits.
-
-        For example, ("", model, "attributes") stands for the attributes of the model.
-        """
+        """Return a tuple (path, object, kind) for each record that ``fit`` keeps for later fits."""
         self._find_objects()
         model = self._parts.get("")
         model = model if type(model).__weakrefoffset__ else self
         keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
         for place, part in self._parts.items():
-            # A record is removed with its object, which needs a weak reference to the object. Lists
-            # and dicts do not support weak references, so add their records to the model's record.
+            # `record_of` creates a weak reference to an object. Lists and dicts do not support weak
+            # references, so store their values in the record of the model.
             is_owner = type(part).__weakrefoffset__
             keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
         return keys
@@ -1905,7 +1876,7 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return an object's values of one kind, or None if reading its attributes fails.
+        """Return the options, flags or attributes of an object, or None if reading them fails.
 
         Args:
             place: The path of the object.
@@ -1924,10 +1895,7 @@ class MiniLoop:
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
-        """Find the modules and the step functions of a model, and refuse unsupported models.
-
-        A step function that is passed as an argument replaces the model's method.
-        """
+        """Find the modules and the step functions of a model, and refuse unsupported models."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
@@ -1947,6 +1915,7 @@ class MiniLoop:
         self._unwrapped: Any = unwrap_compiled(self.network)
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
+            # A step function that is passed as an argument replaces the model's method.
             step = find_method(model, name) if function is None else partial(function, model)
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
@@ -2201,10 +2170,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn if settings, or arguments of the optimizer or scheduler, differ from the saved run.
-
-        Raise an error if the class or the interval of a scheduler differs.
-        """
+        """Compare settings, and arguments of the optimizer and schedulers, with the saved run."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2244,13 +2210,12 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class differs from the class in the saved run.
-
-        Raise an error if the new class has an option that the checkpoint does not contain.
-        """
+        """Warn if the optimizer's class differs from the class in the saved run."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
+            # Loading the checkpoint replaces the optimizer's options. If the checkpoint lacks an
+            # option, optimizer.step() may fail.
             has_options = self.optimizer.defaults.keys() <= group.keys()
             check(has_options, f"{text} Use load= to start a new run from the weights.")
             warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
@@ -2317,11 +2282,7 @@ class MiniLoop:
 
     @contextmanager
     def _added_methods(self) -> Iterator[None]:
-        """Let the model call methods of this loop, such as ``log``.
-
-        Before the with block, the model may have methods that another loop has added. Restore these
-        methods after the block.
-        """
+        """Let the model call methods of this loop, such as ``log``, in a with block."""
         added: dict[str, Any] = {"log": self.log, "log_dict": self.log_dict}
         trainer = None
         if self._is_lightning_module:
@@ -2330,6 +2291,8 @@ class MiniLoop:
             self.model.trainer = self
         modules = [m for m in self.network.modules() if hasattr(type(m), "trainer")]
         parts = {id(part): vars(part) for part in [*modules, self.model] if has_no_log(part)}
+        # If a hook of another loop calls this loop, the model already has the other loop's methods.
+        # Keep these methods, and restore them after the with block.
         previous = {key: {n: v for n, v in parts[key].items() if n in added} for key in parts}
         for attributes in parts.values():
             attributes.update(added)
@@ -2421,11 +2384,7 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method that a model defines, or None.
-
-    Ignore the methods that the model inherits from LightningModule. Also ignore methods that a loop
-    has added to the model.
-    """
+    """Return a method of a model, or None if only LightningModule or a loop defines the method."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -2615,11 +2574,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict that maps names such as "sampler" and "dataset" to a loader's objects.
-
-    The dict also contains the loader itself, and the objects in attributes of its sampler and
-    dataset.
-    """
+    """Return a dict of a loader, its sampler, dataset and collate_fn, and the objects in them."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2674,19 +2629,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def finish_gloo_threads() -> None:
-    """Give gloo's threads time to free their tensors before Python exits.
-
-    If a thread of gloo frees a tensor while Python exits, the process aborts.
-    """
+    """Give gloo's threads time to free their tensors before Python exits."""
+    # The process aborts if a thread of gloo frees a tensor while Python exits, so wait a moment.
     time.sleep(0.05)
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
-    """Warn if the loader's sampler draws random numbers after it has yielded the first item.
-
-    To resume within an epoch, the loop skips the finished batches without training on them. Without
-    the random draws of dropout in between, the sampler may draw different samples.
-    """
+    """Warn if the loader's sampler draws random numbers after it has yielded the first item."""
+    # To resume within an epoch, the loop reads the finished batches again without training on them.
+    # Without the random draws of dropout, the sampler may draw other numbers than in the saved run.
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
     own = [sampler for sampler in used if not type(sampler).__module__.startswith("torch.")]
@@ -2721,7 +2672,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one process has none left. DDP hangs if only some processes train."""
+    """Yield batches until one process has none left, because DDP needs all processes."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2819,10 +2770,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Raise an error if the optimizer's state contains parameters or their ids.
-
-    A resumed run creates new parameters with different ids.
-    """
+    """Raise an error if the optimizer's state contains parameters or their ids."""
+    # A resumed run creates new parameters with new ids, so the saved parameters and ids would not
+    # refer to parameters of the model.
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2834,7 +2784,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a container has one of the ids as a key, or a tensor at one of the addresses.
+    """Return whether a value refers to parameters or modules by id or by memory address.
 
     Args:
         ids: The ids of parameters or modules, to look for in dict keys and in sets.
@@ -2878,13 +2828,10 @@ def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn if an argument of the optimizer or a scheduler has changed since the run was saved.
-
-    If a scheduler's class or interval has changed, raise an error, because torch does not check
-    them.
-    """
+    """Warn if an argument of the optimizer or a scheduler has changed since the run was saved."""
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
+        # torch does not check a scheduler's class and interval, so raise an error if they differ.
         kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
         text = f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
         text += " Create the same scheduler, or use load= to start a new run from the weights."
@@ -2897,11 +2844,9 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Raise an error if a scheduler's state contains parameters of the optimizer.
-
-    Loading a state that contains parameters would give the scheduler copies of them. The optimizer
-    does not train these copies.
-    """
+    """Raise an error if a scheduler's state contains parameters of the optimizer."""
+    # After a resume, the scheduler would refer to copies of the parameters, but the optimizer would
+    # not train the copies.
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -3007,10 +2952,12 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def exact_value(loaded: Any, saved: Any) -> Any:
-    """Move a saved value of an optimizer's state to the device of the loaded value.
+    """Move a value from a saved optimizer state to the right device, without changing its dtype.
 
-    Keep the dtype of the saved value, because load_state_dict() may have converted the dtype of the
-    loaded value.
+    Args:
+        loaded: The value after load_state_dict(), which has the right device, but may have another
+            dtype.
+        saved: The value in the checkpoint.
     """
     if isinstance(saved, Tensor):
         return saved.to(loaded.device)
@@ -3080,11 +3027,9 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return the dict in EARLIER_FITS with an object's values from earlier ``fit`` calls.
-
-    Remove the dict when Python frees the object, because a new object may get the same id.
-    """
+    """Return an object's record in EARLIER_FITS, and create the record if it is missing."""
     if id(owner) not in EARLIER_FITS:
+        # When Python frees the object, remove its record, because a new object may get the same id.
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
     return EARLIER_FITS.setdefault(id(owner), {})
 
@@ -3171,11 +3116,12 @@ def set_value(part: Any, name: Any, value: Any) -> None:
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
+    """Return the names of a class's slots."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
+            # Python stores a private slot such as __x under the name _Class__x.
             is_private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
@@ -3209,10 +3155,7 @@ def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) ->
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator, because checkpoints do not contain its position.
-
-    Raise an error for random generators in a list or dict.
-    """
+    """Warn about an iterator, and refuse random generators in a list or dict."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3250,11 +3193,7 @@ def mark_array(array: Any) -> tuple[Any, ...]:
 
 
 def mark_value(value: Any, depth: int = 0) -> Any:
-    """Return a checksum of a value.
-
-    The checksum of a large container, such as a list of tensors, covers the content of only some
-    items.
-    """
+    """Return a checksum of a value, to detect later changes."""
     kind = type(value)
     if kind in ATOMS or isinstance(value, Enum) or kind is range:
         return value
@@ -3272,8 +3211,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     # the step odd.
     step = (1 + len(items) // 2_000) | 1
     marks = [mark_value(item, depth + 1) for item in items[::step]]
-    # ``marks`` contains the checksums of at most 2,000 items. To detect changes in other tensors,
-    # also compare the version counters of all tensors.
+    # ``marks`` covers only a sample of a long container's items. To detect in-place changes of all
+    # tensors in the container, compare their version counters.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     # A new object can have the id of a deleted object, so also compare weak references.
@@ -3282,14 +3221,11 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version counter and a checksum.
-
-    A change through ``tensor.data`` changes the checksum, but not the version counter. For a GPU
-    tensor or a tensor larger than 256 MB, the checksum covers only a sample of the elements. Return
-    None for sparse tensors, meta tensors, and values that are not tensors.
-    """
+    """Return a tensor's version counter and checksum, or None for a sparse or meta tensor."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
+    # A change through `tensor.data` does not change the version counter, so compute a checksum. To
+    # save time, use only a sample of a GPU tensor, or of a tensor larger than 256 MB.
     is_complete = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= 2**28
     items = tensor.detach().reshape(-1)[:: 1 if is_complete else 1 + tensor.numel() // 10_000]
     content = items.cpu().contiguous().view(torch.uint8).numpy().data
@@ -3352,10 +3288,7 @@ def encode(
 
 
 def check_container(value: Any, most: float | None, depth: int) -> None:
-    """Raise a TypeError for unsupported containers, and for containers nested too deeply.
-
-    If a container has too many items, raise a LargeValueError.
-    """
+    """Raise an error for a container that is unsupported, nested too deeply or too long."""
     kind = type(value)
     if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
         raise TypeError(kind.__name__)
