@@ -2516,7 +2516,7 @@ def to_metric(name: str, value: Any) -> Tensor:
 
 
 def to_weight(name: str, batch_size: Any) -> Any:
-    """Convert a batch_size to a Python number. A one-element tensor stays on its device."""
+    """Convert a batch_size to a Python number, or to a 0-dimensional tensor on its device."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         # Clone the tensor, because the step may later change it in place.
         return batch_size.detach().clone().reshape(())
@@ -2524,7 +2524,7 @@ def to_weight(name: str, batch_size: Any) -> Any:
         batch_size = batch_size.item()
     text = f"log {name!r}: got batch_size={batch_size!r}, expected one number or a tensor with one"
     check(isinstance(batch_size, Real), f"{text} element. Pass the number of samples in the batch.")
-    # torch.add(alpha=) does not accept True.
+    # torch.add(alpha=) does not accept True, so convert a bool to an int.
     return int(batch_size) if isinstance(batch_size, bool) else batch_size
 
 
