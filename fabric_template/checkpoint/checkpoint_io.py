@@ -18,6 +18,8 @@ from .reader import is_placeholder, kind_of, read_archive
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+
+# Under this key, a checkpoint contains the dtypes of the NumPy values that were converted.
 NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")
@@ -29,8 +31,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """A CheckpointIO plugin that writes checkpoints atomically.
 
     A checkpoint is written to a temporary file, which is flushed to disk and then renamed. When a
-    checkpoint is read, the CRC of every entry in the zip archive is checked. Code in the file is
-    executed only if ``weights_only`` is False.
+    checkpoint is read, the CRC of every entry in its zip archive is checked. Code in a checkpoint
+    file is executed only if ``weights_only`` is False.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -123,11 +125,7 @@ def describe_content(content: Any) -> str:
 
 
 def replace_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a checkpoint with Python values and tensors instead of NumPy values.
-
-    The copy's entry NUMPY_KEY contains the dtypes that ``restore_numpy`` needs to create the NumPy
-    values again.
-    """
+    """Return a copy of a checkpoint with Python values and tensors instead of NumPy values."""
     plain, dtypes = replace_numpy_values(checkpoint, [])
     return {**plain, NUMPY_KEY: dtypes} if dtypes else plain
 
@@ -193,16 +191,14 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a container in which some items are replaced.
-
-    In a copied dict, NumPy keys are converted to Python values. If nothing has to be replaced or
-    converted, return the original container.
+    """Return a copy of a container in which some items and all NumPy dict keys are replaced.
 
     Args:
         replaced: The new items, keyed by dict key or list index.
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
+        # Return no copy, because replace_numpy_values() detects changed items by identity.
         return container
     items = [(key, replaced.get(key, item)) for key, item in items_of(container)]
     if isinstance(container, dict):

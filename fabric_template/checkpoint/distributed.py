@@ -62,7 +62,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards. Ignore files that cannot be removed."""
+    """Remove a checkpoint file and its shards, without raising an error if this is impossible."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)
@@ -134,8 +134,6 @@ def new_folder(path: Path, step: int) -> Path:
 def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     """Remove the shard folders of the checkpoint file at ``path``.
 
-    If a folder cannot be removed, the next save to ``path`` tries again.
-
     Args:
         keep: The new checkpoint, whose shard folder is not removed.
     """
@@ -143,6 +141,7 @@ def remove_shards(path: Path, keep: dict[str, Any] | None = None) -> None:
     with suppress(OSError):
         for folder in path.parent.glob(f"{glob.escape(path.name)}.step=*"):
             if folder.name != kept:
+                # Ignore errors, because the next save to ``path`` tries to remove the folder again.
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -234,9 +233,10 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return the model's weights or, if ``key`` is "optimizer_states", the trained parameters.
+    """Return tensors of this run with the sharding in which saved tensors must be loaded.
 
-    The keys of the returned dict are paths in a checkpoint, such as "state_dict/layer.weight".
+    Returns:
+        A dict of tensors, keyed by a checkpoint path such as "state_dict/layer.weight".
     """
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network

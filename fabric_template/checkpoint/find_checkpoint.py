@@ -221,10 +221,10 @@ def read_newest(
     versions: list[Version],
     read: Callable[[str | Path], dict[str, Any]],
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the path and the content of the newest valid checkpoint in the version folders.
+    """Find the newest valid checkpoint in the version folders.
 
-    If there is no valid checkpoint, return (None, {}). Skip a checkpoint if it is damaged, or if
-    it was saved before the newest run in the same folder started.
+    Returns:
+        The path and the content of the checkpoint, or (None, {}) if there is no valid checkpoint.
     """
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
@@ -234,6 +234,8 @@ def read_newest(
                 warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
                 version.damaged.append(path)
                 continue
+            # Skip a checkpoint that was saved before the newest run in the folder started, because
+            # the checkpoint belongs to an older run.
             if time_of(checkpoint, default=version.started) >= version.started:
                 if version.name and index > 0 and versions[0].time > version.time:
                     rank_zero_warn(
@@ -250,12 +252,10 @@ def read_newest(
 
 
 def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
-    """Return the path of the best checkpoint in the same folder as ``newest``, or None.
-
-    The newest checkpoint contains the file name of the best checkpoint.
-    """
+    """Return the path of the best checkpoint in the same folder as ``newest``, or None."""
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
+        # The newest checkpoint lists the best checkpoints, from best to worst.
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
     path = newest.with_name(os.path.basename(names[0])) if names else None
     return path if path is not None and path.exists() else None
@@ -292,34 +292,29 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
 
 
 def pattern_of(saver: Any, name: str = "*") -> str:
-    """Return a glob pattern that matches the files that a checkpoint callback saves.
-
-    A slash in ModelCheckpoint's filename, as in "{val/loss:.2f}", creates subfolders.
-    """
+    """Return a glob pattern that matches the files that a checkpoint callback saves."""
+    # A slash in ModelCheckpoint's filename, as in "{val/loss:.2f}", creates subfolders. In this
+    # case, the pattern must also match files in subfolders.
     is_nested = "/" in str(getattr(saver, "filename", None))
     extension = getattr(saver, "FILE_EXTENSION", ".ckpt")
     return f"**/{name}{extension}" if is_nested else f"{name}{extension}"
 
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
-    """Return whether ``path`` has the form ``folder/version_0/checkpoints``.
-
-    By default, ModelCheckpoint saves to the ``checkpoints`` subfolder of a version folder.
-    """
+    """Return whether ``path`` has the form ``folder/version_0/checkpoints``."""
+    # Without dirpath=, ModelCheckpoint saves to a folder of this form.
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 
 
 def list_versions(plan: Plan, folder: Path, patterns: Collection[str]) -> list[Version]:
-    """List a run's version folders, with the most recently used folder first.
-
-    Each folder's .lock file lists when runs were started and when checkpoints were saved.
-    The modification times of checkpoint files are unreliable, because copying changes them.
-    """
+    """List a run's version folders, with the most recently used folder first."""
     given = plan.config.version
     names = list_names(folder) if given is None else [version_folder(given)]
     found = []
     for name in names:
+        # Read the times of starts and saves from the .lock file, because copying a checkpoint file
+        # changes its modification time.
         started, saved = read_times(folder / name)
         version = Version(name, partial(list_files, folder / name, patterns), started)
         if started == saved == 0.0 and len(names) > 1:
@@ -396,10 +391,7 @@ def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
 def report_missing(
     plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
 ) -> None:
-    """Raise an error that explains why no checkpoint was found.
-
-    If ``ckpt_path="last"`` finds no checkpoint at all, only warn, as Trainer does.
-    """
+    """Raise an error, or issue a warning, that explains why no checkpoint was found."""
     damaged = [path for version in versions for path in version.damaged]
     replaced = [path for version in versions for path in version.replaced]
     if damaged:
@@ -425,6 +417,7 @@ def report_missing(
             f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
             f" {advice}, or pass the path of a checkpoint."
         )
+    # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.
     rank_zero_warn(
         f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
         " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."

@@ -61,7 +61,7 @@ class CheckpointManager:
     def use_folder(
         self, folder: Path | None, is_continued: bool, last_model_path: str = ""
     ) -> None:
-        """Save checkpoints in ``folder``. If ``folder`` is None, save no checkpoints.
+        """Save checkpoints in ``folder``, or save no checkpoints if ``folder`` is None.
 
         Args:
             is_continued: Whether the run resumes from a checkpoint in this folder, and therefore
@@ -80,10 +80,8 @@ class CheckpointManager:
 
     @property
     def _metric(self) -> tuple[str | None, str]:
-        """The monitored metric and its mode.
-
-        If the ``monitor`` option is None, take the metric and the mode from the checkpoint.
-        """
+        """The name of the monitored metric and its mode, such as ("val_loss", "min")."""
+        # Without monitor=, a resumed run ranks the best checkpoints by the saved run's metric.
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode

@@ -146,9 +146,7 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a checkpoint file without running code from it.
-
-    Objects of unknown types become placeholders.
+    """Read a checkpoint without running its code, and replace unknown objects with placeholders.
 
     Args:
         sizes: The size in bytes of each tensor storage in the archive. If the pickle contains a
@@ -259,9 +257,6 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
 class PlainUnpickler(pickle.Unpickler):
     """Builds tensors and standard types, and replaces all other objects with placeholders.
 
-    A pickle can modify every class or function that ``find_class`` returns. Therefore,
-    ``find_class`` returns only immutable or newly created objects.
-
     Attributes:
         sizes: The size in bytes of each tensor storage in the archive. The unpickler compares these
             sizes with those in the pickle, because torch does not. If the dict is empty, this check
@@ -272,6 +267,8 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a safe replacement for the class or function with the given name."""
+        # A pickle can set attributes of the object that this method returns. Return only immutable
+        # or new objects, so that a pickle cannot change existing classes or functions.
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
             # torch.load reads only the dtype of a storage class, so return an object with a dtype.

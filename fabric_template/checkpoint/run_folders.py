@@ -108,8 +108,8 @@ class RunFolders:
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a checkpoint's save time, and remove old files that the new run replaces."""
-        # Every saved checkpoint makes the CSV files of the replaced run unnecessary, even a
-        # checkpoint outside of the run's folders.
+        # The CSV files of an older run with the same version are needed only until this run saves
+        # its first checkpoint, in any folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -136,10 +136,7 @@ class RunFolders:
 
 
 def open_folders(run: Run, stack: ExitStack) -> None:
-    """Choose and lock the folders for a run's checkpoints and CSV files.
-
-    A run that is not resumed starts new CSV files.
-    """
+    """Choose and lock the folders for a run's checkpoints and CSV files."""
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
@@ -166,6 +163,7 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         return
     locked.start_new_run(folder, log_folder)
     if own is not None and log_folder is not None:
+        # Start new CSV files, so that they contain no rows of an older run.
         own.rewind({})
 
 
@@ -195,7 +193,7 @@ def warn_of_reused_callbacks(run: Run) -> None:
 
 
 def set_aside(folder: Path, target: Path) -> None:
-    """Move the CSV files in ``folder`` to ``target``. If ``target`` already exists, do nothing."""
+    """Move the CSV files in ``folder`` to ``target``, unless ``target`` already exists."""
     names = [name for name in FILES if (folder / name).exists()]
     with suppress(OSError):
         if names and not target.exists():
@@ -210,8 +208,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # A user may have copied the checkpoint out of ``folder``. The .lock file in ``folder`` still
-    # lists the checkpoint's save time.
+    # If a user has copied the checkpoint out of ``folder``, recognize it by its save time, which
+    # the .lock file in ``folder`` lists.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

@@ -41,10 +41,7 @@ class StartPoint:
     restarts_epoch: bool | None = field(default=None, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Store the content of a checkpoint in this object.
-
-        If the run resumes, also convert the training state to FabricLoop's layout.
-        """
+        """Store the content of a checkpoint in this object."""
         self.checkpoint = checkpoint
         # Remove OWN_KEY, so that on_load_checkpoint hooks get only the keys that Trainer saves.
         own = checkpoint.pop(OWN_KEY, None)
@@ -72,11 +69,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the training state in the checkpoint.
-
-        For a Trainer checkpoint, first store in ``restarts_epoch`` whether Trainer would continue
-        the saved epoch.
-        """
+        """Return the training state in the checkpoint."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
