@@ -56,9 +56,7 @@ class ObjectRecord:
         self.end: dict[Any, Any] = {}
 
     def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
-        """Return the original values of all attributes that earlier ``fit`` calls have changed.
-
-        The returned dict omits attributes that the user has changed since the latest ``fit`` call.
+        """Return the original values of attributes that ``fit``, but not the user, has changed.
 
         Args:
             checkpoint: The path of the checkpoint from which the run resumes, or None.
@@ -99,10 +97,7 @@ class ObjectRecord:
         self.end = end
 
     def add_evaluation(self, start: Values, end: dict[Any, Any]) -> None:
-        """Record the changes that a validate, test or predict call has made to an object.
-
-        When a run resumes, ``fit`` undoes attribute changes by validate, test and predict.
-        """
+        """Record changes by validate, test or predict, so that a later ``fit`` can undo them."""
         for name, (mark, _) in start.items():
             if mark == self.end.get(name, REMOVED):
                 self.end[name] = end.get(name, REMOVED)
@@ -128,17 +123,15 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # Each value consists of an object, a function that reads its attributes, and their values
-        # before training.
+        # For each recorded object, stores the object, a function that reads its attributes, and the
+        # values of the attributes before training.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # Each function undoes one reset of attributes. store() calls these functions if the
-        # checkpoint could not be restored.
+        # If restoring the checkpoint fails, these functions undo the attribute changes that this
+        # FitRecord has made.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
-        """Record the attributes of objects at the start of a run.
-
-        In a resumed run, first undo attribute changes by earlier ``fit`` calls.
+        """Record attributes and, in a resumed run, undo changes by earlier ``fit`` calls.
 
         Args:
             state: A PlainState that has just been created.
@@ -157,10 +150,7 @@ class FitRecord:
             state.load_attributes(changed)
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
-        """Record the attributes of objects such as optimizers at the start of a run.
-
-        In a resumed run, first undo attribute changes by earlier ``fit`` calls.
-        """
+        """Call ``reset_and_record_attributes`` for objects that have not been recorded yet."""
         if new := self._find_new_parts(parts):
             self.reset_and_record_attributes(PlainState(new))
 
@@ -171,14 +161,13 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Record an object's flags or options at the start of a run.
-
-        In a resumed run, first undo the changes that earlier ``fit`` calls made to these values.
+        """Record values such as ``requires_grad``, and undo changes by earlier ``fit`` calls.
 
         Args:
             kind: The kind of values, such as "flags" or "options".
             read: Returns the object's current values.
-            restore: Sets the object's values. If ``restore`` is None, no values are reset.
+            restore: Sets the object's values before a resume. If ``restore`` is None, no changes
+                are undone.
         """
         if (id(owner), kind) in self._objects:
             return
@@ -236,20 +225,17 @@ class FitRecord:
         return False
 
     def keep_resets(self) -> None:
-        """Confirm the resets of attributes after the checkpoint is restored.
-
-        After this call, ``store`` no longer undoes the resets, even if training fails.
-        """
+        """After the checkpoint is restored, prevent ``store`` from undoing attribute resets."""
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
         """Store the recorded attributes and flags, so that a later ``fit`` call can reset them.
 
-        If this run reset attributes but could not restore the checkpoint, first undo these resets.
-
         Args:
             folders: The folders of the run's checkpoints.
         """
+        # If restoring the checkpoint failed, undo the resets of attributes. Otherwise,
+        # keep_resets() has emptied this list.
         for revert in reversed(self._reverts):
             with suppress(Exception):
                 revert()
@@ -274,11 +260,12 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
     """Return the keys under which an ObjectRecord is stored, such as (model, "buffers")."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # Each run wraps the same list item in a new ListItem, so return the list item itself.
+    # Each run creates new ListItem objects. Use the list item in a ListItem as the key, so that a
+    # later run finds the item's record.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # An object that does not support weak references cannot be a key of a WeakIdKeyDictionary, so
-    # return the model instead.
+    # Keys must support weak references. For an object without this support, use the model as the
+    # key, and add the object's name to the kind.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 
@@ -364,25 +351,19 @@ def path_of(start: StartPoint) -> str | None:
 
 
 def find_lightning_callbacks(run: Run) -> dict[str, Part]:
-    """Return the callbacks whose state_dict() is defined in Lightning, such as EarlyStopping.
-
-    Leave out checkpoint callbacks, because a reset would lose the paths of files that they saved,
-    such as best_model_path.
-    """
+    """Return the callbacks whose state_dict() is defined in Lightning, such as EarlyStopping."""
     found = {}
     for index, callback in enumerate(run.hooks.callbacks):
         method = getattr(type(callback), "state_dict", None)
         is_lightnings = getattr(method, "__module__", "").startswith(CALLBACK_MODULES)
+        # Leave out a ModelCheckpoint, because a reset would lose its best_model_path.
         if is_lightnings and not is_instance_of(callback, "ProgressBar", "Checkpoint"):
             found[f"callbacks.{index}.{type(callback).__qualname__}"] = Part(callback)
     return found
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Record ``training`` and ``requires_grad`` of all modules at the start of a run.
-
-    In a resumed run, first undo the changes that earlier ``fit`` calls made to these flags.
-    """
+    """Record ``training`` and ``requires_grad`` and, in a resumed run, undo changes by ``fit``."""
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)
@@ -426,10 +407,8 @@ def warn_of_changed_attribute(place: str) -> None:
 
 
 def store_fit_record(run: Run) -> None:
-    """At the end of a run, store its FitRecord for later ``fit`` calls.
-
-    Ignore all errors, because a FitRecord that cannot be stored must not stop the user's script.
-    """
+    """At the end of a run, store its FitRecord for later ``fit`` calls."""
+    # Ignore all errors, because a FitRecord that cannot be stored must not stop the user's script.
     with suppress(Exception):
         callbacks = run.hooks.callbacks_of("Checkpoint")
         folders = [run.checkpoints.folder, *(getattr(part, "dirpath", None) for part in callbacks)]

@@ -52,8 +52,7 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     """Restore the weights, the datamodule and the callbacks.
 
     Returns:
-        Whether the weights match the model. If the weights do not match, fit tries to load them
-        again after on_fit_start, because this hook may add modules.
+        Whether the weights match the model.
 
     Raises:
         OtherModelError: In validate, test or predict, the weights do not match the model.
@@ -70,6 +69,7 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     except OtherModelError:
         if run.stage != "fit":
             raise
+        # The caller loads the weights again after on_fit_start, because this hook may add modules.
         is_loaded = False
     if not is_weights_only and "callbacks" in checkpoint:
         restore_callbacks(run, checkpoint)
@@ -132,10 +132,7 @@ def checkpointed_module(run: Run) -> nn.Module:
 
 
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Raise an error if a trained parameter's dtype differs from the saved dtype.
-
-    An optimizer step fails if a parameter and its restored optimizer state have different dtypes.
-    """
+    """Raise an error if a trained parameter's dtype differs from the saved dtype."""
     saved_groups = run.plan.start.own.get("parameter_groups", ())
     trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
     target = checkpointed_module(run)
@@ -150,6 +147,8 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
         text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as in"
         text += " the saved run."
         if plain_name(name) in trained:
+            # The restored optimizer state has the saved dtype. The optimizer step would fail if the
+            # parameter had a different dtype.
             raise CheckpointError(
                 f"{text} Use the precision= and the default dtype of the saved run, or use load= to"
                 " start a new run from the weights."
@@ -221,16 +220,14 @@ def is_weight(name: Any, value: Any) -> bool:
 
 
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
-    """Rename saved weights to match the names in the model.
-
-    DistributedDataParallel, DataParallel and torch.compile add a component to the names of
-    parameters, such as "module" in ``module.weight``. If two weights would get the same name, no
-    weights are renamed.
-    """
+    """Rename saved weights to match a model with other wrappers, such as torch.compile."""
     own = list(target.state_dict())
     if weights.keys() == set(own):
         return weights
+    # Wrappers such as DistributedDataParallel add components such as "module" to the names of
+    # weights. Compare names without these components.
     own_names = {plain_name(name): name for name in own}
+    # If two weights have the same name without these components, rename no weights.
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
@@ -258,6 +255,8 @@ def plain_name(name: str) -> str:
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
     check_dtypes(run, checkpoint)
+    # Prune after configure_optimizers, because an optimizer that is created later would get the
+    # parameters in a different order.
     restore_pruning(run, run.plan.start.own.get("pruning_masks", {}))
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
@@ -288,12 +287,10 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore options such as max_epochs, if hooks of the saved run changed them.
-
-    If the user has passed a new value for an option, keep the new value.
-    """
+    """Restore options such as max_epochs, if hooks of the saved run changed them."""
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
+        # If the user passes a new value for the option, do not replace it with the saved value.
         if name in options and options[name] == given:
             setattr(run.loop, name, value)
 
@@ -376,8 +373,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
     Returns:
         The saved attributes of the model, the callbacks and other objects, or None if the
-        checkpoint contains none. The caller restores the returned attributes after it has created
-        the loaders' iterators.
+        checkpoint contains none.
     """
     rank = run.fabric.global_rank
     of_process = run.plan.start.state_of_process(rank)
@@ -388,7 +384,6 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from Trainer contain no RNG state.
         run.data.load_loader_states(own["loader_states"])
         return None
-    # Restore options that hooks changed during the saved run.
     restore_options(run, own.get("options", {}))
     attributes: dict[str, Any] | None = of_process.pop("plain_state", None)
     check_settings(run, own["settings"])
@@ -413,10 +408,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
 
 
 def check_settings(run: Run, saved: dict[str, Any]) -> None:
-    """Warn if this run's settings differ from those of the saved run.
-
-    Raise an error if the saved position in the epoch cannot be used with the new settings.
-    """
+    """Warn or raise an error if this run's settings differ from those of the saved run."""
     current = run_settings(run)
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
     missing = [name for name in ("batch size", "num_workers") if not saved.get(name)]
@@ -459,11 +451,7 @@ def restore_network(
 
 
 def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
-    """Prune the same weights that ModelPruning pruned in the saved run.
-
-    Pruning changes the order of ``parameters()``. Call this function after configure_optimizers, so
-    that the optimizers get the parameters in the saved order.
-    """
+    """Prune the same weights that ModelPruning pruned in the saved run."""
     callbacks = run.hooks.callbacks_of("ModelPruning")
     if any(map(resets_pruned_weights, callbacks)):
         run.warn_once(
@@ -519,9 +507,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
-    """Warn if an argument of an optimizer or scheduler differs from the saved argument.
-
-    Raise an error if a scheduler's class or interval has changed.
+    """Warn or raise an error if an argument of an optimizer or scheduler has changed.
 
     Args:
         kind: "optimizers" or "schedulers".
@@ -591,12 +577,9 @@ def check_parameter_order(run: Run) -> None:
 
 
 def warn_of_parameter_order(run: Run) -> None:
-    """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed.
-
-    A Trainer checkpoint does not contain the names of an optimizer's parameters. Compare the order
-    of the parameters with the order of the weights in the saved state_dict. A different order
-    raises no error, because an on_save_checkpoint hook may have sorted the saved state_dict.
-    """
+    """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed."""
+    # Trainer does not save the names of an optimizer's parameters. Assume that the parameters had
+    # the order of the weights in the saved state_dict.
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
     orders = []
@@ -606,6 +589,7 @@ def warn_of_parameter_order(run: Run) -> None:
         orders.append([name for name in weights if name in trained] if is_in_order else new)
     if difference := find_other_parameter(run, orders):
         index, found, expected = difference
+        # Do not raise an error, because an on_save_checkpoint hook may have sorted the state_dict.
         run.warn_once(
             f"resume: got {found!r} as parameter {index} of the optimizer, but in the order of the"
             f" saved weights, this is {expected!r}. If the saved run created its layers in another"
@@ -618,9 +602,6 @@ def warn_of_parameter_order(run: Run) -> None:
 def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
     """Return the first parameter whose position in its optimizer differs from the saved position.
 
-    Compare only parameters that exist in both runs, because a renamed parameter may still have its
-    old position.
-
     Args:
         saved: The names of the parameters of each optimizer, in the order of the saved run.
 
@@ -630,6 +611,7 @@ def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, st
     known = set(map(plain_name, run.optimization.named_parameters()))
     current = [names_in_order(groups) for groups in names_of_groups(run)]
     for old, new in zip(saved, current, strict=False):
+        # Compare only names that exist in both runs, because a layer may have been renamed.
         shared = known & {*old}
         orders = [[name for name in names if name in shared] for names in (old, new)]
         if len(old) != len(new) or orders[0] == orders[1]:
@@ -667,11 +649,7 @@ def check_state_shapes(optimizer: Any) -> None:
 
 
 def groups_of_state(state: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups in the saved state of an optimizer.
-
-    If the optimizer saves its state in its own format, without parameter groups, return an empty
-    list.
-    """
+    """Return the parameter groups in an optimizer's saved state, or [] if it contains none."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return groups if isinstance(groups, list) else []
 

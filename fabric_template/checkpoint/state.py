@@ -120,10 +120,7 @@ def state_of(part: Any) -> Any:
 
 
 def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that Trainer does not save, such as RNG states and loader positions.
-
-    The "ranks" entry of the returned dict lists the state of each process.
-    """
+    """Return the state that Trainer does not save, such as RNG states and loader positions."""
     if run.progress.phase == "validate":
         run.warn_once(
             "save_checkpoint: got a call during a validation. A resumed run repeats the validation,"
@@ -196,10 +193,7 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """Return settings that affect the results of training, such as the batch size.
-
-    A resumed run compares the saved settings with its own settings.
-    """
+    """Return settings that should not change when a run resumes, such as the batch size."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
     return {
         "number of processes": run.fabric.world_size,
@@ -264,10 +258,8 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
 
 
 def pruning_masks(run: Run) -> dict[str, torch.Tensor]:
-    """Return the masks of the weights that ModelPruning has pruned, keyed by the weight's name.
-
-    By default, ModelPruning saves the masked weights, but not the masks.
-    """
+    """Return the masks of the weights that ModelPruning has pruned, keyed by the weight's name."""
+    # Checkpoints need the masks, because by default, ModelPruning saves only the masked weights.
     if not run.hooks.callbacks_of("ModelPruning"):
         return {}
     parameters, masks = dict(run.network.named_parameters()), {}
@@ -348,13 +340,12 @@ def add_hyperparameters(run: Run, checkpoint: dict[str, Any], part: Any) -> None
 def check_saved_state(run: Run) -> None:
     """Check before training that checkpoints can be saved and read back.
 
-    Warn about hyperparameters that cannot be pickled.
-
     Raises:
         CheckpointError: The state of an optimizer or a scheduler cannot be saved and restored.
     """
     if run.checkpoints.folder is None and not run.hooks.callbacks_of("Checkpoint"):
         return
+    # Collect the hyperparameters only to warn about those that cannot be pickled.
     for part in (run.model, run.datamodule):
         add_hyperparameters(run, {}, part)
     optimization = run.optimization
@@ -380,16 +371,14 @@ def check_saved_state(run: Run) -> None:
 
 
 def check_scheduler_states(run: Run, states: list[Any]) -> None:
-    """Raise an error if a scheduler's state contains parameters of an optimizer.
-
-    A resumed scheduler would load copies of the saved parameters, and the optimizer would not
-    update these copies.
-    """
+    """Raise an error if a scheduler's state contains parameters of an optimizer."""
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, torch.nn.Parameter, found.append)
     if any(id(parameter) in trained for parameter in found):
+        # After a resume, the scheduler would refer to copies of these parameters, which the
+        # optimizer does not train.
         raise CheckpointError(
             "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
             " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
@@ -398,10 +387,7 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
 
 
 def check_optimizer_states(run: Run) -> None:
-    """Raise an error if an optimizer's state contains parameters or their ids.
-
-    A resumed run creates new parameters with different ids.
-    """
+    """Raise an error if an optimizer's state contains parameters or their ids."""
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
     addresses = {address_of(parameter) for parameter in plain} - {0}
@@ -409,6 +395,7 @@ def check_optimizer_states(run: Run) -> None:
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         state = [*getattr(optimizer, "state", {}).values(), *groups]
         if not has_own_state(optimizer) and refers_to(state, {*map(id, parameters)}, addresses):
+            # Saved ids are useless in a resumed run, because its parameters have different ids.
             raise CheckpointError(
                 "optimizer: got a state that contains parameters or their ids, which a resumed"
                 " run cannot restore. Write self.state[p] with tensors of its own, such as"
@@ -472,16 +459,15 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def reset_and_record_optimizers(run: Run) -> None:
-    """Include the attributes of the optimizers in checkpoints.
-
-    In a resumed run, first undo the changes that earlier ``fit`` calls made to these attributes.
-    """
+    """Include the attributes of the optimizers in checkpoints."""
     optimization = run.optimization
     optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
     parts = {
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
     }
+    # Before a resume, undo attribute changes by earlier ``fit`` calls. Then add() records the
+    # attributes' values at the start of the run.
     run.fit_record.reset_and_record_parts(parts)
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
     run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
