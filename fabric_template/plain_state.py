@@ -94,11 +94,12 @@ class SlotAttributes(dict[str, Any]):
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots. A private name such as __x becomes _Class__x."""
+    """Return the names of the attributes that a class defines in ``__slots__``."""
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
+            # Python stores a private slot such as __x under the name _Class__x.
             is_private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
@@ -172,7 +173,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def find_iterator(value: Any) -> Any:
-    """Return the first iterator in a list or dict. If ``value`` is an iterator, return it."""
+    """Return ``value`` if it is an iterator, or the first iterator in a list or dict."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -196,10 +197,8 @@ def searched_values(part: Part) -> dict[str, Any]:
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer.
-
-    If a hook is a bound method, return the object that it is bound to.
-    """
+    """Return the hooks of a module, parameter or optimizer."""
+    # If a hook is a bound method, return its object, so that the object's attributes are saved.
     hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
     return [getattr(hook, "__self__", hook) for hook in hooks]
 
@@ -266,10 +265,9 @@ def is_integer(text: str) -> bool:
 
 
 def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
-    """Return the torchmetrics objects in a module.
-
-    By default, the state_dict() of a torchmetrics object does not contain the metric's state.
-    """
+    """Return the torchmetrics objects in a module."""
+    # By default, state_dict() does not contain a metric's state. Therefore, checkpoints contain the
+    # attributes of these objects.
     modules = value.named_modules() if isinstance(value, nn.Module) else ()
     return {
         f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
@@ -280,10 +278,7 @@ def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
 
 
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
-    """Return a digest of each callback's attributes, grouped by the callback's class.
-
-    A resumed run compares these digests, to find out whether callbacks have a different order.
-    """
+    """Return a digest of each callback's attributes, grouped by the callback's class."""
     found: dict[str, list[int]] = defaultdict(list)
     for name, part in parts.items():
         if name.startswith("callbacks.") and part.has_attributes and not part.has_buffers:
@@ -322,8 +317,8 @@ class PlainState:
         device: torch.device | None = None,
         network: nn.Module | None = None,
     ) -> None:
-        # The caller passes the objects in _given. _parts also contains objects found in attributes,
-        # such as a model's replay buffer.
+        # _parts contains the given objects and the objects found in their attributes, such as a
+        # model's replay buffer.
         self._given, self._network = parts, network
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
@@ -331,6 +326,7 @@ class PlainState:
         self._start_values: dict[Place, tuple[Any, Any]] = {}
         # Objects with their own checkpoint keys, such as optimizers.
         self._saved: dict[int, Any] | None = None
+        # A resumed run compares these digests, to detect callbacks in a different order.
         self._callbacks = digests_of_callbacks(parts)
         self._find_objects()
         self._at_start = self.digests()
@@ -375,7 +371,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create the item of a defaultdict that a path such as "model.counts.0" refers to."""
+        """Create a missing item of a defaultdict, such as "model.counts.0", to restore it later."""
         path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -450,11 +446,9 @@ class PlainState:
         }
 
     def warn_of_iterators(self) -> None:
-        """Warn about iterators in attributes, because their positions are not saved.
-
-        Do not warn about an iterator that iter(loader) replaces in each epoch.
-        """
+        """Warn about iterators in attributes, because their positions are not saved."""
         for place, value in self.attributes():
+            # Do not warn if iter(loader) has replaced the iterator since the start of the epoch.
             if self._iterators.get(place) is value and value is not None:
                 reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
                 self._warn(f"the attribute {'.'.join(place)}", reason)
@@ -518,8 +512,6 @@ class PlainState:
     def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
         """Restore the attributes of objects such as the model from a checkpoint.
 
-        If two attributes shared a list or a tensor in the saved run, they share it again.
-
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
         """
@@ -527,12 +519,16 @@ class PlainState:
         if missing:
             self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
         saved = self._without_hiding(saved)
+        # Decode all attributes with one Decoder. Attributes that shared a list or a tensor in the
+        # saved run then share it in this run.
         decoder = Decoder(self._device, self._network)
         replacements = self._find_replacements(saved)
         covered = self.addresses_of_network()
         for (name, attribute), encoded in saved.items() if is_in_place else ():
             part = self._parts.get(name)
             current = None if part is None else part.namespace().get(attribute)
+            # If two attributes share a list, but had separate lists in the saved run, do not change
+            # the shared list in place.
             is_alone = len(replacements.get(id(current), ())) <= 1
             if is_alone and not shares_memory(current, covered):
                 decoder.targets.setdefault(id(encoded), current)
@@ -595,11 +591,7 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """For each attribute value, return the ids of the saved values that will replace it.
-
-        A list that two attributes share must not be changed in place if the saved run had two
-        separate lists.
-        """
+        """Group the ids of saved attribute values by the id of the attribute's current value."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in ATOMS and saved.get(place) != REMOVED:
@@ -644,20 +636,19 @@ class PlainState:
         return changed
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return a pair (digest, encoded value) for each attribute that can be encoded.
-
-        Attributes above 10 MB are left out.
-        """
+        """Return a pair (digest, encoded value) for each plain attribute of at most 10 MB."""
         found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
         """Return a pair (digest, encoded value) for each attribute of the given objects.
 
-        An attribute above 1 MB or of an unsupported type is replaced with UNKNOWN. Call this method
-        directly after creating the PlainState.
+        Returns:
+            The pairs, keyed by object and attribute. If a value is larger than 1 MB or has an
+            unsupported type, the pair contains UNKNOWN instead of the encoded value.
         """
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
+        # The caller has just created this PlainState, so the digests from __init__ are still valid.
         values = self._encoded_values(names, COMPARED_BYTES, self._at_start)
         for (name, attribute), pair in values.items():
             found[name][attribute] = pair

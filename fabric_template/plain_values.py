@@ -202,7 +202,7 @@ def _digest_array(array: np.ndarray) -> Any:
     place = (array.shape, array.dtype.str)
     if array.nbytes <= MOST_BYTES:
         return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # For a few long strings, integer division gives 0, but a slice needs a step of at least 1.
+    # Select about 50,000 elements of the array, or all elements if it has fewer.
     step = max(array.size // _COMPARED_ITEMS, 1)
     return place, array.reshape(-1)[::step].tobytes()
 
@@ -225,9 +225,10 @@ def is_stateful(value: Any) -> bool:
 def arguments_of(value: Any) -> list[Any] | None:
     """Return the arguments for creating a copy of a range, date, bytearray, Fraction or Decimal.
 
-    Return None if the value's type is not supported, or if the value is a datetime with a time
-    zone. Paths are not saved, because the folder of a run may have moved.
+    Returns:
+        The arguments, or None for a value of another type or a datetime with a time zone.
     """
+    # Do not support paths, because the folder of a run may have moved.
     kind = type(value)
     if kind is range:
         return [value.start, value.stop, value.step]
@@ -252,10 +253,8 @@ def is_named_tuple(kind: type) -> bool:
 
 
 def find_class(base: type, module: str, name: str) -> Any:
-    """Return the subclass of ``base`` with the given name, or None.
-
-    Do not import ``module``, because an import could run any code.
-    """
+    """Return the subclass of ``base`` with the given name, or None."""
+    # Use only modules that are already imported, because an import could run any code.
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -267,10 +266,6 @@ def find_class(base: type, module: str, name: str) -> Any:
 
 class Encoder:
     """Encode attribute values as tuples that torch.load(weights_only=True) can read.
-
-    Without encoding, torch.load would refuse types such as deque.
-
-    If several attributes share an object, encode the object only once.
 
     Args:
         device: The run's device. A resumed run moves the tensors of this device to its own device.
@@ -294,6 +289,7 @@ class Encoder:
         kind = type(value)
         if kind in ATOMS:
             return value
+        # If several attributes share an object, encode the object only once.
         if id(value) in self._known:
             return self._known[id(value)][1]
         if kind in TENSORS:
@@ -371,8 +367,6 @@ class Encoder:
 class Decoder:
     """Convert tuples that an Encoder has created back to the original values.
 
-    If several attributes share an object, decode the object only once.
-
     Args:
         network: The network with the weights that were encoded by name.
     """
@@ -388,6 +382,7 @@ class Decoder:
     def decode(self, encoded: Any) -> Any:
         if not isinstance(encoded, tuple | list):
             return encoded
+        # If several attributes shared an object in the saved run, decode the object only once.
         if id(encoded) not in self._known:
             value, target = self._decode(*encoded), self.targets.get(id(encoded))
             self._known[id(encoded)] = target if replace_content(target, value) else value
@@ -430,7 +425,7 @@ def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing object, if both have the same type and shape.
 
     Returns:
-        True if the existing object now contains the saved value, or False if it is unchanged.
+        Whether the existing object now contains the saved value.
     """
     kind = type(current)
     if kind is not type(value):
@@ -471,12 +466,9 @@ def load_object(current: Any, state: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects.
-
-    A wrapper of the optimizer may refer to the ``param_groups`` list, and would not use a new list.
-    Tensors keep their saved dtypes, although ``Optimizer.load_state_dict()`` would cast some of
-    them.
-    """
+    """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects."""
+    # load_state_dict() creates new lists and dicts, but a wrapper of the optimizer may refer to the
+    # old ones. Copy the loaded content into the old lists and dicts.
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     optimizer.load_state_dict(saved)
@@ -496,6 +488,8 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         current = optimizer.state[parameters[index]]
         for name, value in values.items():
             if is_usual or (isinstance(value, Tensor) and name in current):
+                # load_state_dict() casts some tensors to the parameter's dtype. Restore their saved
+                # dtypes.
                 current[name] = _exact_value(current[name], value)
 
 
@@ -506,11 +500,9 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return loaded optimizer state with the dtypes that its tensors have in the checkpoint.
-
-    The tensors stay on the devices to which ``load_state_dict`` has moved them.
-    """
+    """Return loaded optimizer state with the dtypes that its tensors have in the checkpoint."""
     if isinstance(saved, Tensor):
+        # Move the saved tensor to the device that load_state_dict() has chosen.
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if type(saved) is tuple:
         return tuple(map(_exact_value, loaded, saved))
