@@ -869,7 +869,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_does_not_give_a_new_connection_the_old_socket_number(tmp_path, monkeypatch, kind):
+def test_resuming_does_not_overwrite_the_socket_attribute_of_a_new_connection(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()

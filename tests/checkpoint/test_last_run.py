@@ -246,7 +246,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_version_0_into_version_1_removes_the_old_checkpoints_of_version_1(tmp_path):
+def test_resuming_run_0_with_the_version_of_run_1_removes_the_checkpoints_of_run_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"
@@ -266,7 +266,7 @@ def test_resuming_from_a_copy_of_a_checkpoint_continues_the_same_run(tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_resume_last_is_refused_after_a_run_without_checkpoints_in_the_same_folder(tmp_path):
+def test_resume_last_raises_an_error_if_the_newest_run_saved_no_checkpoints(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=1, version=0, enable_checkpointing=False)
     with pytest.raises(MissingCheckpointError, match="newest run"):

@@ -137,7 +137,7 @@ def test_resume_last_without_the_earlier_model_checkpoint_callback_raises_an_err
     assert len(history) == 2
 
 
-def test_resume_auto_finds_the_run_after_validate_used_the_model_checkpoint_callback(tmp_path):
+def test_resume_auto_works_with_a_model_checkpoint_that_validate_has_used(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

@@ -205,7 +205,7 @@ def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fi
 
 
 @both_loops
-def test_resuming_one_of_two_runs_resets_attributes_to_their_values_before_that_run(tmp_path, kind):
+def test_resuming_a_run_resets_attributes_to_their_values_at_the_start_of_the_run(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=1)
     script.fit(kill_at=(1, 3))
     assert script.net.scale == 2.0

@@ -158,9 +158,7 @@ class Unsized:
 @pytest.mark.parametrize("kind", [DataLoader, lambda data: Unsized([*data[:, None]])], ids=["loader", "iterable"])
 @pytest.mark.parametrize(("hook", "batch"), [(IN_A_STEP[0], 4), (IN_A_STEP[0], 7), ("on_train_batch_end", 7)])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_resume_refuses_a_checkpoint_saved_within_a_step_after_a_loader_was_exhausted(
-    tmp_path, kind, hook, batch, mode
-):
+def test_resume_raises_an_error_if_a_loader_was_exhausted_when_a_step_saved_the_file(tmp_path, kind, hook, batch, mode):
     """Batch 4 is the last batch of the shorter loader. A file saved between two batches resumes exactly."""
 
     def train(path=None, saves=()):

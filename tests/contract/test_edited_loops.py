@@ -476,7 +476,7 @@ class SavesEveryThirdBatch(SavesOften):
         (SavesOften, 1, "^_save: got a call within an accumulation window or after an epoch's last batch"),
     ],
 )
-def test_mini_loop_refuses_a_subclass_that_trains_twice_or_saves_while_accumulating(kind, every, message):
+def test_mini_loop_refuses_a_subclass_that_trains_a_batch_twice_or_saves_during_accumulation(kind, every, message):
     with pytest.raises(ValueError, match=message):
         train(kind, accumulate_grad_batches=every)
 

@@ -54,6 +54,6 @@ def test_each_module_imports_only_from_lower_layers(path):
     assert higher == [], f"{path}: imports from {higher}"
 
 
-def test_every_folder_of_the_package_is_in_the_list_that_orders_imports():
+def test_the_import_order_lists_every_folder_of_the_package():
     areas = {area_of(path) for path in FILES}
     assert areas - {"mini"} == set(ORDER)

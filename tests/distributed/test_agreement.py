@@ -135,7 +135,7 @@ def start_alone(rank, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"resume": "missing.ckpt"}, {"resume": "last"}, {"load": "missing.ckpt"}], ids=str
 )
-def test_a_missing_checkpoint_raises_an_error_if_only_one_process_is_launched(arguments):
+def test_a_missing_checkpoint_raises_an_error_under_ddp_with_one_process(arguments):
     codes, errors = run_processes(start_alone, arguments, ranks=1)
     assert codes == [1]
     assert "MissingCheckpointError" in errors[0]

@@ -67,7 +67,7 @@ def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_folder(tmp_path, mon
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
-def test_the_check_after_a_power_cut_finds_state_that_resuming_does_not_restore(
+def test_a_simulated_power_cut_reveals_a_bug_in_restoring_random_numbers_or_csv_rows(
     recorded, tmp_path, monkeypatch, mutant
 ):
     if mutant == "CSV rows":

@@ -303,7 +303,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_fit_command_repeats_a_run_whose_model_has_unusual_default_arguments(capsys):
+def test_the_run_option_repeats_a_run_whose_model_has_defaults_of_many_types(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]

@@ -191,7 +191,7 @@ def test_validating_with_a_loop_inside_a_trainer_hook_does_not_change_the_traine
 
 
 @pytest.mark.parametrize(("outer", "inner", "make_module", "is_in_hook"), combine([True, False]))
-def test_a_second_loop_logs_the_values_of_a_model_copied_in_a_hook(tmp_path, outer, inner, make_module, is_in_hook):
+def test_a_model_copied_in_a_hook_can_be_trained_by_another_loop(tmp_path, outer, inner, make_module, is_in_hook):
     class Trained(make_module):
         def on_train_start(self):
             if hasattr(self, "lr_schedulers"):
