@@ -92,7 +92,7 @@ class LoopConfig:
     """Every N optimizer steps, log the loss, the learning rate and the values logged with
     on_step=True. 0 means never, None means 50."""
     log_grad_norm: bool = False
-    """Also write the gradient norm to steps.csv, measured before clipping."""
+    """Write the gradient norm, measured before clipping, to steps.csv."""
 
     # The optimizer step
     accumulate_grad_batches: int = 1
@@ -153,7 +153,7 @@ class LoopConfig:
     save_last: bool = True
     """Save last.ckpt at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
-    """Also rewrite last.ckpt every N optimizer steps."""
+    """Save last.ckpt every N optimizer steps, and not only after epochs and validations."""
     seed: int | None = None
     """The loop seeds Python, NumPy and PyTorch when it is created, and at the start of each fit.
 
