@@ -254,10 +254,7 @@ def find_values(
 
 
 class StreamState:
-    """Saves and restores the position of a loader or dataset that has a ``state_dict``.
-
-    After a resumed epoch, StreamState resets the loader to its first batch.
-    """
+    """Saves and restores the position of a loader or dataset that has a ``state_dict``."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -266,8 +263,8 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # Maps an attribute to a digest of its value after load_state_dict(), and to the value that
-        # end_pass() sets.
+        # The attributes that load_state_dict() has changed. Each entry holds a digest of the new
+        # value, and the value to which end_pass() resets the attribute.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
         # Holds the checkpoint's state_dict until the first batch is requested.
         self._loaded: Any = None

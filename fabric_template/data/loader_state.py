@@ -139,15 +139,15 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader ends the epoch if it restarts a loader that then yields no batch. If all
-        # batches of this pass were already read, start the next pass.
+        # CombinedLoader would end the epoch if a restarted loader yielded no batch. If the resumed
+        # pass has no batches left, start the loader's next pass.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Do not store the PlainState that _find_model_state() returns, because the run replaces it
-        # later.
+        # Call _find_model_state() each time, because the run replaces its PlainState before
+        # training.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -274,7 +274,7 @@ class ResumableLoader:
             self._check_length()
 
     def _check_length(self) -> None:
-        """Warn if the loader's restored position also shortens the epoch after the resumed one."""
+        """Warn if the loader still skips batches in the epoch that follows the resumed epoch."""
         if self._resumed_at is not None:
             self._resumed = (self.batches, self.batches - self._resumed_at)
             self._resumed_at = None
@@ -289,7 +289,7 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator. Workers start with the batch at index ``first``."""
+        """Create the loader's iterator, whose workers start with the batch at index ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
@@ -300,8 +300,9 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # With drop_last=True, a worker does not call collate_fn for an incomplete last batch.
-            # Set drop_last=False, because collate_fn also sends the worker's RNG state.
+            # With drop_last=True, a worker would discard an incomplete last batch without calling
+            # collate_fn, which sends the worker's RNG state. Set drop_last=False, so that
+            # collate_fn is called.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # With persistent_workers=True, DataLoader reuses its iterator, so also replace the
@@ -353,10 +354,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """For a loader with its own ``state_dict``, add changed attributes to the saved position.
-
-        ``state_dict(is_per_batch=True)`` omits these attributes for speed.
-        """
+        """Add the loader's attributes that have changed during the run to the saved position."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -471,11 +469,7 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 
 
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Return the next ``number`` items of a sampler's iterator.
-
-    Warn if the sampler draws random numbers during the epoch, because a resumed run cannot repeat
-    these numbers.
-    """
+    """Return the next items of a sampler, and warn if it draws random numbers after the first."""
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
     drawn += islice(indices, number - 1)
@@ -517,10 +511,8 @@ class DroppedBatch:
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    Workers prefetch batches, so a worker's current RNG state may be several batches ahead. A
-    worker's RNG state includes the states of random generators in the dataset and the collate_fn.
-    Recording the RNG state costs 80 microseconds per batch. A worker sends its RNG state (10 kB)
-    only if the state has changed.
+    A resumed run needs the RNG state after the last trained batch, but workers prefetch later
+    batches.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.
@@ -540,6 +532,7 @@ class WorkerRecorder:
             self._worker_init_fn(worker)
         self._worker = (worker + self._first) % len(self._states)
         dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        # Also record random generators in the dataset and the collate_fn.
         objects = objects_of_samples(dataset, self._collate_fn)
         parts = {
             name: Part(part, has_attributes=False)
@@ -558,6 +551,8 @@ class WorkerRecorder:
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
-        # The RNG states of CUDA are tensors, so != cannot compare them.
+        # Recording the RNG state costs 80 microseconds per batch. Send the state (10 kB) only if it
+        # has changed. The RNG states of CUDA are tensors, which != cannot compare, so always send
+        # them.
         has_changed = "cuda" in self._rng_state or self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None

@@ -49,8 +49,6 @@ _USED_UP = (
 class DataConnector:
     """Creates the loaders of a run.
 
-    With reload_dataloaders_every_n_epochs=n, new loaders are created every n epochs.
-
     Attributes:
         given: The loaders that the user passed, keyed by stage: "train", "val", "test", "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
@@ -84,10 +82,7 @@ class DataConnector:
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
-        """Return the seed that all processes use to shuffle.
-
-        A resumed run uses the checkpoint's seed, if the checkpoint contains one.
-        """
+        """Return the seed that all processes use to shuffle, preferably the checkpoint's seed."""
         if self._common_seed is None:
             saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
@@ -151,11 +146,7 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Record the RNG states and the model's attributes before a hook creates loaders.
-
-        A resumed run restores the recorded RNG states before it calls a method such as
-        train_dataloader().
-        """
+        """Before a hook creates loaders, record the RNG states and the model's attributes."""
         if stage in self.given:
             yield
             return
@@ -166,6 +157,7 @@ class DataConnector:
                 self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
             else:
                 self._loads[stage] = saved
+                # In a resumed run, let the hook use the RNG states and attributes of the saved run.
                 stack.enter_context(unchanged_rng_state())
                 stack.enter_context(plain_state.replaced(saved["plain"]))
                 restore_rng_state(saved["rng"])
@@ -228,12 +220,9 @@ class DataConnector:
             loaders.loaded_in_epoch = -math.inf
 
     def setup_val_loaders(self) -> None:
-        """Create the validation loaders before the first epoch, because progress bars need them.
-
-        A run that resumes from a FabricLoop checkpoint calls val_dataloader() before training only
-        if the saved run had called it. An early call might draw random numbers, and thereby change
-        the resumed training.
-        """
+        """Create the validation loaders before the first epoch, because progress bars need them."""
+        # In a resumed run, an additional call to val_dataloader() might draw random numbers, and
+        # change the training. Call val_dataloader() here only if the saved run had called it.
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
             self._create_val_loaders()
@@ -582,8 +571,8 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     # The last next() call of an exhausted loader yields no batch. Add 1 if ``is_finished`` is True,
     # to count this call like a batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Omit the state of the samplers, because a resumed run draws the sample order from its start.
-    # Omit the state of the dataset if a resumed run reads the samples from the start, too.
+    # Omit the saved states of objects that a resumed run uses from the start of the epoch. These
+    # are the samplers and, if the loader cannot skip batches by index, the dataset.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -593,10 +582,7 @@ def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
 
 
 def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
-    """Wrap loaders in a CombinedLoader. Return an existing CombinedLoader unchanged.
-
-    Treat a list of loaders as several loaders, but a list of batches as one loader.
-    """
+    """Wrap one or more loaders in a CombinedLoader, unless ``source`` is a CombinedLoader."""
     if is_instance_of(source, "CombinedLoader"):
         return source
     mode: Any = "max_size_cycle" if is_training else "sequential"
@@ -605,6 +591,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         combined = CombinedLoader(source, mode)
     parts = combined.flattened
+    # Treat a list of loaders as several loaders, but a list of batches as one loader.
     is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
         # Replace a tuple with a list, because a resumed run restores a list in place, but cannot

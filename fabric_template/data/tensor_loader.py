@@ -98,7 +98,7 @@ class TensorLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffled order of an epoch in a run with several processes.
 
-        Loaders from ``loop.setup`` draw a new order in each pass, without set_epoch.
+        Loaders from ``loop.setup`` need no set_epoch, because they draw a new order in each pass.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)

@@ -90,7 +90,7 @@ class CIFAR10Net(LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def log_loss_and_acc(self, stage: str, images: Tensor, labels: Tensor) -> Tensor:
-        """Log the loss and accuracy, averaged over the epoch. Return the loss of this batch."""
+        """Log the epoch's mean loss and accuracy, and return the loss of the batch."""
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         acc = (logits.argmax(dim=1) == labels).float().mean()

@@ -43,7 +43,7 @@ class SplitData:
 
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
-    """Return one dataset per split. The last tenth of ``train`` becomes the "val" dataset."""
+    """Return the "train", "val" and "test" datasets, with the last tenth of ``train`` as "val"."""
     val_size = len(train[0]) // 10
     return {
         "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
@@ -68,7 +68,7 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file to ``path``. If the file already exists, do nothing."""
+    """Download a file to ``path``, unless the file already exists."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

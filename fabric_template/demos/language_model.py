@@ -36,7 +36,7 @@ class TextData(SplitData):
         self.block = block
 
     def setup(self, stage: str | None = None) -> None:
-        """Split the text into blocks. In the training data, consecutive blocks overlap by half."""
+        """Split the text into blocks, which overlap by half in the training data."""
         text = "\n".join(topics.values())[:200_000].encode()
         if self.path is not None:
             text = Path(self.path).read_bytes()
@@ -48,7 +48,7 @@ class TextData(SplitData):
 
 
 class GPT(LightningModule):
-    """Predict the next byte of a text. At the end of training, print generated text.
+    """Predict the next byte of a text, and print generated text at the end of training.
 
     Args:
         block: Context length, at least as large as the ``block`` of TextData.

@@ -56,13 +56,10 @@ class MNISTData(SplitData):
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a gzip-compressed IDX file of unsigned bytes.
-
-    An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
-    dimensions. In an IDX file, the dimension sizes and the array's values follow the first four
-    bytes. Dimension sizes in an IDX file are big-endian 32-bit integers.
-    """
+    """Read a gzip-compressed IDX file of unsigned bytes."""
     content = gzip.decompress(path.read_bytes())
+    # The fourth byte is the number of dimensions. Then follow the sizes of the dimensions as
+    # big-endian 32-bit integers, and the values.
     header = 4 + 4 * content[3]
     sizes = struct.unpack(f">{content[3]}I", content[4:header])
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)
