@@ -80,11 +80,9 @@ class Console:
         self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
-        """Start the progress bar of an evaluation.
-
-        A validation during fit has no bar of its own, because the epoch's bar shows its progress.
-        """
+        """Start the progress bar of an evaluation."""
         self._num_eval_batches = num_batches
+        # A validation during fit has no bar of its own, because the epoch's bar shows its progress.
         if run.stage != "fit":
             self._guard(self._start, run, 0)
 
@@ -176,7 +174,7 @@ class Console:
         return text
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
-        """Print a row of the table. Mark a new best value of the monitored metric with "*"."""
+        """Print a row of the table, and mark a new best value of the monitored metric with "*"."""
         if not self._output:
             return
         cells = {n: format_value(n, value) for n, value in row.items() if value is not None}
@@ -275,10 +273,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Return the metrics to show beside the progress bar.
-
-    This function waits for the GPU, because it converts tensors to numbers.
-    """
+    """Return the numbers to show beside the progress bar, after waiting for the GPU."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())
@@ -378,10 +373,7 @@ def end_reason(run: Run) -> str:
 def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
-    """Return the row with the best value of the monitored metric, or None if no row has a value.
-
-    If several rows have the best value, return the first of them.
-    """
+    """Return the first row with the metric's best value, or None if no row has a value."""
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
     return choose(found, key=lambda row: row[monitor], default=None)

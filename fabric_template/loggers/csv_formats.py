@@ -162,13 +162,11 @@ def name_columns(cells: list[str], has_rows: bool) -> list[str]:
 
 
 def split_exported(columns: Columns, exported: list[str], others: list[str]) -> dict[str, Columns]:
-    """Split a W&B export with columns named "<run> - <metric>" into one table per run.
-
-    Leave out the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
-    """
+    """Split a W&B export with columns named "<run> - <metric>" into one table per run."""
     runs: dict[str, dict[str, str]] = {}
     for name in exported:
         run, _, metric = name.rpartition(" - ")
+        # Leave out the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
         if not metric.endswith(("__MIN", "__MAX")):
             runs.setdefault(run, {})[metric] = name
     result: dict[str, Columns] = {}

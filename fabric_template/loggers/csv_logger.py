@@ -206,10 +206,7 @@ class Table:
         return list(dict.fromkeys([*self.columns, *waiting]))
 
     def _read(self) -> None:
-        """Read the columns and the number of rows from the file.
-
-        Remove an incomplete last row from the file.
-        """
+        """Read the columns and the number of rows, and remove an incomplete last row."""
         size, table = file_size(self.path), read_table(self.path)
         self._set_content(table.columns, table.rows, size)
         if not table.is_complete:
@@ -232,10 +229,7 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Append the rows in ``waiting`` to the file.
-
-        If writing fails, raise an error, leave the file unchanged, and keep the rows in memory.
-        """
+        """Append the rows in ``waiting`` to the file, which stays unchanged if writing fails."""
         if not self.waiting:
             return
         if file_size(self.path) != self._size:
@@ -360,7 +354,7 @@ def copy_changed(path: Path) -> Path:
 
 
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Format rows as lines of a CSV file. Missing values become empty cells."""
+    """Format rows as lines of a CSV file, with empty cells for missing values."""
     lines: list[str] = []
     # Before Python 3.13, csv puts a cell that contains \r in quotation marks only if the line
     # terminator also contains \r.

@@ -65,7 +65,7 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
 
 def require_runs(path: Any) -> list[Any]:
-    """Return each run's name, version and CSV file. If there are no runs, raise an error."""
+    """Return each run's name, version and CSV file, or raise an error if there are no runs."""
     if not isinstance(path, str | os.PathLike):
         # Import errors.py only here, because it imports Lightning, which delays the plot command.
         from ..errors import describe
@@ -83,12 +83,10 @@ def require_runs(path: Any) -> list[Any]:
 
 
 def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
-    """Return the columns of a CSV file as lists of strings, keyed by column name.
-
-    Use pandas only to merge rows, because reading thousands of files with pandas is slow.
-    """
+    """Return the columns of a CSV file as lists of strings, keyed by column name."""
     if steps and path.name == "metrics.csv" and path.with_name("steps.csv").exists():
         path = path.with_name("steps.csv")
+    # Do not use pandas here, because reading thousands of files with pandas is slow.
     content = read_table(path)
     if not content.is_complete:
         warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)
@@ -131,13 +129,11 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
-    """Return whether a file has no step column, but several complete rows for each epoch.
-
-    Return False for the rows of a restarted run: an epoch repeats, or epochs differ in their number
-    of rows. Only the last epoch of a run may have fewer rows.
-    """
+    """Return whether a file has no step column, but several complete rows for each epoch."""
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
+    # Return False for the file of a restarted run, in which an epoch occurs twice, or the epochs
+    # have different numbers of rows. The last epoch may have fewer rows than each earlier epoch.
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
     is_regular = len({*sizes[:-1]}) == 1 and 1 < sizes[0] >= sizes[-1]
     is_repeated = len(sizes) > len({*columns[axes[0]]})
@@ -163,10 +159,7 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
 
 
 def find_files(root: Path) -> list[Path]:
-    """Return a folder's metrics.csv or, if there is none, every metrics.csv in the subfolders.
-
-    Skip hidden subfolders, whose names start with a dot.
-    """
+    """Return a folder's metrics.csv or, if there is none, each metrics.csv in the subfolders."""
     if (root / "metrics.csv").is_file():
         return [root / "metrics.csv"]
     return sorted(folder / "metrics.csv" for folder, files in walk(root) if "metrics.csv" in files)
@@ -188,14 +181,12 @@ class CSVTable(NamedTuple):
 
 
 def read_table(path: Path) -> CSVTable:
-    """Read a CSV file, even if the file is damaged.
-
-    Do not use Python's csv module, because it fails on long cells and stray quotation marks.
-    """
+    """Read a CSV file, even if the file is damaged."""
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
     if path.name not in ("metrics.csv", "steps.csv"):
         # Other tools may omit the last line break. Add it, so that the last row counts as complete.
         text = text.rstrip("\r\n") + "\n"
+    # Do not use Python's csv module, because it fails on long cells and stray quotation marks.
     complete, line_break, rest = text.rpartition("\n")
     records, damaged = read_records((complete + line_break).replace("\0", ""))
     header = records[0] if records else []
@@ -280,10 +271,8 @@ def parse_cell(cell: str) -> Any:
 
 
 def to_values(cells: list[Any]) -> list[Any]:
-    """Convert cells to numbers if possible.
-
-    Parse numbers with float(), because pandas.read_csv may round the last digit.
-    """
+    """Convert cells to numbers if possible."""
+    # Parse numbers with int() and float(), because pandas.read_csv may round the last digit.
     for kind in (int, float):
         with suppress(ValueError):
             return [kind(cell) for cell in cells]

@@ -730,10 +730,8 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """From a torchmetrics object, copy the attributes that can be stored in a checkpoint.
-
-    Do not save Metric.state_dict(), because it omits states added with persistent=False.
-    """
+    """From a torchmetrics object, copy the attributes that can be stored in a checkpoint."""
+    # Do not use Metric.state_dict(), because it omits states added with persistent=False.
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())
 

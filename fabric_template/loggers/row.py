@@ -97,8 +97,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # The time of a validation includes the time of saves during the validation. Compute the
-            # sum from ``before``, so that these saves are not counted twice.
+            # A save during a validation has already added its own time to _excluded_seconds.
+            # Discard this addition, because the time of the validation includes the save.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -287,8 +287,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # The run may have more CSV loggers than the saved run. Use the first saved position for
-        # each additional logger.
+        # Each position describes the saved rows of one CSV logger. If this run has more CSV loggers
+        # than the saved run, use the first position for the additional loggers.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -351,14 +351,12 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 
 
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether two rows have the same epoch, the same step and about the same time.
-
-    Compare times with a tolerance, because a spreadsheet program may have rounded them.
-    """
+    """Return whether two rows have the same epoch, the same step and about the same time."""
     if any(found.get(name) != row.get(name) for name in ("epoch", "step")):
         return False
     first, second = found.get("time"), row.get("time")
     if isinstance(first, int | float) and isinstance(second, int | float):
+        # A spreadsheet program may have rounded the times, so compare them with a tolerance.
         return math.isclose(first, second, rel_tol=1e-3)
     return bool(first == second)
 
@@ -398,14 +396,12 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def learning_rates(run: Run) -> list[Any]:
-    """Return the learning rate of each optimizer's first parameter group.
-
-    A learning rate that is a tensor stays on its device, because .item() would wait for the GPU.
-    """
+    """Return the learning rate of each optimizer's first parameter group."""
     rates = [
         group["lr"]
         for o in run.optimization.optimizers
         for group in o.param_groups[:1]
         if "lr" in group
     ]
+    # Do not call .item() on a learning rate that is a tensor, because .item() waits for the GPU.
     return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]

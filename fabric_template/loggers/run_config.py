@@ -39,15 +39,12 @@ GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branc
 
 
 def write_run_config(run: Run) -> None:
-    """Write config.yaml beside metrics.csv.
-
-    If config.yaml cannot be written, only warn. Keep an existing config.yaml if the run is
-    resumed, or if another program wrote the file.
-    """
+    """Write config.yaml beside metrics.csv, and only warn if writing fails."""
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and "\nabout:\n" in path.read_text("utf-8", "replace")
+            # Keep the config.yaml of a resumed run, and a config.yaml from another program.
             if not path.exists() or (is_own and not run.plan.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:

@@ -209,10 +209,7 @@ def program() -> str:
 
 
 def run_command(name: str, argv: list[str]) -> int:
-    """Parse a command's arguments, run the command, and return its exit code.
-
-    If the command trains or evaluates a model, first create the loop, the model and the data.
-    """
+    """Parse a command's arguments, run the command, and return its exit code."""
     if name not in COMMANDS:
         raise ValueError(f"got the command {name}, expected one of {', '.join(COMMANDS)}.")
     parser = make_parser(name)
@@ -229,6 +226,7 @@ def run_command(name: str, argv: list[str]) -> int:
     if name in LOOP_COMMANDS:
         if settings.model is None:
             raise ValueError("--model: got no class, expected --model package.module:Class.")
+        # Commands that train or evaluate a model need a loop, a model and data.
         parts = build(parser, settings)
     module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
     names = [option.lstrip("-").replace("-", "_") for option in OPTIONS[name]]
@@ -251,10 +249,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Replace the option --run and a demo's name, such as demos.digits, with --config options.
-
-    Put --config, --model and --data first, so that options such as --model.lr override them.
-    """
+    """Return arguments for jsonargparse, in which --run and demo names are --config options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -274,6 +269,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
             given.load = f"{checkpoints / given.load}.ckpt"
     if demo in DEMOS:
         files.insert(0, f"--config={json.dumps(DEMOS[demo])}")
+    # Put --config, --model and --data first, so that options such as --model.lr override them.
     chosen = {name: getattr(given, name) for name in ("model", "data", "resume", "load")}
     tokens = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     return [*files, *map(resolve_token, [*tokens, *others])]
@@ -464,16 +460,15 @@ def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any
 
 
 def record_class(part: Any, text: Any) -> Any:
-    """Return a class and its constructor arguments as values that YAML can store.
-
-    An argument that YAML cannot store is converted to text, or omitted if it has its default value.
-    """
+    """Return a class and its constructor arguments as values that YAML can store."""
     if not isinstance(part, dict):
         return part
     defaults = find_defaults(part["class_path"])
     texts = text.get("init_args", {}) if isinstance(text, dict) else {}
     arguments = {}
     for name, value in part.get("init_args", {}).items():
+        # Convert an argument that YAML cannot store to text, or omit it if it has its default
+        # value.
         if is_plain(value):
             arguments[name] = value
         elif name in texts and repr(value) != repr(defaults.get(name)):

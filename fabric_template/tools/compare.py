@@ -420,7 +420,7 @@ class Recorder:
         self.start_step()
 
     def stop_recording(self) -> None:
-        """Record the final weights and remove the hooks. End training if ``stop`` is True."""
+        """Record the final weights, remove the hooks and, if ``stop`` is True, end training."""
         self.record_end()
         self.hooks.close()
         if self.stop:
@@ -456,15 +456,13 @@ class Recorder:
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
     def describe_buffers(self) -> tuple[Record, list[str]]:
-        """Return the norms and names of the buffers that changed since the first forward pass.
-
-        Skip buffers that training does not change, because the other run's model may keep its
-        constants elsewhere.
-        """
+        """Return the norms and names of the buffers that changed since the first forward pass."""
         entries = []
         for key, initial in self.initial_buffers.items():
             for name, buffer in find_float_buffers(self.modules[key]).items():
                 now, before = fingerprint(buffer), initial.get(name, [])
+                # Skip constant buffers, because the model of the other run may not store its
+                # constants in buffers.
                 if now != before:
                     full_name = f"{self.module_names[key]}.{name}".lstrip(".")
                     entries.append((list(buffer.shape), before, now, str(buffer.dtype), full_name))

@@ -351,15 +351,13 @@ def sort_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def add_splits(metrics: list[Metric]) -> list[Metric]:
-    """Treat a column such as "f1" as a training metric if there is also a "val_f1" column.
-
-    A "loss" column is always a training metric, as in Keras logs.
-    """
+    """Treat a column such as "f1" as a training metric if there is also a "val_f1" column."""
     splits: dict[str, set[str]] = {}
     for metric in metrics:
         splits.setdefault(metric.quantity.lower(), set()).add(metric.split)
     found = []
     for metric in metrics:
+        # As in Keras logs, a "loss" column is always a training metric.
         is_loss = metric.kind == "loss" or "validation" in splits[metric.quantity.lower()]
         is_train = metric.split == "" and is_loss
         found.append(metric._replace(split="train") if is_train else metric)
@@ -367,15 +365,18 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line. Matplotlib's legend omits labels that start with "_"."""
+    """Return the label of a metric's line."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
+    # If the only line has no split such as "train", start its label with "_", so that Matplotlib's
+    # legend omits the label.
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
-    """Give each run a color and a dash pattern. With more than 18 runs, color only the best 8."""
+    """Give each run a color and a dash pattern."""
     colored = runs
+    # With more than 18 runs, color only the best 8.
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
         for run in runs:
@@ -502,16 +503,14 @@ def has_raw_steps(table: pd.DataFrame, metric: Metric, x: str) -> bool:
 
 
 def average_steps(values: pd.Series) -> Any:
-    """Smooth the curve of a metric with a moving average.
-
-    Average fewer values at the start of a curve, because the loss often falls fast there.
-    """
+    """Smooth the curve of a metric with a moving average."""
     import numpy as np
 
     # Use longdouble, because large first losses would make a float64 sum imprecise for later small
     # losses.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
+    # Average fewer values at the start of the curve, because the loss often falls fast there.
     sizes = np.clip(ends // 4, 1, max(1, len(values) // 25))
     return ((sums[ends] - sums[ends - sizes]) / sizes).astype(float)
 

@@ -135,15 +135,13 @@ class ValueReadRecorder(TorchFunctionMode):
 
 
 def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return one line of text per setting that makes steps faster, sorted by speed-up.
-
-    Try only settings that do not change the results of training.
-    """
+    """Return one line of text per setting that makes steps faster, sorted by speed-up."""
     steps = min(max(int(200 / milliseconds), 10), 200)
 
     def trial(choice: Choice) -> float:
         return 1 / max(time_steps(loop, parts, choice, steps).get_median(*PARTS), 1e-6)
 
+    # Try only settings that do not change the results of training.
     settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
     gains: dict[str, float] = {}
     for name, value in settings.items():

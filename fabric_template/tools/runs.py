@@ -40,8 +40,9 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
-    `changed` column contains the options that differ between runs with the same name. A setting in
-    FabricLoop(hparams=...) that all runs have is also compared between runs with different names.
+    `changed` column contains the options that differ between runs with the same name. If all runs
+    have a setting in FabricLoop(hparams=...), and the setting's values differ, the `changed` column
+    contains the setting.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -261,14 +262,11 @@ def read_rows(path: Path) -> tuple[Columns, list[str]]:
 
 
 def read_state(path: Path) -> str:
-    """Read the state of a run from its lock file.
-
-    While a run trains, its process locks the lock file. At the end of a run, the process appends
-    "finished", "interrupted" or "failed" to the lock file. The lock file of a killed run is
-    unlocked, but contains no final state.
-    """
+    """Read the state of a run from its lock file."""
     if not path.is_file():
         return "unknown"
+    # At the end of a run, the process appends "finished", "interrupted" or "failed" to the lock
+    # file. A killed run leaves an unlocked file without such a line.
     state = path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
     if state in ("finished", "interrupted", "failed"):
         return state
@@ -321,13 +319,11 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def parse_section(text: str) -> Any:
-    """Parse a top-level section of config.yaml or hparams.yaml.
-
-    ``parse_yaml`` caches its result for each text. Pass each key of the "about" section separately,
-    because many runs contain equal texts for a key.
-    """
+    """Parse a top-level section of config.yaml or hparams.yaml."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
+    # parse_yaml() caches the result for each text. Parse each key of "about" separately, because
+    # the text of a single key is often equal in many runs.
     about: dict[str, Any] = {}
     for part in re.split(r"(?m)^  (?=\w)", text)[1:]:
         entry = parse_yaml(part)
@@ -363,7 +359,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # A setting in hparams= may have the name of an option. The setting replaces the option's value
-    # only if this value is the default.
+    # If a setting in hparams= has the name of an option, return the setting's value only if the
+    # option has its default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

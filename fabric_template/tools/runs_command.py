@@ -81,14 +81,14 @@ def to_cells(run: Run) -> tuple[str, ...]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a string with aligned columns. Replace unprintable characters with "?"."""
+    """Return a table as text with aligned columns, and with "?" for unprintable characters."""
     cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def wrap_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a string. Wrap the last column to fit the terminal."""
+    """Return a table as text, with the last column wrapped to fit the terminal."""
     if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
         return format_table(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]

@@ -127,10 +127,7 @@ def list_values(runs: Sequence[Run], option: str) -> list[str]:
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
-    """Return an HTML table cell.
-
-    A cell that contains a number gets an HTML attribute that the page uses to sort the rows.
-    """
+    """Return an HTML table cell."""
     text = "" if value is None else str(value)
     shown = f"{value:.6g}" if isinstance(value, float) else text
     number = math.nan
@@ -139,6 +136,7 @@ def make_cell(column: str, value: Any, order: Any) -> str:
     label = html.escape(column)
     if math.isnan(number):
         return f'<td data-label="{label}">{html.escape(shown)}</td>'
+    # The page uses the attribute data-order of cells with numbers to sort the rows.
     order = f"{number!r}".replace("inf", "Infinity")
     return (
         f'<td data-label="{label}" data-order="{order}" title="{html.escape(text)}">'
