@@ -162,11 +162,7 @@ def check_signature(plan: Plan, name: str) -> None:
 
 
 def check_optimization(plan: Plan) -> None:
-    """Raise an error if the optimizer is missing, or does not work with the strategy.
-
-    In manual optimization, refuse gradient clipping and accumulation, because training_step must do
-    both.
-    """
+    """Raise an error if the optimizer is missing, or does not work with the strategy."""
     given = plan.optimizer
     is_ready = given is not None and (is_optimizer(given) or not callable(given))
     if is_ready and isinstance(plan.loop.fabric.strategy, ModelParallelStrategy):
@@ -186,6 +182,8 @@ def check_optimization(plan: Plan) -> None:
         )
     if plan.module.automatic_optimization:
         return
+    # In manual optimization, training_step itself must clip and accumulate gradients, so refuse the
+    # options for both.
     unsupported = (
         ("gradient_clip_val", "clipping", 0),
         ("accumulate_grad_batches", "accumulation", 1),

@@ -115,13 +115,10 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv.
-
-    From the output of a LightningModule, keep only the loss, because a LightningModule logs all
-    other values with ``self.log``.
-    """
+    """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv."""
     prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)
+    # Keep only the loss of a LightningModule, because its steps log all other values with self.log.
     if run.is_lightning_module:
         values = {name: v for name, v in values.items() if name == f"{prefix}_loss"}
     elif loaders.names:
@@ -182,10 +179,7 @@ def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) ->
 
 @contextmanager
 def evaluation_mode(run: Run, name: str) -> Iterator[None]:
-    """Disable gradients and switch all modules to eval mode in a `with` block.
-
-    At the end of the `with` block, restore each module's previous mode (train or eval).
-    """
+    """Disable gradients and set eval mode in a `with` block, then restore each module's mode."""
     # TorchScript cannot run in inference mode after a backward pass.
     is_scripted = any(isinstance(part, torch.jit.ScriptModule) for part in run.network.modules())
     is_inference = run.config.inference_mode and run.stage != "fit" and not is_scripted

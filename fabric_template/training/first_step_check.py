@@ -33,11 +33,9 @@ class FirstStepCheck:
         self._found: dict[int, Tensor] = {}
 
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
-        """Call training_step, and store gradients if training_step itself calls backward().
-
-        Raise an error if training_step calls optimizer.step().
-        """
+        """Call training_step, and store gradients if training_step itself calls backward()."""
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        # Raise an error if training_step calls optimizer.step(), because the loop calls it.
         handle = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             output = step(batch, batch_idx)
@@ -77,7 +75,7 @@ class FirstStepCheck:
             raise ConfigurationError(f"training_step: got a call to loss.backward(), {REMEDY}")
 
     def _means(self, tensors: list[Any]) -> Tensor:
-        """Average each tensor over all processes, and join the averages to one CPU vector."""
+        """Average each tensor over all processes, and concatenate the averages on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
         # Compare gradients on the CPU, because MPS has no float64 and a GPU may be full.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

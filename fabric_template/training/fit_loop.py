@@ -132,7 +132,7 @@ def train_batches(run: Run) -> None:
 
 
 def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Finish a training batch, including schedulers, hooks, logging, validation and saving."""
+    """After a training batch, step schedulers, call hooks, log, validate and save."""
     run.progress.enter("log_batch")
     if run.optimization.lr_schedulers:
         step_schedulers_after_batch(run)
@@ -142,7 +142,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """Finish a training batch. Start with ``phase``, such as "log_batch" or "validate"."""
+    """After a training batch, log, validate and save, starting with the step named ``phase``."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)

@@ -68,10 +68,8 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether the module or a callback overrides a hook.
-
-        If the hook's methods are not cached yet, return True.
-        """
+        """Return False if it is certain that neither the module nor a callback overrides a hook."""
+        # Return True before the first call of the hook, because its methods are not known yet.
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 
@@ -91,12 +89,10 @@ class Hooks:
         self.current = previous
 
     def call_train_epoch_end(self) -> None:
-        """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last.
-
-        Call the module before EarlyStopping and checkpoint callbacks, because the module may log
-        the metrics that they monitor.
-        """
+        """Call ``on_train_epoch_end``, with EarlyStopping and checkpoint callbacks last."""
         name, callbacks = "on_train_epoch_end", list(self.callbacks)
+        # Call EarlyStopping and checkpoint callbacks after the module, because the module may log
+        # the metric that they monitor.
         monitors = [c for c in callbacks if is_instance_of(c, "EarlyStopping", "Checkpoint")]
         self.call_callbacks(name, callbacks=[c for c in callbacks if c not in monitors])
         self.call_module(name)

@@ -51,10 +51,7 @@ _LIGHTNING_MODULES = tuple(f"{package}.core.module" for package in LIGHTNING_PAC
 
 
 def run_plan(plan: Plan) -> Any:
-    """Run fit, validate, test or predict from set-up to teardown.
-
-    With ddp_spawn, each new process also calls ``run_plan``.
-    """
+    """Run fit, validate, test or predict from set-up to teardown."""
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
@@ -394,13 +391,11 @@ def finish_signal(run: Run) -> None:
 
 
 def handle_exception(run: Run, error: BaseException) -> None:
-    """Call ``on_exception``, and close loggers and loaders.
-
-    Errors in ``on_exception`` only cause warnings, so that the caller gets the original error.
-    """
+    """Call ``on_exception``, and close loggers and loaders."""
     run.stop.fail(error)
     run.hooks.leave()
 
+    # Only warn of errors during the clean-up, so that the caller gets the original error.
     def call_or_warn(what: str, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)

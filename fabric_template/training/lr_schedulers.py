@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
 
 def step_schedulers_after_batch(run: Run) -> None:
-    """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``.
-
-    ReduceLROnPlateau is stepped later, when the metric that it monitors is known.
-    """
+    """Like Trainer, step all schedulers except ReduceLROnPlateau before ``on_train_batch_end``."""
     if run.progress.is_window_end:
         run.row.record_learning_rates()
+    # ReduceLROnPlateau is stepped later, when the metric that it monitors is known.
     step_lr_schedulers(run, "step", reduce_on_plateau=False)
     if run.progress.is_epoch_complete:
         step_lr_schedulers(run, "epoch", reduce_on_plateau=False)

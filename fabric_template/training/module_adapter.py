@@ -181,17 +181,16 @@ def unwrap(part: Any) -> Any:
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
     """Remove a ``torch.compile`` wrapper, unless step functions call its compiled ``forward``.
 
-    Like Trainer, compile the steps of a LightningModule instead of its ``forward``.
-
     Returns:
-        The model without its ``torch.compile`` wrapper, and a function that compiles steps like
-        this wrapper. The function is None if no wrapper was removed.
+        The model inside the wrapper, and a function that compiles steps with the wrapper's
+        settings. If no wrapper was removed, return the given model and None.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
     inner: Any = model._orig_mod
     if any(functions.values()) and not is_instance_of(inner, "LightningModule"):
         return model, None
+    # Like Trainer, let the run compile the steps of a LightningModule instead of its forward().
     return inner, model.dynamo_ctx
 
 
@@ -235,16 +234,15 @@ def takes_argument(method: Callable, name: str) -> bool:
 
 
 def takes_batch_idx(step: Callable) -> bool:
-    """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``.
-
-    In a step function passed to the loop, a second argument with a default value is the batch index
-    only if its name is ``batch_idx``.
-    """
+    """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``."""
     if takes_argument(step, "batch_idx"):
         return True
     count = 0
     for name, parameter in parameters_of(step).items():
         is_positional = name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
+        # ModuleAdapter wraps a step function passed to the loop in a partial. Do not count an
+        # argument with a default value, because it may be an option, as in step(model, batch,
+        # scale=2.0).
         is_own = isinstance(step, partial) and parameter.default is not parameter.empty
         if is_positional and not is_own:
             count += 1
@@ -399,11 +397,7 @@ class StepRunner:
         return step
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
-        """Make a step method run inside the ``forward`` of a wrapper such as DDP.
-
-        In manual optimization, DDP's ``forward`` must not prepare the averaging of gradients,
-        because ``loop.backward(loss)`` prepares it.
-        """
+        """Make a step method run inside the ``forward`` of a wrapper such as DDP."""
         ddp = self.ddp
         is_automatic = self.module.automatic_optimization
         if ddp is None or is_automatic or not is_training:
@@ -412,6 +406,8 @@ class StepRunner:
         def step(*args: Any, **kwargs: Any) -> Any:
             def call() -> Any:
                 output = method(*args, **kwargs)
+                # In manual optimization, loop.backward(loss) prepares DDP's averaging of gradients,
+                # so turn off the preparation in DDP's forward().
                 ddp.require_backward_grad_sync = False
                 return output
 

@@ -197,10 +197,7 @@ class Optimization:
             clip_gradients(optimizer, value, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
-        """Run the closure, unscale and clip the gradients, and step the optimizer.
-
-        The gradient scaler skips a step if the gradients are not finite.
-        """
+        """Run the closure, unscale and clip the gradients, and step the optimizer."""
         scaler = self._scaler
         if scaler is None:
 
@@ -218,6 +215,7 @@ class Optimization:
         self.prepare_step(optimizer)
         if is_skipped:
             return result
+        # The gradient scaler skips the step if the gradients are not finite.
         step_output = scaler.step(optimizer, **kwargs)
         scaler.update()
         return step_output
@@ -341,10 +339,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Run ``training_step`` and the backward pass, and return the loss.
-
-        If ``training_step`` returns None, skip the backward pass.
-        """
+        """Run ``training_step`` and the backward pass, and return the loss."""
         run, check = self.run, self._first_step_check
         if check is None:
             output = self.call_step(batch, batch_idx)
@@ -440,8 +435,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # A step function may call loss.backward(), which does not reset the record of the
-            # optimizers that have stepped. Reset the record here.
+            # loop.backward(loss) clears the set of optimizers that have stepped. Clear the set
+            # before each batch, too, because a step function may call loss.backward() instead.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -492,10 +487,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return copies of all gradients.
-
-        The loop does not know which gradients the user's code will clear.
-        """
+        """Return copies of all gradients, because the next batch may change them."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

@@ -124,12 +124,10 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Choose the model of a run, and wrap a model that is not a LightningModule in a ModuleAdapter.
-
-    If no model was passed, use the model of the previous run.
-    """
+    """Choose the model of a run, and wrap a model that is no LightningModule in a ModuleAdapter."""
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)
+    # If no model was passed, use the model of the previous run.
     if last is not None and (model is None or model is last.model):
         given = {name: function for name, function in functions.items() if function}
         model, functions = last.model, {**getattr(last.module, "functions", {}), **given}

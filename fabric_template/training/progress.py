@@ -69,12 +69,10 @@ class Progress:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Set ``stage`` for the duration of a `with` block.
-
-        Like Trainer, do not reset the stage if the `with` block raises an error.
-        """
+        """Set ``stage`` for the duration of a `with` block."""
         before, self.stage = self.stage, stage
         yield
+        # Like Trainer, do not reset the stage after an error in the `with` block.
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
@@ -183,10 +181,9 @@ class Progress:
         return True
 
     def crosses(self, every: int, since: int) -> bool:
-        """Return whether the steps after ``since`` include a multiple of ``every``.
-
-        In manual optimization, one batch may take several optimizer steps.
-        """
+        """Return whether the steps after ``since`` include a multiple of ``every``."""
+        # Do not test global_step % every. In manual optimization, one batch may take several steps,
+        # and global_step may jump over a multiple.
         return self.global_step // every > since // every
 
     @property
@@ -423,10 +420,7 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation.
-
-        All processes must validate after the same batch, so the first process decides for all.
-        """
+        """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation."""
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)
         if self.run.fabric.world_size == 1:
@@ -436,6 +430,7 @@ class ValidationSchedule:
             return
         rate = (batches - self._checked_batch) / max(now - self._checked_at, 1e-6)
         wait = max(1, int(rate * min(remaining, SECONDS_BETWEEN_CHECKS)))
+        # All processes must validate after the same batch, so the first process decides for all.
         values = self.run.signals.broadcast([int(remaining <= 0), wait])
         self._is_time_up, self._next_batch = bool(values[0]), batches + values[1]
         self._checked_at, self._checked_batch = now, batches

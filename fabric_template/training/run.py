@@ -111,10 +111,8 @@ class Run:
         reset_and_record_flags(self, self.fit_record)
 
     def start_optimization(self) -> None:
-        """Choose automatic or manual optimization.
-
-        Call this method after on_fit_start, because this hook may set automatic_optimization.
-        """
+        """After on_fit_start, choose automatic or manual optimization."""
+        # Do not choose earlier, because the hook on_fit_start may set automatic_optimization.
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
