@@ -184,14 +184,12 @@ class LoopConfig:
             raise kind(" ".join(problems))
 
     def _has_type(self, name: str) -> bool:
-        """Return whether an option's value has the annotated type.
-
-        Reject True and False for int options, although bool is a subclass of int in Python.
-        """
+        """Return whether an option's value has the annotated type."""
         value, hint = vars(self)[name], _HINTS[name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if Any in kinds:
             return True
+        # Reject True and False for int options, although bool is a subclass of int in Python.
         if isinstance(value, bool):
             return bool in kinds
         return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
@@ -304,10 +302,7 @@ class LoopConfig:
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert NumPy numbers in an option to Python numbers, and string Enums to strings.
-
-    Convert a whole number of batches, such as limit_train_batches=3.0, to an int.
-    """
+    """Convert NumPy numbers in an option to Python numbers, and string Enums to strings."""
     if isinstance(value, str) and isinstance(value, Enum):
         value = value.value
     if name == "hparams" and isinstance(value, Mapping):
@@ -315,7 +310,8 @@ def _convert_option(name: str, value: Any) -> Any:
     if Any not in (_HINTS[name], *get_args(_HINTS[name])):
         value = _to_python(value)
     if name in _NUMBERS_OF_BATCHES and isinstance(value, float):
-        # As in Trainer, 0.5 means half of the batches, and 1.0 means all batches.
+        # As in Trainer, 0.5 means half of the batches, 1.0 means all batches, and 3.0 means 3
+        # batches.
         return int(value) if value > 1 and value.is_integer() else value
     return value
 

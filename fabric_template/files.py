@@ -158,12 +158,9 @@ def claim_version(folder: Path, *others: Path) -> int:
 
 
 def read_times(folder: Path) -> tuple[float, float]:
-    """Return the Unix times at which a run last started and last saved a checkpoint.
-
-    A new run appends a line such as "started 1764277654.5" to the .lock files in its folders.
-    Each time the run saves a checkpoint, it appends a line such as "saved 1764277700.25" to its
-    .lock files. If a .lock file has no "saved" line, the time of the last save is 0.0.
-    """
+    """Return the Unix times of a run's last start and last save, or 0.0 if a time is unknown."""
+    # A run appends lines such as "started 1764277654.5" and "saved 1764277700.25" to its .lock
+    # files. The last line of each kind counts.
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
         times[event] = float(seconds)

@@ -264,10 +264,7 @@ class FabricLoop(TrainerAPI):
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Store the current run in ``loop.run``, and keep ``loop.status`` up to date.
-
-        ``loop.run`` stays set after the run, because ``loop.global_step`` reads it.
-        """
+        """Store the current run in ``loop.run``, and keep ``loop.status`` up to date."""
         self.run = self.runs[run.stage] = run
         self.next_ckpt_path, self.status = None, TrainerStatus.RUNNING
         try:
@@ -276,15 +273,13 @@ class FabricLoop(TrainerAPI):
             self.status = TrainerStatus.INTERRUPTED
             raise
         finally:
+            # Do not clear loop.run after the run, because loop.global_step reads it.
             self.has_fitted = self.has_fitted or run.stage == "fit"
         is_interrupted = run.stop.signal is not None
         self.status = TrainerStatus.INTERRUPTED if is_interrupted else TrainerStatus.FINISHED
 
     def add_callbacks_of_model(self, callbacks: list[Any]) -> None:
-        """Add the callbacks from the module's configure_callbacks method.
-
-        A callback from configure_callbacks replaces the loop's callbacks of the same class.
-        """
+        """Add the module's callbacks, which replace the loop's callbacks of the same class."""
         self.callbacks = add_model_callbacks(self.callbacks, callbacks)
 
     # Your own loop
@@ -459,8 +454,8 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Fabric.load fails for some containers, such as a range object. Pass None instead of each
-        # container, because Fabric.load needs only the container's key.
+        # Fabric.load rebuilds each container in the dict item by item, which fails for a range
+        # object. Pass None instead, because Fabric.load replaces the container anyway.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -529,7 +524,7 @@ class FabricLoop(TrainerAPI):
     def checkpoint_path(self, keyword: str = "last") -> Path | None:
         """Return the path of the "last" or "best" checkpoint that this loop saved, or None.
 
-        With ModelCheckpoint callbacks, ignore checkpoints that these callbacks did not save.
+        With ModelCheckpoint callbacks, return only checkpoints that the callbacks have saved.
         """
         savers = self.checkpoint_callbacks or ([self.fit_run.checkpoints] if self.fit_run else [])
         paths = [getattr(saver, f"{keyword}_model_path", "") for saver in savers]
@@ -611,10 +606,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 
 
 class StatefulValue:
-    """Wrap a value so that Fabric saves it unchanged.
-
-    Without StatefulValue, Fabric.save would rebuild containers, so a deque would lose its maxlen.
-    """
+    """Wrap a container, so that Fabric.save preserves, for example, the maxlen of a deque."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -413,8 +413,8 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # After an evaluation, self.run has no optimizers. If the last fit trained the evaluated
-        # model, save the run of this fit instead.
+        # If self.run is an evaluation, its checkpoint would lack the optimizers. Save the last fit
+        # instead if it trained the same model.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(

@@ -75,11 +75,9 @@ def _leave_group() -> None:
 
 
 def _finish_gloo_threads() -> None:
-    """Wait until gloo's threads have freed the tensors of the last collective operation.
-
-    If a gloo thread is still running when Python exits, the process aborts, and the launcher kills
-    the other processes.
-    """
+    """Wait until gloo's threads have freed the tensors of the last collective operation."""
+    # If a gloo thread is still running when Python exits, the process aborts, and the launcher
+    # kills all other processes.
     time.sleep(0.05)
 
 
@@ -173,17 +171,15 @@ def launch_processes(run: Run, run_plan: Callable[[Plan], Any]) -> Any:
 def _run_in_process(
     folder: str, plan: Plan, run_plan: Callable[[Plan], Any], fabric: Fabric
 ) -> None:
-    """Run fit, validate, test or predict in a new process, and write the results to a file.
-
-    Do not return results through Lightning's launcher, because its queue blocks for large objects.
-    Lightning's launcher would pass only the text of an exception to the calling process.
-    """
+    """Run fit, validate, test or predict in a new process, and write the results to a file."""
     loop: Any = plan.loop
     remember_group(fabric.strategy, is_spawned=True)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         # A spawned process receives tensors in shared memory. Copy them, so that processes do not
         # overwrite each other's tensors.
         plan = plan.copied()
+    # Do not return the results or errors through Lightning's launcher. Its queue blocks for large
+    # objects, and it passes on only the text of an exception.
     ending = result = None
     try:
         result = run_plan(plan)

@@ -54,10 +54,7 @@ def remember_group(strategy: Any, is_spawned: bool = False) -> None:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return the number of processes per machine, and the number of machines.
-
-    For a single process, return None.
-    """
+    """Return the numbers of processes per machine and of machines, or None for a single process."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()

@@ -98,9 +98,6 @@ class SignalHandler:
     def agree(self, known: int | None, batches: int, is_due: bool = False) -> int | None:
         """Return a signal that at least one process has received, or None.
 
-        All processes must stop after the same training step, so they exchange received signals
-        about once a second.
-
         Args:
             known: The result of the previous call.
             batches: The number of training batches so far.
@@ -110,6 +107,9 @@ class SignalHandler:
             return self.received
         if batches < self._next_batch and not is_due:
             return known
+        # All processes must stop after the same training step, so they exchange received signals.
+        # To exchange signals about once a second, the main process chooses the number of batches to
+        # wait.
         wait = 0
         if self._is_main:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)

@@ -123,8 +123,6 @@ def broadcast_network(fabric: Fabric, network: nn.Module) -> None:
 def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
     """Broadcast rank 0's weights, and shard the network in place with ``parallelize_fn``.
 
-    A network that is already sharded stays unchanged.
-
     Args:
         name: The model's name in error messages.
     """

@@ -136,16 +136,13 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """In a run that resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start.
-
-    A resumed epoch needs the scheduler that StochasticWeightAveraging creates in
-    on_train_epoch_start.
-    """
+    """In a run that resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start."""
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
-    # StochasticWeightAveraging changes learning rates and BatchNorm statistics in
-    # on_train_epoch_start. Restore both, because the run continues in the middle of an epoch.
+    # Call on_train_epoch_start to create StochasticWeightAveraging's scheduler. The hook also
+    # changes learning rates and BatchNorm statistics. Restore both, because the run continues in
+    # the middle of an epoch.
     groups = [group for part in run.optimization.optimizers for group in part.param_groups]
     options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}

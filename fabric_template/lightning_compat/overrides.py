@@ -28,12 +28,9 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
-    """Return whether an object is an instance of a Lightning or torch class with a given name.
-
-    Unlike isinstance(), this function also recognizes Lightning's classes from the
-    ``pytorch_lightning`` package. A user's own class named "Timer" does not count as Lightning's
-    Timer.
-    """
+    """Return whether an object is an instance of a Lightning or torch class with a given name."""
+    # Compare names, because ``lightning`` and ``pytorch_lightning`` each define classes such as
+    # Timer. Ignore a user's own class with the name of a Lightning class.
     found = [base for base in type(part).__mro__ if base.__name__ in class_names]
     return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)
 
