@@ -66,7 +66,8 @@ def start_server():
         file.write(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
         os.chmod(file.name, 0o700)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
-    clean |= dict.fromkeys(POOLS, "1")  # A process with threads must not fork.
+    # A process with threads must not fork. pyarrow, which pandas imports if it is installed, starts one.
+    clean |= {**dict.fromkeys(POOLS, "1"), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     command = [sys.executable, __file__, "serve", folder, *IMPORTED]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "cwd": folder, "env": clean}
     _server.extend([folder, subprocess.Popen(command, start_new_session=True, **options)])
@@ -82,7 +83,8 @@ def _folder():
     folder = _server[0] if _server else os.environ[SHARED]
     deadline = time.monotonic() + SECONDS_TO_START
     while not os.path.exists(os.path.join(folder, "ready")):
-        if time.monotonic() > deadline or (_server and _server[1].poll() is not None):
+        has_failed = os.path.exists(os.path.join(folder, "failed"))
+        if time.monotonic() > deadline or has_failed or (_server and _server[1].poll() is not None):
             end()
             raise RuntimeError("the server has not started. Its error is above.")
         time.sleep(0.01)
@@ -158,11 +160,15 @@ def serve(folder, *imported):
     import shutil
     from importlib import import_module
 
-    for name in imported:
-        import_module(name)
+    try:
+        for name in imported:
+            import_module(name)
+        assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
+    except BaseException:
+        open("failed", "w").close()  # Other processes would wait for the file `ready`.
+        raise
     gc.collect()
     gc.freeze()  # Otherwise, the first garbage collection in a forked process copies all memory pages.
-    assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")  # The path is relative to the server's folder.
         listener.listen(64)
