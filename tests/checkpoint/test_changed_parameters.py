@@ -225,7 +225,7 @@ def test_resume_warns_about_a_different_dtype_of_a_buffer_or_a_frozen_layer(kind
         train(kinds[1], HasTeacher(*dtypes), 2, resume="last")
 
 
-def test_a_trainer_run_with_float64_weights_cannot_resume_with_float32_weights():
+def test_a_float64_checkpoint_of_trainer_cannot_be_resumed_with_float32_weights():
     save_with_trainer(Layers(), precision="64-true")
     with pytest.raises(
         ValueError, match=r"resume: got torch\.float32 as the dtype of 'a\.weight', expected torch\.float64"

@@ -614,7 +614,7 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_a_changed_optimizer_class_if_its_option_names_differ(tmp_path, kind):
+def test_resume_refuses_an_optimizer_class_whose_option_names_differ_from_the_saved_ones(tmp_path, kind):
     def with_optimizer(name, **options):
         return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
 
@@ -869,7 +869,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_does_not_overwrite_the_socket_attribute_of_a_new_connection(tmp_path, monkeypatch, kind):
+def test_resuming_restores_the_generator_but_not_the_socket_of_a_connection_object(tmp_path, monkeypatch, kind):
     """The socket of the new process has a different number, which resuming must not overwrite."""
     package = tmp_path / "site-packages"
     package.mkdir()

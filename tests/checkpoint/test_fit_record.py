@@ -73,7 +73,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_resuming_first_undoes_changes_that_an_earlier_fit_made_to_model_attributes(tmp_path, name):
+def test_resuming_undoes_changes_that_an_earlier_fit_made_to_model_attributes(tmp_path, name):
     first, last = VALUES[name]
     holder = Holder(value=first)
     record_fit(holder, tmp_path, set_value(last))
@@ -94,7 +94,7 @@ def test_resuming_keeps_an_attribute_that_the_user_reassigned_after_fit(tmp_path
     assert holder.value is mine
 
 
-def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_two_runs(tmp_path):
+def test_resuming_an_older_run_keeps_attributes_that_the_user_set_after_that_run(tmp_path):
     holder = Holder(value=0, other=0)
     record_fit(holder, tmp_path / "a", add_one)
     holder.other, holder.new = 7, 8
@@ -103,7 +103,7 @@ def test_resuming_an_earlier_run_keeps_attributes_that_the_user_set_between_two_
     assert record_fit(holder, tmp_path / "a", resumes=True) == {"value": 0, "other": 7, "new": 8}
 
 
-def test_resuming_undoes_attribute_changes_only_for_the_four_newest_runs(tmp_path):
+def test_fit_record_keeps_the_initial_attribute_values_of_only_the_four_newest_runs(tmp_path):
     holder = Holder(value=0)
     for index in range(6):
         record_fit(holder, tmp_path / str(index), add_one)
@@ -124,7 +124,7 @@ def test_resuming_undoes_changes_that_validate_made_to_model_attributes(tmp_path
 
 
 @pytest.mark.parametrize("saved", [("model.holder.value.inner", "x"), ("model.holder", "value")])
-def test_resuming_does_not_delete_objects_created_in_training_whose_state_was_saved(tmp_path, saved):
+def test_resuming_does_not_delete_an_object_that_training_created_and_saved(tmp_path, saved):
     holder, created = Holder(), Holder()
     record_fit(holder, tmp_path, set_value(created))
     record_fit(holder, tmp_path, resumes=True, saved={"attributes": {saved: 1}})
@@ -132,7 +132,7 @@ def test_resuming_does_not_delete_objects_created_in_training_whose_state_was_sa
     assert record_fit(holder, tmp_path, resumes=True) == {}
 
 
-def test_resuming_undoes_changes_to_attributes_even_if_reading_one_object_fails(tmp_path):
+def test_resuming_undoes_changes_to_one_object_even_if_recording_a_second_object_failed(tmp_path):
     class Unreadable(dict):
         def items(self):
             if self.get("fails"):

@@ -182,7 +182,7 @@ BEST = {"val": val_loader, "monitor": "val_loss"}
     halve([{}, BEST, {**BEST, "save_top_k": 2}, {**BEST, "save_last": False}], [0, "tuned"]),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpoint(tmp_path, first, version):
+def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(tmp_path, first, version):
     root = tmp_path / "runs"
     fit(root, Plain, max_epochs=2, version=version, **first)
     old = {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")}
@@ -246,7 +246,7 @@ def kill_new_run(rank, root, step):
     fit(root, Plain, max_epochs=2, version=0, callbacks=[Kills(step)])
 
 
-def test_resuming_run_0_with_the_version_of_run_1_removes_the_checkpoints_of_run_1(tmp_path):
+def test_continuing_version_0_as_version_1_removes_the_old_checkpoints_of_version_1(tmp_path):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     fit(tmp_path, Plain, max_epochs=4, version=1, **BEST)
     path = folder(tmp_path, 0) / "last.ckpt"

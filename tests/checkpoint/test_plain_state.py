@@ -153,7 +153,7 @@ def test_both_loops_notice_that_one_tensor_in_a_long_list_changed():
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_a_replaced_list_item_is_detected_even_if_the_new_item_reuses_its_memory(make):
+def test_a_replaced_list_item_is_detected_even_if_the_new_item_reuses_the_old_memory(make):
     items = [make(2) for _ in range(7_000)]
     before, marked = digest(items), mark_value(items)
     found = []

@@ -123,7 +123,7 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
 
-def test_resume_last_without_the_earlier_model_checkpoint_callback_raises_an_error(tmp_path):
+def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_removed(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     pattern = "ModelCheckpoint.*version_0"
@@ -137,7 +137,7 @@ def test_resume_last_without_the_earlier_model_checkpoint_callback_raises_an_err
     assert len(history) == 2
 
 
-def test_resume_auto_works_with_a_model_checkpoint_that_validate_has_used(tmp_path):
+def test_resume_auto_works_if_validate_has_used_the_same_model_checkpoint_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)
@@ -150,7 +150,7 @@ def test_resume_auto_works_with_a_model_checkpoint_that_validate_has_used(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
-def test_fit_warns_about_a_model_checkpoint_callback_used_by_an_earlier_run(tmp_path, kind):
+def test_fit_warns_if_two_runs_use_the_same_model_checkpoint_callback(tmp_path, kind):
     def run(callback):
         logger = True if kind is None else kind(tmp_path, "run")
         fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)

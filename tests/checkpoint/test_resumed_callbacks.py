@@ -70,7 +70,7 @@ def test_resume_warns_that_a_pruning_callback_does_not_save_initial_weights(tmp_
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
 
 
-def test_restoring_attributes_does_not_replace_a_parameter_of_the_same_name():
+def test_a_parameter_is_not_replaced_by_a_saved_attribute_with_the_same_name():
     layer = nn.Linear(2, 2)
     state = PlainState({"layer": Part(layer)})
     saved = {("layer", "weight"): ("tensor", torch.zeros(2, 2), False, True)}
@@ -207,7 +207,7 @@ class Iterates(cb.Callback):
         next(self.values["a"])
 
 
-def test_fit_warns_that_the_position_of_an_iterator_in_a_dict_is_not_saved(tmp_path):
+def test_fit_warns_that_the_progress_of_an_iterator_stored_in_a_dict_is_not_saved(tmp_path):
     with pytest.warns(UserWarning, match="position of a range_iterator cannot be saved"):
         fit(tmp_path, callbacks=[Iterates()], **OPTIONS)
 

@@ -179,7 +179,7 @@ def test_a_new_loop_resumes_exactly_with_the_same_model_and_loader(tmp_path, kin
 
 
 @both_loops
-def test_a_resumed_fit_saves_model_attributes_that_only_the_first_fit_changed(tmp_path, kind):
+def test_a_resumed_fit_saves_the_attribute_changes_that_the_first_fit_made(tmp_path, kind):
     def scale_once(script):
         script.net.scale = 2.0
 
@@ -323,7 +323,7 @@ class RecordedScript(Script):
 
 
 @pytest.mark.parametrize(("kind", "change", "first"), once([MiniLoop, FabricLoop], RECORDED, [1, 2]))
-def test_resuming_with_the_model_object_of_a_killed_run_is_exact(tmp_path, kind, change, first):
+def test_resuming_with_the_model_object_of_a_killed_run_gives_the_uninterrupted_result(tmp_path, kind, change, first):
     expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
     script = RecordedScript(kind, tmp_path / "killed", change, first)
     script.fit(kill_at=(2, 3))

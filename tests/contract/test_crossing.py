@@ -273,7 +273,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_in_trainer(
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_fabric_loop_can_load_only_the_weights_of_a_mid_epoch_trainer_checkpoint(tmp_path, keyword):
+def test_fabric_loop_loads_but_cannot_resume_a_mid_epoch_checkpoint_of_trainer(tmp_path, keyword):
     """max_steps, an error or a validation within an epoch may leave such a checkpoint."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

@@ -121,7 +121,7 @@ BETWEEN = ["on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_v
 
 
 @pytest.mark.parametrize("hook", [*WITHIN, *BETWEEN])
-def test_saving_within_a_batch_warns_that_a_resumed_run_draws_other_random_numbers(tmp_path, hook):
+def test_saving_within_a_batch_warns_that_resuming_changes_the_random_numbers(tmp_path, hook):
     """Checkpoints that are saved between batches and validations cause no warning."""
     callback = pl.Callback()
     setattr(callback, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "saved.ckpt"))
@@ -137,7 +137,7 @@ def test_saving_within_a_batch_warns_that_a_resumed_run_draws_other_random_numbe
     assert all("draws other random numbers" in text for text in texts)
 
 
-def test_saving_only_weights_within_a_batch_causes_no_warning(tmp_path):
+def test_saving_only_weights_in_on_after_backward_causes_no_warning(tmp_path):
     callback = pl.Callback()
     callback.on_after_backward = lambda trainer, *args: trainer.save_checkpoint(tmp_path / "weights.ckpt", True)
     FabricLoop(**quiet(max_epochs=1, callbacks=[callback])).fit(automatic(), make_loader())
@@ -158,7 +158,7 @@ class Unsized:
 @pytest.mark.parametrize("kind", [DataLoader, lambda data: Unsized([*data[:, None]])], ids=["loader", "iterable"])
 @pytest.mark.parametrize(("hook", "batch"), [(IN_A_STEP[0], 4), (IN_A_STEP[0], 7), ("on_train_batch_end", 7)])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_resume_raises_an_error_if_a_loader_was_exhausted_when_a_step_saved_the_file(tmp_path, kind, hook, batch, mode):
+def test_resume_refuses_a_checkpoint_that_a_step_saved_after_one_loader_ended(tmp_path, kind, hook, batch, mode):
     """Batch 4 is the last batch of the shorter loader. A file saved between two batches resumes exactly."""
 
     def train(path=None, saves=()):

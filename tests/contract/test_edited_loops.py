@@ -120,14 +120,14 @@ def saves(value):
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_an_edited_loop_refuses_to_save_a_value_that_cannot_be_loaded(case):
+def test_a_mini_loop_subclass_refuses_to_save_a_value_that_cannot_be_loaded(case):
     with pytest.raises(ValueError, match=r"^checkpoint: got (a value of 'mine'|the NumPy value)") as raised:
         train(saves(UNREADABLE[case]), max_epochs=1)
     assert "collections.deque" in str(raised.value) or case != "deque"
 
 
 @pytest.mark.parametrize("value", [np.float64(0.3), {1, 2}, torch.ones(2), [{"a": (None, "b", torch.float32)}]])
-def test_a_value_that_an_edited_loop_adds_to_the_checkpoint_is_restored(value):
+def test_a_value_that_a_mini_loop_subclass_adds_to_the_checkpoint_is_restored(value):
     kind = saves(value)
     train(kind, max_epochs=1)
     train(kind, max_epochs=2, resume="last")
@@ -234,17 +234,17 @@ class Decays(MiniLoop):
 @pytest.mark.parametrize(
     ("kind", "options"), once([Counts, Averages, CreatesLate, Decays], [{}, {"validate_every_n_steps": 3}])
 )
-def test_a_resumed_run_restores_the_attributes_that_an_edited_loop_adds(kind, options):
+def test_a_resumed_run_restores_the_attributes_that_a_mini_loop_subclass_adds(kind, options):
     assert_resumes(kind, kill=14, **options)
 
 
-def test_resume_auto_does_not_continue_a_run_that_an_edited_loop_ended_early():
+def test_resume_auto_does_not_continue_a_run_that_a_mini_loop_subclass_stopped_early():
     train(Counts, max_epochs=9)
     loop, _ = train(Counts, max_epochs=9, resume="auto")
     assert loop.current_epoch == len(loop.losses) == 7
 
 
-def test_resume_is_refused_if_an_edited_loop_lacks_an_object_whose_state_was_saved():
+def test_resume_is_refused_if_a_mini_loop_subclass_lacks_an_object_whose_state_was_saved():
     class Forgets(CreatesLate):
         _build_checkpoint, _restore = MiniLoop._build_checkpoint, MiniLoop._restore
 
@@ -319,7 +319,7 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 
 
 @pytest.mark.parametrize("resume", [None, "last"])
-def test_an_edited_loop_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
+def test_a_mini_loop_subclass_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
         train(kind, max_epochs=3)
@@ -337,7 +337,7 @@ def test_an_edited_loop_can_write_text_and_bools_and_ints_to_the_csv_file(resume
     assert all(type(row["epoch"]) is type(row["step"]) is type(row["seen"]) is int for row in loop.history)
 
 
-def test_an_edited_loop_can_write_an_additional_csv_file():
+def test_a_mini_loop_subclass_can_write_an_additional_csv_file():
     class WritesFile(MiniLoop):
         def _end_row(self, epoch):
             super()._end_row(epoch)
@@ -347,7 +347,7 @@ def test_an_edited_loop_can_write_an_additional_csv_file():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
-def test_resuming_does_not_duplicate_rows_of_a_csv_file_created_after_the_checkpoint():
+def test_resuming_duplicates_no_rows_if_a_csv_file_was_created_after_the_checkpoint():
     class WritesLate(MiniLoop):
         def _train_batch(self, batch):
             super()._train_batch(batch)
@@ -435,13 +435,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_mini_loop_refuses_a_subclass_that_changes_which_batch_is_the_last(case):
+def test_mini_loop_refuses_a_subclass_that_flags_the_wrong_batch_as_last(case):
     with pytest.raises(ValueError, match="^_train_batches: expected _is_last to be True for the last batch"):
         train(with_batches(REFUSED[case]))
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_only_after_a_whole_epoch(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_from_the_end_of_an_epoch(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
@@ -572,7 +572,7 @@ class AddsPathToMetrics(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
-def test_an_edited_loop_cannot_save_a_path_object_in_a_checkpoint(kind):
+def test_a_mini_loop_subclass_cannot_save_a_path_object_in_a_checkpoint(kind):
     with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
         train(kind, max_epochs=1)
 

@@ -116,7 +116,7 @@ def test_how_it_works_md_lists_the_files_used_by_training_logging_and_resuming(t
     assert len(resume) <= 25, sorted(resume)
 
 
-def test_files_named_in_how_it_works_md_exist():
+def test_files_named_on_the_how_it_works_page_exist():
     files = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     tree = re.search(r"^```text\nfabric_template/\n(.*?)^```$", PAGE, re.M | re.S)[1]
     entries = {line.split()[0] for line in tree.splitlines()}
@@ -215,7 +215,7 @@ def edits(title):
 
 
 @pytest.mark.parametrize("title", CHECKS)
-def test_each_diff_in_how_it_works_md_works_and_changes_at_most_two_files(title, tmp_path):
+def test_each_diff_on_the_how_it_works_page_applies_and_changes_at_most_two_files(title, tmp_path):
     copy = tmp_path / "my_loop"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = set()

@@ -918,7 +918,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
-def test_fabric_loop_warns_if_a_sampler_shuffles_in_set_epoch_with_worker_processes(tmp_path):
+def test_fabric_loop_warns_if_set_epoch_shuffles_the_sampler_of_a_loader_with_workers(tmp_path):
     def run(**options):
         loader = DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
         train("FabricLoop", tmp_path, lambda: loader, max_epochs=2)
@@ -990,7 +990,7 @@ LISTS = {
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, LISTS, LIMITS_OF_STATE))
-def test_changes_that_a_model_makes_to_batches_or_indices_are_saved_and_restored(tmp_path, loop_name, name, limit):
+def test_in_place_changes_to_the_batches_or_indices_of_a_loader_are_restored(tmp_path, loop_name, name, limit):
     make_model, make_loader = LISTS[name]
 
     def run(root, resume=None, **options):

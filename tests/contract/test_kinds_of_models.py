@@ -537,8 +537,7 @@ def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("name", "first"), sample(5, CROSSING, LOOPS))
-def test_each_loop_resumes_a_run_of_the_other_loop(tmp_path, name, first):
-    """The other loop continues after an epoch, with the same result."""
+def test_mini_loop_and_fabric_loop_resume_runs_of_each_other(tmp_path, name, first):
     second = next(loop for loop in LOOPS if loop != first)
     expected = train_by_hand(name)
     train(name, first, tmp_path / "cut", max_epochs=1)

@@ -94,7 +94,7 @@ def worse_language(repository, limits):
     return found
 
 
-def test_the_number_of_banned_expressions_in_each_folder_is_within_its_limit():
+def test_no_folder_contains_more_banned_phrases_than_its_limit_allows():
     assert worse_language(REPOSITORY, LANGUAGE_LIMITS) == []
 
 

@@ -226,7 +226,7 @@ def test_restarting_a_finished_run_prints_that_the_run_is_finished(capsys):
 
 
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
-def test_each_loop_resumes_a_run_of_the_other_loop(before, after):
+def test_mini_loop_and_fabric_loop_resume_runs_of_each_other(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit(before, "parts", 2)
     _, module, again = fit(after, "parts", 4, resume="last")
@@ -452,7 +452,7 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
-def test_neither_loop_restores_a_random_generator_saved_by_the_other_loop():
+def test_mini_loop_and_fabric_loop_refuse_random_generators_saved_by_each_other():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
         fit(kind, kind, 2, make_module=Noisy)
@@ -463,7 +463,7 @@ def test_neither_loop_restores_a_random_generator_saved_by_the_other_loop():
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_mini_loop_refuses_a_model_with_random_generators_in_a_container(kind):
+def test_mini_loop_refuses_a_model_with_random_generators_in_a_list_tuple_or_dict(kind):
     """MiniLoop saves generators in attributes, but not in containers."""
     generators = [("a", torch.Generator()), ("b", random.Random(1))]
 
@@ -808,7 +808,7 @@ def train_on_uneven_streams(rank):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes")
-def test_an_epoch_with_two_processes_ends_when_the_shorter_loader_ends():
+def test_an_epoch_ends_in_both_processes_when_the_loader_of_one_process_ends():
     """Otherwise, the process with the longer loader would wait forever."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
@@ -1359,7 +1359,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_traverses_the_modules_of_small_and_large_models_equally_often():
+def test_saving_calls_modules_equally_often_for_small_and_large_models():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

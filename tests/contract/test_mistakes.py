@@ -104,7 +104,7 @@ def test_the_error_for_a_missing_train_loss_suggests_returning_the_loss():
     assert any("metrics.csv contains no metrics" in str(warning.message) for warning in warned)
 
 
-def test_manual_optimization_logs_the_values_of_a_returned_dict_without_a_loss():
+def test_manual_optimization_logs_the_values_of_the_dict_that_training_step_returns():
     """metrics.csv has the same column names as with automatic optimization."""
     first, second = make_net(), make_net()
     optimizers = [sgd(first), sgd(second)]
@@ -386,7 +386,7 @@ def test_fit_refuses_an_option_of_the_loop_constructor(name, argument):
         fit(name, val_dataloader=make_loader())
 
 
-def test_validate_refuses_an_option_of_the_loop_constructor():
+def test_validate_refuses_an_argument_that_belongs_to_the_loop_constructor():
     with pytest.raises(TypeError, match="^validate: got max_epochs=2, which is an option"):
         make_loop("FabricLoop").validate(make_net(), make_loader(), validation_step=loss_of, max_epochs=2)
 
@@ -517,7 +517,7 @@ def fit_with_scheduler(name, make_scheduler, **options):
 
 
 @both_loops
-def test_the_error_about_a_misspelled_monitor_in_a_new_run_does_not_mention_resume(name):
+def test_a_misspelled_monitor_in_a_new_run_raises_an_error_without_a_hint_about_resume(name):
     def plateau(optimizer):
         return {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "vall_loss"}
 
@@ -551,7 +551,7 @@ def test_bools_returned_by_a_training_step_are_logged_as_numbers(name):
     assert "train_name" not in history
 
 
-def test_estimated_stepping_batches_of_mini_loop_can_only_be_read_during_fit():
+def test_reading_estimated_stepping_batches_before_fit_raises_an_error():
     with pytest.raises(ValueError, match="known only during fit"):
         _ = make_loop("MiniLoop").estimated_stepping_batches
 

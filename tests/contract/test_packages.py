@@ -74,7 +74,7 @@ class OwnLogAgain(OwnLog):
 
 
 @pytest.mark.parametrize("make_module", [OwnLog, OwnLogAgain])
-def test_a_module_with_its_own_log_method_logs_the_same_values_as_with_trainer(make_module):
+def test_fabric_loop_and_trainer_log_the_same_values_if_a_module_overrides_log(make_module):
     trainer, _, loop, module = both(make_module)
     assert set(loop.progress_bar_metrics) == set(trainer.progress_bar_metrics)
     assert "log" not in vars(module)

@@ -415,7 +415,7 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_the_hand_written_loop_and_the_fit_call_in_agents_md_give_equal_weights(tmp_path):
+def test_in_agents_md_the_hand_written_loop_and_the_fit_call_give_equal_weights(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 

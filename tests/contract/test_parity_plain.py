@@ -174,7 +174,7 @@ def test_fit_ends_with_the_same_weights_as_a_plain_pytorch_loop(case, level):
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, 12 if case == "accumulated" else 30)
 
 
-def test_tensor_loader_shuffles_in_the_same_order_in_fit_as_in_a_plain_pytorch_loop():
+def test_fit_and_a_plain_pytorch_loop_shuffle_a_tensor_loader_in_the_same_order():
     """In both loops, the loader draws its order from the global random generator."""
     x, y = torch.randn(40, 8), torch.randint(3, (40,))
     torch.manual_seed(1)

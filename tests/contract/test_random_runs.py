@@ -58,7 +58,7 @@ def test_fabric_loop_and_mini_loop_give_equal_results_for_random_training_script
     assert len(compared) >= 2
 
 
-def test_random_training_scripts_reveal_a_planted_bug(found):
+def test_random_training_scripts_detect_a_bug_that_was_inserted_on_purpose(found):
     compared, differences, refusals = found["fault"]
     assert [kind for kind, details in differences] == [
         "FabricLoop differs from HandLoop",

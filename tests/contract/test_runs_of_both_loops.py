@@ -127,7 +127,7 @@ def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(opt
     ("kind", "path", "is_link", "version"),
     halve(LOOPS, ["logs", "checkpoints", "logs/run", "checkpoints/run"], [False, True], [None, 0]),
 )
-def test_fit_refuses_a_file_or_broken_link_instead_of_a_folder(kind, path, is_link, version):
+def test_fit_refuses_a_file_or_broken_link_where_it_needs_a_folder(kind, path, is_link, version):
     path = Path(path)
     path.parent.mkdir(exist_ok=True)
     if is_link:
@@ -146,7 +146,7 @@ class Dies(Classifier):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "version"), sample(3, LOOPS, LOOPS, LOOPS, [0, "tuned"]))
-def test_resume_last_is_refused_if_a_newer_run_in_the_same_folder_has_no_checkpoint(first, second, third, version):
+def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(first, second, third, version):
     folder = "version_0" if version == 0 else version
     train(first, 2, version=version, monitor="val_loss")
     if second == "MiniLoop":

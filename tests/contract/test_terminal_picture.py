@@ -50,7 +50,7 @@ def test_the_terminal_recording_in_the_readme_shows_a_killed_and_resumed_run():
 
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a pseudoterminal")
-def test_the_script_terminal_picture_py_records_a_killed_and_resumed_run(tmp_path):
+def test_the_terminal_picture_script_records_a_killed_and_resumed_run(tmp_path):
     command = [sys.executable, str(DOCS / "terminal_picture.py"), "--epochs", "3", "--out", str(tmp_path / "out.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

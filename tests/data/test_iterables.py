@@ -178,7 +178,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fabric_loop_cannot_resume_a_mini_loop_run_if_the_loader_contains_an_iterator(tmp_path, make):
+def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_iterator(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make() if make is not Queue else list(itertools.islice(Queue(), 5)))
@@ -212,5 +212,5 @@ def test_resume_warns_that_earlier_batches_of_an_iterable_are_read_again(tmp_pat
 
 
 @pytest.mark.parametrize("make", [Slices, Nested, cycle])
-def test_a_loader_that_does_not_restart_each_epoch_gives_the_same_weights_as_with_trainer(make):
+def test_fabric_loop_and_trainer_give_equal_weights_if_a_loader_does_not_restart_each_epoch(make):
     assert_parity(Classifier, make, make, max_epochs=3)

@@ -239,14 +239,14 @@ def test_a_run_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
 
 
-def test_the_search_for_objects_in_a_dataset_does_not_enter_a_stored_fabric_loop():
+def test_find_values_does_not_search_a_fabric_loop_that_a_dataset_refers_to():
     stream = StreamOfIndices()
     stream.parts = [Source()]
     stream.parts[0].trainer = FabricLoop(accelerator="cpu")
     assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
-def test_resume_warns_if_a_dataset_starts_later_epochs_at_its_restored_position(tmp_path):
+def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later_epochs(tmp_path):
     """The position is in a persistent worker, or is not an attribute."""
     positions = {"start": 0, "position": 0}
 

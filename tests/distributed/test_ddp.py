@@ -358,7 +358,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", keep([1.0, 4, 6], 1.0))
-def test_an_epoch_with_two_processes_ends_when_the_shorter_loader_ends(tmp_path, limit):
+def test_an_epoch_ends_in_both_processes_when_the_loader_of_one_process_ends(tmp_path, limit):
     """Otherwise, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 2, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)

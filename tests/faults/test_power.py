@@ -51,7 +51,7 @@ class WithoutSync:
         pass
 
 
-def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_file(tmp_path, monkeypatch):
+def test_the_power_cut_check_fails_if_files_are_not_synced_with_fsync(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", WithoutSync())
     recorded = power.record(tmp_path / "run", **OPTIONS)
     assert re.search(
@@ -59,7 +59,7 @@ def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_file(tmp_path, monke
     )
 
 
-def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_folder(tmp_path, monkeypatch):
+def test_the_power_cut_check_fails_if_folders_are_not_synced_with_fsync(tmp_path, monkeypatch):
     for module in (files, run_folders):
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     recorded = power.record(tmp_path / "run", **OPTIONS)
@@ -67,7 +67,7 @@ def test_a_simulated_power_cut_reveals_a_missing_fsync_of_a_folder(tmp_path, mon
 
 
 @pytest.mark.parametrize("mutant", ["random numbers", "CSV rows"])
-def test_a_simulated_power_cut_reveals_a_bug_in_restoring_random_numbers_or_csv_rows(
+def test_the_power_cut_check_fails_if_random_numbers_or_csv_rows_are_not_restored(
     recorded, tmp_path, monkeypatch, mutant
 ):
     if mutant == "CSV rows":

@@ -100,7 +100,7 @@ def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
     ],
     ids=str,
 )
-def test_an_attribute_setter_accepts_values_compatible_with_the_constructor_arguments(given, name, value):
+def test_an_attribute_setter_accepts_a_value_that_the_constructor_would_accept(given, name, value):
     loop = FabricLoop(**quiet(**given))
     setattr(loop, name, value)
     assert getattr(loop.config, name) == value

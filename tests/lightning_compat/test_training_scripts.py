@@ -21,7 +21,7 @@ def test_the_callbacks_option_accepts_any_sequence():
     assert FabricLoop(callbacks=UserList([two, one]), **SHORT).callbacks == [one, two]
 
 
-def test_fit_uses_the_log_directory_that_the_script_wrote_to_before_fit():
+def test_fit_keeps_the_log_directory_that_the_script_has_already_used():
     loop = FabricLoop(**SHORT)
     logger, folder = loop.logger, Path(loop.log_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def test_hparams_of_runs_are_compared_by_list_runs_and_the_diff_command(kind, ca
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_unusual_hparams_such_as_functions_and_cycles_raise_no_error(kind):
+def test_unusual_hparams_such_as_functions_and_recursive_dicts_raise_no_error(kind):
     cycle = {}
     cycle["cycle"] = cycle
     settings = {

@@ -31,7 +31,7 @@ def test_a_resumed_run_logs_no_second_value_of_hp_metric(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
-def test_a_resumed_run_logs_hp_metric_even_if_a_hook_used_the_logger_first(tmp_path, hook):
+def test_a_resumed_run_logs_hp_metric_even_if_a_hook_has_already_written_to_tensorboard(tmp_path, hook):
     pytest.importorskip("tensorboard")
 
     def write_text(trainer, *args, **kwargs):

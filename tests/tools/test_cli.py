@@ -303,7 +303,7 @@ ARGUMENTS = [
 ]
 
 
-def test_the_run_option_repeats_a_run_whose_model_has_defaults_of_many_types(capsys):
+def test_the_fit_command_repeats_a_run_whose_model_has_default_arguments_of_many_types(capsys):
     given = ", ".join(argument for argument, _ in ARGUMENTS)
     lines = ["import collections, enum, pathlib, torch", "from torch import nn", "from lit import Lit"]
     lines += ["class Color(enum.Enum):", "    RED = 1", "class Any(Lit):", f"    def __init__(self, {given}):"]
@@ -360,7 +360,7 @@ def test_the_run_option_selects_the_run_to_load(capsys):
     assert not Path("logs/run/version_2").exists()
 
 
-def test_the_fit_command_can_resume_a_run_and_load_the_weights_of_a_run(capsys):
+def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     run(capsys, *FIT, *QUIET, *OPTIONS)
     first = Path("logs/run/version_0/config.yaml").read_bytes()
     run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model

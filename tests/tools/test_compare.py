@@ -357,7 +357,7 @@ def test_compare_explains_each_porting_mistake(tmp_path, first, second, options,
     assert fix in result.fix
 
 
-def test_comparing_two_scripts_finds_an_additional_step_of_a_second_optimizer():
+def test_compare_detects_that_one_script_steps_its_second_optimizer_twice():
     def train(order):
         torch.manual_seed(0)
         nets = [Script().net(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))]
@@ -455,13 +455,13 @@ def test_compare_ignores_optimizer_options_such_as_foreach_and_fused(options):
         assert result.is_equal or "fused" in options
 
 
-def test_compare_shows_a_learning_rate_stored_in_a_tensor_as_a_number():
+def test_compare_prints_the_value_of_a_learning_rate_that_is_a_tensor():
     result = compare(Script().by_hand, sgd_options(lr=torch.tensor(0.2))().by_hand)
     assert str(result).startswith("step 0   lr: 0.1 in the first, 0.2 in the second\n")
 
 
 @pytest.mark.parametrize("steps", keep([7, 50], 7))
-def test_comparing_two_scripts_detects_a_weight_change_just_after_the_last_step(steps):
+def test_compare_detects_that_only_one_script_changes_weights_after_the_last_step(steps):
     def train(should_change):
         net, optimizer, _, loader, _ = Script().make()
         batch = next(iter(loader))

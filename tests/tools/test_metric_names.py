@@ -53,7 +53,7 @@ def test_is_metric_excludes_times_counts_and_ids(names, expected):
     assert is_metric("Relative Time (Process)") is False
 
 
-def test_mini_py_and_the_package_minimize_and_maximize_the_same_metrics():
+def test_mini_py_and_metric_names_py_contain_the_same_find_direction_function():
     assert metric_names.DIRECTIONS == mini.DIRECTIONS
     assert inspect.getsource(metric_names.find_direction) == inspect.getsource(mini.find_direction)
 

@@ -221,7 +221,7 @@ def test_the_diff_command_separates_your_changes_from_upstream_changes(release, 
     assert diff_command("mine", yours=True) == 0
 
 
-def test_the_commands_in_copying_md_work(tmp_path, monkeypatch, capsys):
+def test_the_commands_on_the_copying_page_work(tmp_path, monkeypatch, capsys):
     """Between the two code blocks of the page, the test installs a new version."""
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)

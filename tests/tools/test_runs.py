@@ -345,7 +345,7 @@ def test_the_runs_command_escapes_terminal_codes_in_names(capsys):
     assert "\x1b" not in run_command(capsys)[1]
 
 
-def test_list_runs_compares_hparams_even_if_the_names_of_the_runs_differ():
+def test_list_runs_compares_the_hparams_of_runs_with_different_names():
     make_run("narrow", hparams={"width": 8, "lr": 0.1})
     make_run("wide", hparams={"width": 64, "lr": 0.1, "depth": 2})
     assert list_runs("logs")["changed"].tolist() == [{"width": 8}, {"width": 64}]

@@ -78,7 +78,7 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_run_stopped_by_should_stop_within_an_epoch_resumes_exactly(tmp_path, options):
+def test_resuming_after_should_stop_within_an_epoch_gives_the_uninterrupted_result(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)

@@ -292,7 +292,7 @@ class OutOfTime(Callback):
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}]
 
 
-def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_raised(tmp_path, capsys):
+def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_increased(tmp_path, capsys):
     options = {"max_epochs": 3}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     limited = {**options, "max_time": "00:01:00:00"}
@@ -307,7 +307,7 @@ def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_raised(tmp_path,
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_prints_how_to_continue_after_should_stop(tmp_path, capsys):
+def test_resume_auto_after_should_stop_prints_how_to_continue(tmp_path, capsys):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *batch):
             trainer.should_stop = trainer.global_step == 8
