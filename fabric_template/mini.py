@@ -111,7 +111,7 @@ OPTIONS_OF_CREATION = (
     *("accelerator", "strategy", "devices", "precision"),
 )
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# Arguments of LightningModule.log that MiniLoop accepts only with these values or None.
+# For each of these arguments of log(), MiniLoop accepts only the listed value or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Clearer messages for some of torch's errors. Each key is part of torch's message.
@@ -158,12 +158,12 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 CONTAINERS["Size"] = torch.Size
 CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-# If `weight` is a power of two, `torch.add(total, value, alpha=weight)` is exactly equal to
-# `total + value * weight`.
+# For these weights, the faster `torch.add(total, value, alpha=weight)` returns exactly
+# `total + value * weight`. For other weights, the two results may differ by rounding.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# fit records the model's attributes in EARLIER_FITS[id(model)]["attributes"]. A later fit that
-# resumes a run in this process undoes the changes that earlier fits made to these attributes.
+# fit records the model's attributes in EARLIER_FITS[id(model)]["attributes"]. If a later fit in
+# this process resumes a run, this fit first resets attributes that earlier fits have changed.
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
@@ -196,7 +196,7 @@ class MiniLoop:
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    # With None, a new run gets the next free version number, and a resumed run keeps its version.
+    # If None, a new run gets the next free version number, and a resumed run keeps its version.
     version: int | str | None = None
     monitor: str | None = None  # The metric that selects best.ckpt.
     # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
@@ -208,7 +208,7 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
-    accelerator: Any = "auto"  # Fabric gets accelerator, strategy, devices and precision.
+    accelerator: Any = "auto"  # MiniLoop passes this and the next three options to Fabric.
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
@@ -322,9 +322,10 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # The sums of logged values since the start of the epoch. With validate_every_n_steps, a
-        # second dict contains the sums since the latest row of metrics.csv. The keys are (hook,
-        # metric name), and the values are [sum, sum of the weights, is_synced].
+        # The first dict contains the sums of logged values since the start of the epoch. With
+        # validate_every_n_steps, a second dict contains the sums since the latest row of
+        # metrics.csv. The keys are (hook, metric name), and the values are [sum, sum of the
+        # weights, is_synced].
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -348,7 +349,8 @@ class MiniLoop:
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The start time of the current metrics.csv row, and the seconds spent waiting for batches.
+        # The next metrics.csv row covers the time since `_row_started`. During this time, the loop
+        # has spent `_waited` seconds waiting for batches.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -413,7 +415,7 @@ class MiniLoop:
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
-            # Restore the saved options again, because on_train_start may have changed them.
+            # Restore options such as max_steps again, because on_train_start may have changed them.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
             # To resume within an epoch, `_start_batches` needs the loaders as they were before
@@ -479,8 +481,8 @@ class MiniLoop:
             self._save(is_validated)
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of ``_train_batches``, and check ``_is_last`` and ``batches_done``."""
-        # Users may edit `_train_batches` and `_train_batch`. Raise an error if an edit sets
+        """Yield the batches of the epoch, and check that each batch is trained exactly once."""
+        # Users may edit `_train_batches` and `_train_batch`. Raise an error if the edited code sets
         # `_is_last` to a wrong value, or does not train each batch exactly once.
         is_end, number = False, self.batches_done
         text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
@@ -708,7 +710,7 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step, which must not call loss.backward() or optimizer.step()."""
+        """Run the first training step, and refuse calls of loss.backward() and optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
@@ -800,8 +802,9 @@ class MiniLoop:
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # This validation runs only because should_stop is set. Restore the RNG state, because
-            # an uninterrupted run would not draw random numbers here.
+            # Without should_stop, the loop would not validate here, and would draw no random
+            # numbers. Restore the RNG state, so that a resumed run continues as if it had not been
+            # stopped.
             set_rng_state(state)
         return True
 
@@ -809,8 +812,8 @@ class MiniLoop:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
         To validate with other weights, load them into the model, and restore the trained weights
-        afterwards. Do not assign another module to ``self.network``, because validation_step would
-        still use the weights of ``self.model``.
+        afterwards. Do not assign another module to ``self.network``, because validation_step uses
+        ``self.model``.
         """
         training = self._sums, self._torchmetrics
         self._sums, self._torchmetrics, self._step_values = [{}], {}, None
@@ -1045,8 +1048,8 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # If the resumed checkpoint does not list this file, the file's rows were written after
-            # the checkpoint. Drop these rows.
+            # If the resumed checkpoint has no entry for this CSV file, all rows in the file are
+            # newer than the checkpoint. Drop these rows.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1136,8 +1139,9 @@ class MiniLoop:
         added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
         checkpoint.update(added)
         if self._saved_step is None:
-            # Checking the whole entry "ranks" would be slow, because it may contain large
-            # attributes. Check only callback_metrics, because users may add any value to it.
+            # The entry "ranks" may contain large attributes, so a complete check would be slow.
+            # Check only callback_metrics in this entry, because users may add any value to
+            # callback_metrics.
             own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
             added["fabric_template"] = own
         for name, value in added.items():
@@ -1147,7 +1151,7 @@ class MiniLoop:
             check_readable(apply_to_collection({name: value}, Tensor, Tensor.dim), text)
 
     def _build_own_state(self) -> dict[str, Any]:
-        """Return the entry that MiniLoop adds to a checkpoint in Lightning's format."""
+        """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         self._warn_of_iterators()
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
@@ -1247,8 +1251,9 @@ class MiniLoop:
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
-        # A user's `_is_done` may read numbers and lists of the loop, so restore them now. A user's
-        # `_restore` may create objects with a state_dict(), so `_train` restores them later.
+        # Restore the loop's numbers and lists now, because a user's `_is_done` may read them.
+        # `_train` later restores objects with a state_dict(), because a user's `_restore` may
+        # create them.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1264,8 +1269,8 @@ class MiniLoop:
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # `_restore_tables` removes CSV rows that were written after the resumed checkpoint.
-            # Replace last.ckpt with this checkpoint, because last.ckpt may need the removed rows.
+            # A newer last.ckpt expects CSV rows that `_restore_tables` removes below. Replace the
+            # newer last.ckpt with the resumed checkpoint.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1446,8 +1451,8 @@ class MiniLoop:
             self._epoch_start = self._loader_state()
         else:
             kept = self._restore_epoch_start(state["parts"])
-        # Record the iterators in the loader's attributes. If iter(loader) does not replace them,
-        # `_warn_of_iterators` warns that checkpoints do not contain their positions.
+        # Remember the iterators that are attributes of the loader. If iter(loader) does not replace
+        # an iterator, `_warn_of_iterators` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1463,8 +1468,9 @@ class MiniLoop:
             warn_of_weights(self.train_loader)
             for _ in range(self.batches_done):
                 next(self._batches)
-            # Resetting the loaders or skipping batches may have replaced lists and tensors in the
-            # loaders. Put the original objects back, because the model may refer to them.
+            # Resetting the loaders, or reading the finished batches again, may assign new lists and
+            # tensors to the loaders' attributes. Put the original objects back, because the model
+            # may refer to them.
             for part, values in kept:
                 current = namespace_of(part)
                 for name in [n for n in values if type(current.get(n)) is type(values[n])]:
@@ -1496,7 +1502,7 @@ class MiniLoop:
         return [place for place in self._start_states if place in self._read_places]
 
     def _copy_large_values(self) -> None:
-        """Copy the loaders' large attributes, so that ``_reset_loaders`` can restore them."""
+        """Copy loader attributes that have only a checksum, so that they can be restored."""
         for place in self._loader_places():
             for name, value in namespace_of(self._parts[place]).items():
                 is_marked = type(self._start_states[place].get(name)) is ChangeMark
@@ -1682,14 +1688,15 @@ class MiniLoop:
         return place in self._object_places and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy the loaders' large attributes before a checkpoint overwrites them."""
+        """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
         for place, state in states.items():
             start = self._start_states.get(place, {})
             for name in state.keys() & start.keys():
                 if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
                     value = namespace_of(self._parts[place])[name]
                     with suppress(TypeError):
-                        # `_reset_loaders` can reset the attribute to this copy.
+                        # `_reset_loaders` cannot restore the attribute from a checksum, so store a
+                        # copy.
                         start[name] = encode_large(value, self.fabric.device)
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -1713,11 +1720,11 @@ class MiniLoop:
 
         def may_change_in_place(current: Any, value: Any) -> bool:
             """Return whether to write a saved value into the current list or tensor in place."""
-            # An in-place change would overwrite a weight of the model, so assign a new tensor.
+            # If the current tensor is a weight of the model, do not overwrite the weight in place.
             if address_of(current) in self._weights:
                 return False
-            # If several attributes refer to one list, changing the list changes all of them. Allow
-            # the change only if the attributes have equal saved values.
+            # If several attributes refer to one list, changing the list changes all of them. Change
+            # the list only if the saved values of these attributes are equal.
             first, *others = holders.get(id(current), [END])
             return all(is_same(first, other) for other in others)
 
@@ -1740,11 +1747,11 @@ class MiniLoop:
     def _recorded_values(self) -> Iterator[None]:
         """After the with block, record the attributes of the model, the loaders and the loop."""
         self._parts: dict[str, Any] = {}
-        # At the start of a run, the loop records the model's attributes in
-        # _starts[id(model), "attributes"][checkpoint_dir].
+        # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
+        # the run that saves its checkpoints in this folder.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
-        # If fit fails before training starts, `_redo` undoes the resets of attributes by
-        # `_undo_earlier_fits`.
+        # If fit fails before training starts, `_redo` restores the attributes that
+        # `_undo_earlier_fits` has reset.
         self._redo = ExitStack()
         try:
             yield
@@ -1770,8 +1777,8 @@ class MiniLoop:
         Args:
             run: The folder of the run to resume, or None for a new run, which resets nothing.
         """
-        # A checkpoint contains only attributes that the saved run has changed. Without this reset,
-        # all other attributes would keep values from earlier fits.
+        # A checkpoint contains only attributes that the saved run has changed. Earlier fits may
+        # have changed other attributes, so reset these attributes here.
         self._not_reset: set[tuple[str, Any]] = set()
         self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
@@ -1805,9 +1812,9 @@ class MiniLoop:
     def _take_start_values(
         self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the old values of attributes that have changed since the start of a run."""
-        # Remove the record while this fit runs. Otherwise, a hook that calls another fit with the
-        # same model would change the record.
+        """For attributes that have changed since a run started, return the values at its start."""
+        # While this fit runs, remove the start values from EARLIER_FITS. Otherwise, a hook that
+        # calls another fit with the same model would change the start values.
         starts, end = EARLIER_FITS[id(owner)].pop(kind)
         self._starts[id(owner), kind] = starts
         # Do not undo changes that the user has made since the latest fit.
@@ -1855,19 +1862,19 @@ class MiniLoop:
                 # If this process already started the run, keep the attributes from the first start.
                 start = starts.pop(run) if run in starts else share_equal_values(start, newest)
                 starts[run] = start
-                # To save memory, keep the records of only the latest four runs.
+                # To save memory, keep the start values of only the latest four runs.
                 for oldest in [*starts][:-4]:
                     del starts[oldest]
 
     def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return a tuple (path, object, kind) for each record that ``fit`` keeps for later fits."""
+        """Return tuples such as ("", model, "training") for values to record in EARLIER_FITS."""
         self._find_objects()
         model = self._parts.get("")
         model = model if type(model).__weakrefoffset__ else self
         keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
         for place, part in self._parts.items():
-            # `record_of` creates a weak reference to an object. Lists and dicts do not support weak
-            # references, so store their values in the record of the model.
+            # EARLIER_FITS needs weak references, which lists and dicts do not support. Store the
+            # values of lists and dicts together with the values of the model.
             is_owner = type(part).__weakrefoffset__
             keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
         return keys
@@ -1876,7 +1883,7 @@ class MiniLoop:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def _read_values(self, place: str, kind: str) -> Any:
-        """Return the options, flags or attributes of an object, or None if reading them fails.
+        """Return the options, flags or attributes that ``kind`` selects, or None if reading fails.
 
         Args:
             place: The path of the object.
@@ -2090,9 +2097,9 @@ class MiniLoop:
             self._parts["fit optimizer"] = optimizer
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the state before training, and check the checkpoint of a resumed run."""
-        # Users who edit `_set_up_optimizer` may append a scheduler to the list. Convert it to
-        # Lightning's scheduler dict.
+        """Record the state before training, and check whether a checkpoint can be resumed."""
+        # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
+        # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = self._options()
         self._hparams = find_hparams(self.model)
@@ -2170,7 +2177,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Compare settings, and arguments of the optimizer and schedulers, with the saved run."""
+        """Compare settings, optimizer arguments and scheduler arguments with the saved run."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2261,7 +2268,7 @@ class MiniLoop:
     def _prepared_model(
         self, stage: str, path: Path | None, checkpoint: dict[str, Any]
     ) -> Iterator[None]:
-        """Move the model to the device for a with block, and load weights from a checkpoint."""
+        """Move the model to the device for a ``with`` block, and load weights from a checkpoint."""
         network, strategy = self.network, self.fabric.strategy
         device = next((p.device for p in network.parameters()), self.fabric.device)
         if self._converts_dtype:
@@ -2291,8 +2298,8 @@ class MiniLoop:
             self.model.trainer = self
         modules = [m for m in self.network.modules() if hasattr(type(m), "trainer")]
         parts = {id(part): vars(part) for part in [*modules, self.model] if has_no_log(part)}
-        # If a hook of another loop calls this loop, the model already has the other loop's methods.
-        # Keep these methods, and restore them after the with block.
+        # If a hook of another loop calls this loop, the model already has methods of the other
+        # loop, such as ``log``. Restore the methods of the other loop at the end.
         previous = {key: {n: v for n, v in parts[key].items() if n in added} for key in parts}
         for attributes in parts.values():
             attributes.update(added)
@@ -2388,7 +2395,8 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # FabricLoop adds the log() method of a ResultCollection to models. Ignore this method.
+    # FabricLoop adds the log() method of a ResultCollection to models. Ignore this method, because
+    # the model does not define it.
     owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     kinds = {kind.__name__ for kind in type(owner).__mro__}
     is_added = is_loop(owner) or "ResultCollection" in kinds
@@ -2516,7 +2524,7 @@ def to_metric(name: str, value: Any) -> Tensor:
 
 
 def to_weight(name: str, batch_size: Any) -> Any:
-    """Convert a batch_size to a Python number, or to a 0-dimensional tensor on its device."""
+    """Convert a batch_size to a Python number or, if it is a tensor, to a 0-dimensional tensor."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         # Clone the tensor, because the step may later change it in place.
         return batch_size.detach().clone().reshape(())
@@ -2574,7 +2582,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """Return a dict of a loader, its sampler, dataset and collate_fn, and the objects in them."""
+    """Return a loader and the objects in it, such as its sampler and dataset, keyed by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
     parts = {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
@@ -2588,21 +2596,21 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # A checkpoint contains only attributes of objects. To save a list of batches, assign the list
-    # to an attribute of a new object.
+    # Checkpoints contain the attributes of a loader, but a list has no attributes. If the loader is
+    # a list, assign the list to an attribute of a SimpleNamespace.
     is_list = type(loader) is list
     return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
 
 
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that samplers and datasets refer to, for example in attributes."""
+    """Return the modules in the attributes of loaders, samplers and datasets."""
     found: list[nn.Module] = []
     for values in [{"": part, **namespace_of(part)} for part in parts]:
         for value in islice(values.values(), 500):
             held = [value]
             if isinstance(value, partial):
                 held += [value.func, *value.args, *value.keywords.values()]
-            # Do not iterate over a subclass of list, because its __iter__ may draw random numbers.
+            # Do not iterate over a subclass of list, because its __iter__ may change the RNG state.
             if type(value) in (dict, list, tuple) and len(value) <= 500:
                 held += value.values() if type(value) is dict else value
             if isinstance(value, FunctionType):
@@ -2635,9 +2643,10 @@ def finish_gloo_threads() -> None:
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
-    """Warn if the loader's sampler draws random numbers after it has yielded the first item."""
+    """Warn if the loader's sampler draws random numbers during the epoch, not only at its start."""
     # To resume within an epoch, the loop reads the finished batches again without training on them.
-    # Without the random draws of dropout, the sampler may draw other numbers than in the saved run.
+    # If dropout and a sampler share a random generator, the sampler then draws other numbers than
+    # in the saved run.
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
     own = [sampler for sampler in used if not type(sampler).__module__.startswith("torch.")]
@@ -2672,7 +2681,7 @@ def warn_of_weights(loader: Any) -> None:
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
-    """Yield batches until one process has none left, because DDP needs all processes."""
+    """Yield batches until one process has none left, because DDP needs a batch in each process."""
     while True:
         batch = next(batches, END)
         has_batch: Any = int(batch is not END)
@@ -2771,8 +2780,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     """Raise an error if the optimizer's state contains parameters or their ids."""
-    # A resumed run creates new parameters with new ids, so the saved parameters and ids would not
-    # refer to parameters of the model.
+    # A resumed run creates new parameters with new ids. Old parameters or ids in the optimizer
+    # state would not refer to the new parameters.
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -2784,7 +2793,7 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value refers to parameters or modules by id or by memory address.
+    """Return whether a value contains ids of modules or parameters, or tensors of parameters.
 
     Args:
         ids: The ids of parameters or modules, to look for in dict keys and in sets.
@@ -2822,7 +2831,7 @@ def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that an optimizer or scheduler had before earlier ``fit`` calls."""
+    """Return the arguments of an optimizer or scheduler, without changes by earlier fits."""
     start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
     return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
 
@@ -2831,7 +2840,8 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
     """Warn if an argument of the optimizer or a scheduler has changed since the run was saved."""
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
-        # torch does not check a scheduler's class and interval, so raise an error if they differ.
+        # torch does not check a scheduler's class and interval. Raise an error if they differ from
+        # those of the saved run.
         kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
         text = f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
         text += " Create the same scheduler, or use load= to start a new run from the weights."
@@ -2845,8 +2855,8 @@ def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
     """Raise an error if a scheduler's state contains parameters of the optimizer."""
-    # After a resume, the scheduler would refer to copies of the parameters, but the optimizer would
-    # not train the copies.
+    # If a scheduler's state contained parameters, a resumed scheduler would use copies of the
+    # parameters. The optimizer does not train these copies.
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
@@ -2857,7 +2867,7 @@ def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert settings to values that JSON can store, or else to the names of their types."""
+    """Convert each setting to a value that JSON can store, or else to the name of its type."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -3022,12 +3032,12 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Return whether an attribute path such as "a.b" equals ``outer`` or is inside it."""
+    """Return whether a path such as "a.b" is inside an outer path such as "a", or equals it."""
     return f"{path}.".startswith(f"{outer}.")
 
 
 def record_of(owner: Any) -> dict[str, Any]:
-    """Return an object's record in EARLIER_FITS, and create the record if it is missing."""
+    """Return the dict of an object in EARLIER_FITS, and create the dict if it is missing."""
     if id(owner) not in EARLIER_FITS:
         # When Python frees the object, remove its record, because a new object may get the same id.
         weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
@@ -3035,18 +3045,18 @@ def record_of(owner: Any) -> dict[str, Any]:
 
 
 def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ between two dicts of encoded values."""
+    """Return the names of attributes whose values differ between two dicts."""
     names = {**first, **second}
     return [n for n in names if not is_same(first.get(n, REMOVED), second.get(n, REMOVED))]
 
 
 def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a dict that reuses equal values of another dict, to save memory."""
+    """Return a copy of ``values`` that shares equal values with ``others``, to save memory."""
     return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """Create the item at a path such as "counts.0", if ``counts`` is a defaultdict."""
+    """Create the item ``counts[0]`` for the path "counts.0", if ``counts`` is a defaultdict."""
     path, _, key_name = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container: Any = namespace_of(parts.get(owner)).get(name)
@@ -3135,7 +3145,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of Python or torch, such as ``iter(loader)``."""
+    """Return whether a value is an iterator whose class is from Python or torch."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -3155,7 +3165,7 @@ def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) ->
 
 
 def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn about an iterator, and refuse random generators in a list or dict."""
+    """Warn if an unsaved attribute is an iterator, and refuse random generators in a container."""
     if is_library_iterator(value) and not is_in_loader:
         text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
         text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
@@ -3173,7 +3183,7 @@ class ChangeMark(tuple[Any, ...]):
 
 
 class ObjectMark(ChangeMark):
-    """A reference to an attribute's value, to detect whether the attribute gets a new object."""
+    """A reference that shows whether an attribute still has the same object as before."""
 
 
 def mark_object(value: Any) -> ObjectMark:
@@ -3207,12 +3217,12 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     )
     if ATOMS.issuperset(map(type, items)):
         return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # A dict's items alternate between keys and values. An even step would select only keys, so make
-    # the step odd.
+    # In `items`, the keys and values of a dict alternate. With an even step, items[::step] would
+    # contain only keys, so make the step odd.
     step = (1 + len(items) // 2_000) | 1
     marks = [mark_value(item, depth + 1) for item in items[::step]]
-    # ``marks`` covers only a sample of a long container's items. To detect in-place changes of all
-    # tensors in the container, compare their version counters.
+    # `marks` has checksums of only some items of a long container. Version counters detect in-place
+    # changes of all tensors in the container.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     # A new object can have the id of a deleted object, so also compare weak references.
@@ -3427,7 +3437,7 @@ def set_shared(name: str, current: Any, value: Any) -> None:
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value into an object in place, or return False if the type, shape or dtype differs."""
+    """Copy a value into a tensor or container in place. Return False if the value does not fit."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -3458,7 +3468,8 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether a FabricLoop checkpoint contains attributes of loaders or datasets."""
     if isinstance(state, dict):
-        # The model's attributes at the start of an epoch are needed only to resume within it.
+        # The model's attributes at the start of an epoch are needed only to resume within the
+        # epoch.
         parts = (part for name, part in state.items() if name != "model")
         return bool(state.get("attributes")) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
@@ -3492,7 +3503,7 @@ def is_object_state(value: Any) -> bool:
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Return whether two encoded values are equal. NaN equals NaN."""
+    """Return whether two values, which may contain tensors, are equal. NaN equals NaN."""
     if first is second or type(first) is not type(second):
         return first is second
     if isinstance(first, weakref.ref):
@@ -3722,8 +3733,8 @@ def age_of(folder: Path) -> tuple[float, int]:
     """Return the time when a version folder was last used, and the version number."""
     number, age = folder.name.removeprefix("version_"), max(read_times(folder))
     for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # Without a .lock file, read the save time from a checkpoint. Ignore damaged checkpoints
-        # here, because `_find_newest` warns about them.
+        # If the folder has no .lock file with times, use the time at which a checkpoint was saved.
+        # Ignore damaged checkpoints here, because `_find_newest` warns about them.
         with suppress(Exception):
             saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
             age = max(age, float(saved))
@@ -3817,7 +3828,8 @@ def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
     for kind in (int, float):
         with suppress(ValueError):
-            # Keep text such as "007" and "1.10", because a resumed run writes the cells again.
+            # Do not convert text such as "007" or "1.10" to a number. A resumed run writes the file
+            # again, and must not change the text.
             if str(kind(cell)) == cell:
                 return kind(cell)
     return cell
