@@ -80,7 +80,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file, and restore the NumPy values in it.
+    """Read a checkpoint file, and recreate the NumPy values that were saved as other types.
 
     Args:
         weights_only: If True, no code in the file is executed, and reading a value that requires
@@ -160,7 +160,8 @@ def replace_numpy_values(value: Any, parents: list[Any]) -> tuple[Any, Any]:
     if isinstance(value, np.generic | np.ndarray):
         return plain_value(value)
     if type(value) in (set, frozenset):
-        # Dtypes are saved by key or index, so the dtypes of items in a set cannot be saved.
+        # Each dtype is saved under an item's key or index. The items of a set have neither, so
+        # convert them without saving dtypes.
         items = [plain_value(item)[0] for item in value]
         is_changed = any(isinstance(item, np.generic) for item in value)
         return (type(value)(items) if is_changed else value), None
@@ -191,14 +192,15 @@ def items_of(container: Any) -> Any:
 
 
 def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
-    """Return a copy of a container in which some items and all NumPy dict keys are replaced.
+    """Copy a container, replace the given items, and convert NumPy dict keys to Python values.
 
     Args:
         replaced: The new items, keyed by dict key or list index.
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
-        # Return no copy, because replace_numpy_values() detects changed items by identity.
+        # Return the container itself, because replace_numpy_values() treats a copy as a changed
+        # value.
         return container
     items = [(key, replaced.get(key, item)) for key, item in items_of(container)]
     if isinstance(container, dict):
@@ -240,7 +242,7 @@ def plain_array(array: np.ndarray) -> Any:
 
 
 def numpy_value(plain: Any, dtype: str) -> Any:
-    """Convert a Python value or a tensor to a NumPy value with a dtype such as "<f4"."""
+    """Convert a Python value or a tensor to a NumPy value of the given dtype, such as "<f4"."""
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"got the dtype {dtype!r}")
     if isinstance(plain, torch.Tensor):

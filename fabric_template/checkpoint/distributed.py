@@ -185,8 +185,8 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
-    All processes must call this function. The checkpoint may be from a run with a different number
-    of processes.
+    All processes must call this function. If the saved run had a different number of processes, the
+    tensors are resharded.
 
     Args:
         key: Either "state_dict" or "optimizer_states".
@@ -233,10 +233,10 @@ def read_shards(folder: Path, value: Any, key: str, own: dict[str, Any]) -> Any:
 
 
 def collect_tensors(run: Run, key: str) -> dict[str, Any]:
-    """Return tensors of this run with the sharding in which saved tensors must be loaded.
+    """Return this run's tensors, which define the sharding of the loaded tensors.
 
     Returns:
-        A dict of tensors, keyed by a checkpoint path such as "state_dict/layer.weight".
+        A dict that maps names in the checkpoint, such as "state_dict/layer.weight", to tensors.
     """
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network

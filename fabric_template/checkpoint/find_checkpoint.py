@@ -78,7 +78,7 @@ def find_start_point(
 
 
 def read_file(io: CheckpointIO, is_safe: bool, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint. If ``is_safe`` is True, do not execute code in the file."""
+    """Read a checkpoint file, and execute code in it only if ``is_safe`` is False."""
     checkpoint = restore_numpy(io.load_checkpoint(path, weights_only=is_safe))
     if SHARDS_KEY in checkpoint:
         verify_shards(path, checkpoint[SHARDS_KEY])
@@ -255,7 +255,7 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
     """Return the path of the best checkpoint in the same folder as ``newest``, or None."""
     names = ["best.ckpt"]
     if OWN_KEY in checkpoint:
-        # The newest checkpoint lists the best checkpoints, from best to worst.
+        # The newest checkpoint contains the names of the best checkpoints, from best to worst.
         names = list(checkpoint[OWN_KEY]["checkpoints"]["kept"])
     path = newest.with_name(os.path.basename(names[0])) if names else None
     return path if path is not None and path.exists() else None
@@ -313,8 +313,8 @@ def list_versions(plan: Plan, folder: Path, patterns: Collection[str]) -> list[V
     names = list_names(folder) if given is None else [version_folder(given)]
     found = []
     for name in names:
-        # Read the times of starts and saves from the .lock file, because copying a checkpoint file
-        # changes its modification time.
+        # Read the times of run starts and checkpoint saves from the .lock file, because copying a
+        # checkpoint changes the file's modification time.
         started, saved = read_times(folder / name)
         version = Version(name, partial(list_files, folder / name, patterns), started)
         if started == saved == 0.0 and len(names) > 1:

@@ -4,8 +4,8 @@ A checkpoint contains an attribute only if its value has changed since the run s
 earlier ``fit`` call has changed an attribute that a checkpoint lacks, restoring the checkpoint does
 not undo the change. Before restoring a checkpoint, ``fit`` undoes the changes that earlier ``fit``
 calls made to attributes. If the user has changed an attribute between two ``fit`` calls, the
-attribute keeps the user's value. Attribute changes are undone only if an earlier ``fit`` call in
-this Python process used the checkpoint's folder.
+attribute keeps the user's value. Attributes are reset only if an earlier ``fit`` call in the same
+Python process saved checkpoints in the folder from which the run resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-# Maps the names of attributes, flags or options to pairs of a digest and an encoded value.
+# Maps the name of an attribute or option to a pair: the value's digest and the encoded value.
 Values = dict[Any, tuple[Any, Any]]
 # Stores attribute values from earlier ``fit`` calls. The values of the model's attributes, for
 # example, are in _EARLIER_FITS[model]["attributes"]. The keys are weak references, so that Python
@@ -44,7 +44,7 @@ _MOST_RUNS = 4
 
 
 class ObjectRecord:
-    """Record an object's attributes or flags at the start and at the end of each ``fit`` call.
+    """Record an object's values, such as its attributes, before and after each ``fit`` call.
 
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.
@@ -56,7 +56,7 @@ class ObjectRecord:
         self.end: dict[Any, Any] = {}
 
     def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
-        """Return the original values of attributes that ``fit``, but not the user, has changed.
+        """Return the original values of attributes that ``fit`` changed and the user did not.
 
         Args:
             checkpoint: The path of the checkpoint from which the run resumes, or None.
@@ -84,7 +84,7 @@ class ObjectRecord:
                     start[name] = values[name]
 
     def add_fit(self, run: frozenset[Path], start: Values, end: dict[Any, Any]) -> None:
-        """Store an object's values at the start of a ``fit`` call, and their digests at the end."""
+        """Store attribute values from before a ``fit`` call, and digests from after the call."""
         known: Values = next(reversed(self.starts.values()), {})
         self.starts.pop(run, None)
         # Store equal values only once.
@@ -123,15 +123,15 @@ class FitRecord:
     ) -> None:
         self._checkpoint, self._saved = checkpoint, set(find_saved_names(saved))
         self._model, self._is_training = model, is_training
-        # For each recorded object, stores the object, a function that reads its attributes, and the
-        # values of the attributes before training.
+        # Each entry holds a recorded object, a function that reads its attributes, and the
+        # attributes' values before training.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
         # If restoring the checkpoint fails, these functions undo the attribute changes that this
         # FitRecord has made.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
-        """Record attributes and, in a resumed run, undo changes by earlier ``fit`` calls.
+        """On resume, reset attributes that an earlier ``fit`` changed. Record all attributes.
 
         Args:
             state: A PlainState that has just been created.
@@ -161,7 +161,7 @@ class FitRecord:
         read: Callable[[], dict[Any, Any]],
         restore: Callable[[dict[Any, Any]], Any] | None = None,
     ) -> None:
-        """Record values such as ``requires_grad``, and undo changes by earlier ``fit`` calls.
+        """Like ``reset_and_record_attributes``, but for values such as ``requires_grad``.
 
         Args:
             kind: The kind of values, such as "flags" or "options".
@@ -205,27 +205,29 @@ class FitRecord:
         return found
 
     def _is_restorable(self, state: PlainState, place: Place, value: Any, current: Any) -> bool:
-        """Return whether an attribute can be reset to its value before an earlier ``fit`` call.
+        """Return whether an attribute can be reset to its value from before an earlier ``fit``.
 
         Args:
             current: The digest of the attribute's current value.
         """
         name, attribute = place
         path = f"{name}.{attribute}"
-        # Do not reset an attribute whose value is an object that the checkpoint restores.
+        # If an attribute contains an object that the checkpoint restores, do not reset the
+        # attribute.
         if path in self._saved and (value == UNKNOWN or isinstance(current, Identity)):
             return False
         if value != UNKNOWN:
             return True
         attributes = state.parts[name].namespace()
-        # Do not warn about a tensor that is also a weight, because the checkpoint restores it.
+        # Do not warn about an attribute that refers to a weight, because the checkpoint restores
+        # weights.
         is_weight = shares_memory(attributes.get(attribute), state.addresses_of_network())
         if current != REMOVED and not is_weight:
             warn_of_changed_attribute(path)
         return False
 
     def keep_resets(self) -> None:
-        """After the checkpoint is restored, prevent ``store`` from undoing attribute resets."""
+        """Make the attribute resets permanent after the checkpoint has been restored."""
         self._reverts = []
 
     def store(self, folders: Iterable[Any]) -> None:
@@ -234,7 +236,7 @@ class FitRecord:
         Args:
             folders: The folders of the run's checkpoints.
         """
-        # If restoring the checkpoint failed, undo the resets of attributes. Otherwise,
+        # If restoring the checkpoint failed, undo the attribute resets in self._reverts. Otherwise,
         # keep_resets() has emptied this list.
         for revert in reversed(self._reverts):
             with suppress(Exception):
@@ -258,14 +260,14 @@ def find_record(owner: Any, kind: str) -> ObjectRecord | None:
 
 
 def find_object_and_kind(name: str, part: Part, model: Any) -> tuple[Any, str]:
-    """Return the keys under which an ObjectRecord is stored, such as (model, "buffers")."""
+    """Return the two dict keys of an object's record: the object, and a kind such as "buffers"."""
     owner, kind = part.instance, "buffers" if part.has_buffers else "attributes"
-    # Each run creates new ListItem objects. Use the list item in a ListItem as the key, so that a
+    # Each run wraps list items in new ListItem objects. Use the wrapped item as the key, so that a
     # later run finds the item's record.
     if isinstance(owner, ListItem):
         owner, kind = owner.item, "item"
-    # Keys must support weak references. For an object without this support, use the model as the
-    # key, and add the object's name to the kind.
+    # The first key must support weak references. If the object does not, use the model as the first
+    # key, and include the object's name in the second key.
     return (owner, kind) if type(owner).__weakrefoffset__ else (model, f"{kind} of {name}")
 
 
@@ -298,7 +300,7 @@ def make_pairs(values: dict[Any, Any]) -> Values:
 
 
 def make_restore_function(state: PlainState, places: Iterable[Place]) -> Callable[[], None]:
-    """Return a function that restores the current values of the given attributes."""
+    """Copy the given attributes, and return a function that restores the copied values."""
     kept = []
     for name, attribute in places:
         part = state.parts[name]
@@ -325,7 +327,7 @@ def copy_content(value: Any) -> Any:
 
 
 def undo_earlier_fits(run: Run) -> FitRecord:
-    """Before a resume, undo changes that earlier ``fit`` calls made to the model and callbacks.
+    """Before a resume, reset model and callback attributes that earlier ``fit`` calls changed.
 
     Returns:
         A new FitRecord, to which other objects such as optimizers are added later.
@@ -338,7 +340,7 @@ def undo_earlier_fits(run: Run) -> FitRecord:
     start = run.plan.start
     saved = start.state_of_process(run.fabric.global_rank)
     record = FitRecord(path_of(start), [saved.get("plain_state"), saved.get("data")], run.model)
-    # Do not reset the options here, because make_plan has already reset them.
+    # Only record options such as max_epochs here, because make_plan has already reset them.
     record.reset_and_record_values(run.loop, "options", partial(read_options, run.loop))
     reset_and_record_flags(run, record)
     record.reset_and_record_attributes(make_plain_state(run))
@@ -356,14 +358,14 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
     for index, callback in enumerate(run.hooks.callbacks):
         method = getattr(type(callback), "state_dict", None)
         is_lightnings = getattr(method, "__module__", "").startswith(CALLBACK_MODULES)
-        # Leave out a ModelCheckpoint, because a reset would lose its best_model_path.
+        # Do not reset a ModelCheckpoint, because it would lose its best_model_path.
         if is_lightnings and not is_instance_of(callback, "ProgressBar", "Checkpoint"):
             found[f"callbacks.{index}.{type(callback).__qualname__}"] = Part(callback)
     return found
 
 
 def reset_and_record_flags(run: Run, record: FitRecord) -> None:
-    """Record ``training`` and ``requires_grad`` and, in a resumed run, undo changes by ``fit``."""
+    """Reset flags such as ``requires_grad`` that an earlier ``fit`` changed. Record all flags."""
     for module in run.network.modules():
         record.reset_and_record_values(
             module, "flags", partial(read_flags, module), partial(restore_flags, module)
@@ -396,7 +398,7 @@ def reset_options(loop: FabricLoop, start: StartPoint) -> None:
 
 
 def warn_of_changed_attribute(place: str) -> None:
-    # With ``python -W error``, this warning must not stop the run.
+    # With ``python -W error``, a warning raises an error, which must not stop the run.
     with suppress(Warning):
         warnings.warn(
             f"resume: an earlier fit in this process changed the attribute {place}, and the loop"

@@ -108,12 +108,12 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """Save checkpoints if validation ran in the middle of an epoch."""
+        """After a validation in the middle of an epoch, save checkpoints."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
-        # In the middle of an epoch, a training metric still has its value from the previous epoch,
-        # so compare only validation metrics.
+        # In the middle of an epoch, a training metric still has its value from the previous epoch.
+        # Therefore, save the best checkpoint only if the monitored metric is a validation metric.
         if self.config.monitor in run.results.evaluated:
             self.save_best(run)
         self.save_in_epoch(run)
@@ -165,10 +165,10 @@ class CheckpointManager:
             self.last_model_path = str(path)
 
     def replace_last(self, run: Run) -> None:
-        """If the run continues from a checkpoint that is not last.ckpt, copy it to last.ckpt.
+        """Replace last.ckpt with the checkpoint from which the run continues, such as best.ckpt.
 
-        Call this method before the newest CSV rows are removed, because the old last.ckpt may refer
-        to these rows.
+        Replace last.ckpt before the newest CSV rows are removed, because the old last.ckpt may
+        refer to these rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return
@@ -305,7 +305,7 @@ class CheckpointManager:
         self._is_validated, self._last_step = state["is_validated"], state["last_step"]
         self._resumed_metric = state["monitor"], state["mode"]
         if self._resumed_metric != self._metric or not self._is_continued:
-            # Ignore the saved scores of a different metric or folder.
+            # Ignore the saved scores if this run uses a different metric or checkpoint folder.
             return
         # Paths in an untrusted checkpoint could point anywhere, so use only their file names.
         kept = {self._path(os.path.basename(name)): v for name, v in state["kept"].items()}

@@ -1,9 +1,10 @@
 """Read checkpoint files without running code from them.
 
-``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage. A
-pickle can call any class or function. PlainUnpickler builds only tensors and standard types, such
-as numbers, text, dates and containers, and replaces all other objects with placeholders.
-PlainUnpickler does not build NumPy objects, because NumPy does not validate pickled data.
+``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage.
+Python's unpickler calls any class or function that a file names. PlainUnpickler builds only tensors
+and standard types, such as numbers, text, dates and containers, and replaces all other objects with
+placeholders. PlainUnpickler does not build NumPy objects, because NumPy does not validate pickled
+data.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# torch.load reads a zip entry with this folder bit as an empty file, so reject such entries.
+# Marks a zip entry as a folder. Reject entries with this bit, because torch.load reads them as
+# empty files.
 _FOLDER = 0x10
 
 
@@ -41,8 +43,8 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ == "builtins.getattr" and len(args) == 2:
-            # A pickle loads a nested class or a method by calling getattr. Return a placeholder
-            # class instead of the result.
+            # A pickle calls getattr() to load a nested class or a method. Return a placeholder
+            # class instead of calling getattr().
             return type(f"{kind_of(args[0]).__name__}.{args[1]}", (Placeholder,), {})
         # Pickles create many objects by calling copyreg functions, whose first argument is the
         # object's class.
@@ -72,7 +74,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint that raises an error if you read a value that contains a placeholder.
+    """A checkpoint that raises an error if you read a value with an unsupported object.
 
     Args:
         values: The checkpoint.
@@ -168,7 +170,7 @@ def read_plain(
 
 
 def find_unbuilt_parts(checkpoint: dict[Any, Any]) -> dict[Any, str]:
-    """For each checkpoint key, describe the first unsupported object."""
+    """For each checkpoint key, describe the first object that the unpickler has not built."""
     parts = {key: part for key, part in checkpoint.items() if key not in _HYPERPARAMETERS}
     found = {key: find_placeholder(part, str(key)) for key, part in parts.items()}
     return {key: text for key, text in found.items() if text is not None}
@@ -243,7 +245,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if not is_inside or not is_plain or info.external_attr & _FOLDER:
             raise ValueError("An entry is compressed, or extends beyond the file.")
-    # Reject overlapping entries, which could together be many times larger than the file.
+    # Reject a zip archive with overlapping entries, because reading them all could fill the memory.
     if sum(info.file_size for info in infos) > size:
         raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
@@ -266,12 +268,13 @@ class PlainUnpickler(pickle.Unpickler):
     sizes: ClassVar[dict[str, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a safe replacement for the class or function with the given name."""
-        # A pickle can set attributes of the object that this method returns. Return only immutable
+        """Return a safe replacement for a class or function that a pickle names."""
+        # A pickle can set attributes of any object that find_class() returns. Return only immutable
         # or new objects, so that a pickle cannot change existing classes or functions.
         full_name = f"{_MODULES.get(module, module)}.{name}"
         if full_name == "torch.storage.UntypedStorage":
-            # torch.load reads only the dtype of a storage class, so return an object with a dtype.
+            # torch.load uses only the dtype of a storage class, so return a simple object with a
+            # dtype.
             return SimpleNamespace(dtype=torch.uint8)
         if full_name in BUILDERS:
             return Builder(BUILDERS[full_name])
@@ -294,7 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Builds an object when a pickle is read, by calling a function with the saved arguments."""
+    """Wraps a function that builds an object from the arguments in a pickle."""
 
     __slots__ = ("_function",)
 

@@ -227,7 +227,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     # Wrappers such as DistributedDataParallel add components such as "module" to the names of
     # weights. Compare names without these components.
     own_names = {plain_name(name): name for name in own}
-    # If two weights have the same name without these components, rename no weights.
+    # If two names are equal without the components of wrappers, rename no weights.
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
@@ -255,8 +255,8 @@ def plain_name(name: str) -> str:
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
     check_dtypes(run, checkpoint)
-    # Prune after configure_optimizers, because an optimizer that is created later would get the
-    # parameters in a different order.
+    # Pruning changes the order of the model's parameters. Prune after configure_optimizers, so that
+    # the optimizers get the original order.
     restore_pruning(run, run.plan.start.own.get("pruning_masks", {}))
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
@@ -264,8 +264,9 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     own = run.plan.start.training_state(run.stop.max_steps != -1)
     if own["writer"] == "MiniLoop":
         restore_mini_attributes(run)
-    # Restore max_epochs and max_steps before fit checks whether the run is finished. Restore the
-    # other options after on_train_start, because this hook must see the script's options.
+    # Restore max_epochs and max_steps before fit checks whether the run is finished. Restore all
+    # other options only after on_train_start, because this hook must see the options that the
+    # script passed.
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
@@ -287,7 +288,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
-    """Restore options such as max_epochs, if hooks of the saved run changed them."""
+    """Set options such as max_epochs to the values that hooks of the saved run assigned."""
     options = vars(run.plan.config)
     for name, (given, value) in changed.items():
         # If the user passes a new value for the option, do not replace it with the saved value.
@@ -362,8 +363,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore the attributes after iter(loader), because iter(loader) needs the values from the
-    # start of the epoch.
+    # Restore the model's attributes last, because iter(loader) must see their values from the start
+    # of the epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -534,7 +535,7 @@ def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
 
 
 def add_missing_groups(run: Run, states: list[Any]) -> None:
-    """Add parameter groups that hooks of the saved run added, such as those of unfrozen layers."""
+    """Add parameter groups that hooks added in the saved run, for example for unfrozen layers."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
@@ -552,7 +553,7 @@ def check_replaced_parameters(run: Run) -> None:
     pairs = zip(saved, names_of_groups(run), strict=False)
     names = [(chain(*old), chain(*new)) for old, new in pairs]
     for old, new in chain(*(zip(*pair, strict=False) for pair in names)):
-        # A saved name such as "optimizer.0.3" means that the parameter was not in the saved model.
+        # A name such as "optimizer.0.3" means that the parameter was not in the model.
         if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
             raise CheckpointError(
                 f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r},"
@@ -589,7 +590,8 @@ def warn_of_parameter_order(run: Run) -> None:
         orders.append([name for name in weights if name in trained] if is_in_order else new)
     if difference := find_other_parameter(run, orders):
         index, found, expected = difference
-        # Do not raise an error, because an on_save_checkpoint hook may have sorted the state_dict.
+        # Only warn about the different order, because an on_save_checkpoint hook may have sorted
+        # the saved weights.
         run.warn_once(
             f"resume: got {found!r} as parameter {index} of the optimizer, but in the order of the"
             f" saved weights, this is {expected!r}. If the saved run created its layers in another"

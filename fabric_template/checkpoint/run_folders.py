@@ -39,12 +39,12 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 
 class RunFolders:
-    """Locks the version folders of a run, and writes start and save times to their .lock files.
+    """Locks a run's version folders, and records in .lock files when the run starts and saves.
 
     A new run records its start time. Every run records the time at which it saves a checkpoint.
-    ``resume="last"`` continues the most recently started or saved run. Runs with the same
-    ``version=`` share a folder. A checkpoint older than the latest start time in its
-    folder belongs to an earlier run.
+    ``resume="last"`` continues the run with the latest start or save time. Runs with the same
+    ``version=`` share a folder. A checkpoint older than the latest start time in its folder belongs
+    to an earlier run.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class RunFolders:
             folder: The folder of the checkpoints, or None.
             log_folder: The folder whose CSV files the new run replaces, or None.
         """
-        # An earlier run's clock may have been fast. Record a start time that is later than the last
-        # save of that run.
+        # The system clock may have been set back since the last save. Record a start time that is
+        # later than that save.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -96,7 +96,7 @@ class RunFolders:
             set_aside(log_folder, self._replaced_logs)
 
     def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Allow resuming a run that a later run with the same ``version=`` has replaced."""
+        """Make a run resumable again after a later run with the same ``version=`` replaced it."""
         self._write("started 0.0", is_synced=True)
         # This folder contains CSV rows that the run needs to resume. Remove the folder only after
         # the run has saved a new checkpoint.
@@ -107,9 +107,9 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a checkpoint's save time, and remove old files that the new run replaces."""
-        # The CSV files of an older run with the same version are needed only until this run saves
-        # its first checkpoint, in any folder.
+        """Record a checkpoint's save time, and remove the files of a run that this run replaces."""
+        # This run has now saved a checkpoint, so the older CSV files that were set aside are no
+        # longer needed.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -148,8 +148,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
         warn_of_reused_callbacks(run)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # Also lock the checkpoint folder of an older run with the same version. The folder's .lock
-        # file must record that a newer run has started.
+        # If an older run with the same version has checkpoints, also lock their folder, because
+        # this run's start time must be written to the folder's .lock file.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -208,8 +208,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return False
     if folder.resolve() in Path(str(run.plan.start.path)).resolve().parents:
         return True
-    # If a user has copied the checkpoint out of ``folder``, recognize it by its save time, which
-    # the .lock file in ``folder`` lists.
+    # The user may have moved the checkpoint. Search for its save time in the .lock file, which
+    # lists the save times of the folder's checkpoints.
     return (
         f"saved {run.plan.start.saved_at!r}".encode()
         in read_end(str(folder / ".lock")).splitlines()

@@ -42,9 +42,9 @@ OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))
 _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
-# Do not save these optimizer attributes. state_dict() contains "state" and "param_groups", and
-# "defaults" may share tensors with "param_groups". Schedulers use "_opt_called" and "_step_count"
-# only for a warning.
+# Do not save these optimizer attributes. state_dict() already contains "state" and "param_groups".
+# The attribute "defaults" may share tensors with "param_groups". "_opt_called" and "_step_count"
+# are used only to warn the user.
 _OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
@@ -113,8 +113,8 @@ def state_of(part: Any) -> Any:
     """Return the state_dict of a callback or datamodule, or None if it has no state_dict method."""
     state_dict = getattr(part, "state_dict", None)
     state: Any = state_dict() if callable(state_dict) else None
-    # The loop adds log() and log_dict() to callbacks, so remove them if state_dict() returns
-    # vars(self).
+    # A state_dict() that returns vars(self) contains the log() and log_dict() methods that the loop
+    # adds to callbacks. Remove these methods.
     methods = [n for n in ("log", "log_dict") if isinstance(state, dict) and callable(state.get(n))]
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
@@ -282,10 +282,10 @@ class _TrialPickler(pickle.Pickler):
 
 
 class _TrialUnpickler(PlainUnpickler):
-    """Reads a pickle from which tensors are left out, to find objects that cannot be loaded."""
+    """Reads a pickle that contains no tensors, to find objects that cannot be loaded."""
 
     def persistent_load(self, saved: Any) -> None:
-        """Return None in place of a tensor, because _TrialPickler does not pickle tensors."""
+        """Return None for each tensor, because the trial pickle contains no tensors."""
 
 
 def is_picklable(value: Any) -> bool:
@@ -377,8 +377,8 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
     found: list[Any] = []
     apply_to_collection(states, torch.nn.Parameter, found.append)
     if any(id(parameter) in trained for parameter in found):
-        # After a resume, the scheduler would refer to copies of these parameters, which the
-        # optimizer does not train.
+        # Loading this state would give the scheduler copies of the parameters, which the optimizer
+        # does not train.
         raise CheckpointError(
             "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
             " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
@@ -413,8 +413,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Without an on_load_checkpoint hook, a resumed run does not read keys that on_save_checkpoint
-    # hooks added.
+    # Only on_load_checkpoint hooks read the keys that on_save_checkpoint hooks added. Without such
+    # a hook, do not check these keys.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -466,8 +466,8 @@ def reset_and_record_optimizers(run: Run) -> None:
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
     }
-    # Before a resume, undo attribute changes by earlier ``fit`` calls. Then add() records the
-    # attributes' values at the start of the run.
+    # First reset attributes that an earlier ``fit`` call changed, because plain_state.add() records
+    # the values at the start of the run.
     run.fit_record.reset_and_record_parts(parts)
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
     run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
@@ -526,8 +526,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Skip a network that shares modules with the trained model, because the checkpoint
-            # already contains the buffers of the shared modules.
+            # Do not save buffers twice if a callback's network shares modules with the trained
+            # model.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():
