@@ -90,7 +90,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Wrap a list in an object, because checkpoints save the attributes of objects."""
+    """Put a list into an attribute of a new object, because checkpoints contain only attributes."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -140,13 +140,13 @@ def referenced_objects(parts: Iterable[Part]) -> list[Any]:
 
 
 def refers_to_model(loader: Any) -> bool:
-    """Return whether the loader refers to a module, a datamodule or a callback."""
+    """Return whether the loader or its dataset holds a module, a datamodule or a callback."""
     parts = {**parts_of_order(loader), **parts_of_samples(loader)}
     return bool(referenced_objects(parts.values()))
 
 
 def warn_of_weights(loader: Any) -> None:
-    """Warn if a sampler refers to a network, because resuming may then change the sample order."""
+    """Warn if a sampler refers to a module whose weights may affect the sample order."""
     parts = [part for name, part in parts_of_order(loader).items() if name.startswith("sampler")]
     for module in referenced_objects(parts):
         if isinstance(module, nn.Module) and has_weights(module):
@@ -263,10 +263,10 @@ class StreamState:
             for name, owner in find_values(stream).items()
         }
         self._plain = PlainState(parts)
-        # The attributes that load_state_dict() has changed. Each entry holds a digest of the new
-        # value, and the value to which end_pass() resets the attribute.
+        # The attributes that load_state_dict() has changed, and that are reset after the resumed
+        # epoch. Each entry holds the digest after load_state_dict(), and the value to restore.
         self._attributes_to_reset: dict[Place, tuple[Any, Any]] = {}
-        # Holds the checkpoint's state_dict until the first batch is requested.
+        # Holds the loader's saved state_dict until the first batch is requested.
         self._loaded: Any = None
 
     def state(self) -> Any:
@@ -283,8 +283,8 @@ class StreamState:
     @contextmanager
     def loaded(self, state: dict[str, Any]) -> Iterator[None]:
         """Restore the saved position for the iterator that is created in the `with` block."""
-        # A checkpoint contains only the attributes that the saved run changed. The others keep
-        # their current values.
+        # A checkpoint contains only loader attributes that the saved run changed. All other loader
+        # attributes keep their current values.
         expected: dict[Place, Any] = dict.fromkeys(place for place, _ in self._plain.attributes())
         expected.update(self._plain.encoded_attributes())
         for place, value in state["attributes"].items():

@@ -100,7 +100,7 @@ class ResumableLoader:
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
-        # Whether load_state_dict() has made the loader skip batches in all later epochs, too.
+        # Whether load_state_dict() makes the loader skip batches even after the resumed epoch.
         self.is_sticky = False
         self._plain_states = {
             "order": PlainState(parts_of_order(loader) if is_saved else {}),
@@ -124,8 +124,8 @@ class ResumableLoader:
             return self._start_pass()
         self.passes = max(self.passes, state["passes"])
         if state["passes"] > 1:
-            # The loader was exhausted in the saved run, so return an empty iterator to make
-            # CombinedLoader mark the loader as exhausted.
+            # Return an empty iterator, so that CombinedLoader treats the loader as exhausted, as in
+            # the saved run.
             self._restored = {**state, "passes": 0}
             return iter(())
         if state["is_finished"]:
@@ -139,15 +139,14 @@ class ResumableLoader:
         self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
-        # CombinedLoader would end the epoch if a restarted loader yielded no batch. If the resumed
-        # pass has no batches left, start the loader's next pass.
+        # If the resumed loader has no batches left, start it again, because CombinedLoader would
+        # end the epoch if the loader yielded no batch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     @property
     def _model_state(self) -> PlainState | None:
-        # Call _find_model_state() each time, because the run replaces its PlainState before
-        # training.
+        # Do not cache the model's PlainState, because the run replaces it before training.
         return None if self._find_model_state is None else self._find_model_state()
 
     @property
@@ -219,8 +218,8 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        # If only some workers have a saved RNG state, read the epoch's finished batches again to
-        # compute the missing states.
+        # If only some workers have a saved RNG state, read the epoch's finished batches again. All
+        # workers then repeat their random draws, and reach the missing states.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -300,9 +299,8 @@ class ResumableLoader:
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
         if self._is_persistent and not self._is_indexed:
-            # With drop_last=True, a worker would discard an incomplete last batch without calling
-            # collate_fn, which sends the worker's RNG state. Set drop_last=False, so that
-            # collate_fn is called.
+            # A worker sends its RNG state in collate_fn. With drop_last=True, the worker would not
+            # call collate_fn for an incomplete last batch, so set drop_last=False.
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # With persistent_workers=True, DataLoader reuses its iterator, so also replace the
@@ -333,8 +331,8 @@ class ResumableLoader:
             for part in self._plain_states.values():
                 part.warn_of_iterators()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
-        # If a DataLoader has a map-style dataset and no workers, a resumed run skips samples
-        # without reading them. Then save the attributes that the dataset changes in __getitem__.
+        # With a map-style dataset and no workers, a resumed run skips samples without calling
+        # __getitem__. Therefore, save the attributes that __getitem__ may have changed.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
@@ -354,7 +352,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the loader's attributes that have changed during the run to the saved position."""
+        """Add to a saved position the loader's attributes that have changed during the run."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -363,7 +361,7 @@ class ResumableLoader:
         }
 
     def check_restart(self) -> None:
-        """Raise an error if a loader, such as a generator, cannot resume after the first epoch."""
+        """Raise an error if a loader, such as a generator, can resume only in the first epoch."""
         if self.restart_problem:
             text = "or use load= to start a new run from the weights."
             raise CheckpointError(f"resume: {self.restart_problem}, {text}")
@@ -469,7 +467,7 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
 
 
 def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Return the next items of a sampler, and warn if it draws random numbers after the first."""
+    """Return a sampler's next items, and warn if it draws random numbers after the first item."""
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
     drawn += islice(indices, number - 1)
@@ -511,8 +509,8 @@ class DroppedBatch:
 class WorkerRecorder:
     """Replaces collate_fn and worker_init_fn to send a worker's RNG state with each batch.
 
-    A resumed run needs the RNG state after the last trained batch, but workers prefetch later
-    batches.
+    The main process needs the RNG state after each batch, because workers prefetch batches that a
+    resumed run must load again.
 
     Args:
         states: The RNG state with which each worker starts, or None to keep the worker's seed.
@@ -551,8 +549,7 @@ class WorkerRecorder:
         batch = DroppedBatch if is_short else self._collate_fn(samples)
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
-        # Recording the RNG state costs 80 microseconds per batch. Send the state (10 kB) only if it
-        # has changed. The RNG states of CUDA are tensors, which != cannot compare, so always send
-        # them.
+        # Send the RNG state (10 kB) to the main process only if it has changed. If the state
+        # contains CUDA tensors, which != cannot compare, always send it.
         has_changed = "cuda" in self._rng_state or self._rng_state != previous
         return batch, self._worker, self._rng_state if has_changed else None

@@ -65,8 +65,8 @@ class DataConnector:
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = False
-        # The RNG states and the model's attributes just before the loaders of each stage were
-        # created, keyed by stage.
+        # Maps each stage to the RNG states and the model's attributes just before the stage's
+        # loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -157,7 +157,8 @@ class DataConnector:
                 self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
             else:
                 self._loads[stage] = saved
-                # In a resumed run, let the hook use the RNG states and attributes of the saved run.
+                # In a resumed run, call the hook that creates loaders with the RNG states and model
+                # attributes of the saved run.
                 stack.enter_context(unchanged_rng_state())
                 stack.enter_context(plain_state.replaced(saved["plain"]))
                 restore_rng_state(saved["rng"])
@@ -194,8 +195,8 @@ class DataConnector:
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # If Trainer reloads a loader after the first epoch or resumes within an epoch, Trainer
-            # calls iter(loader) twice. In these cases, start_train_batches makes the second call.
+            # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
+            # resumes within an epoch. In these cases, start_train_batches() makes the second call.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
@@ -211,8 +212,8 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # After a reload of the evaluation loaders, count the loggers' evaluation steps from 0,
-            # as Trainer does.
+            # Like Trainer, restart the step numbers of logged evaluation metrics when the
+            # evaluation loaders are reloaded.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -254,7 +255,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_restart(self) -> None:
-        """Raise an error if a loader, such as a generator, cannot resume after the first epoch."""
+        """Raise an error if a loader, such as a generator, can resume only in the first epoch."""
         for loader in self.train.resumable if "train" in self.created else ():
             loader.check_restart()
 
@@ -351,8 +352,8 @@ class StageLoaders:
         is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
         self.names = [str(name) for name in self.as_given] if is_flat else []
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
-        # If loaders are never reloaded, set loaded_in_epoch to 0 instead of the current epoch.
-        # Otherwise, a resumed run might save a different value than an uninterrupted run.
+        # If loaders are never reloaded, always set loaded_in_epoch to 0, so that checkpoints of
+        # resumed and uninterrupted runs contain the same value.
         has_reloads = run.config.reload_dataloaders_every_n_epochs > 0
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
@@ -392,8 +393,9 @@ class StageLoaders:
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             with resumable.checked_order():
                 for part in (loader, *samplers_of(loader)):
-                    # In epoch 0, a new run calls iter(loader) before set_epoch(). If iter(loader)
-                    # shuffles, a resumed run must not call set_epoch() before iter(loader).
+                    # In epoch 0, a new run calls set_epoch() only after iter(loader). If
+                    # iter(loader) shuffles, calling set_epoch() first in a resumed run could change
+                    # the order.
                     is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
                     is_restored = is_restored and not (has_state(part) or is_of_library(part))
                     if callable(getattr(part, "set_epoch", None)) and not is_restored:
@@ -515,8 +517,8 @@ class StageLoaders:
             rng_state = self._restored_rng
         are_known = True
         if dropped:
-            # With several loaders, step_back() is correct only if no loader has ended or restarted
-            # in this epoch.
+            # If one of several loaders has ended or restarted in this epoch, moving the positions
+            # back would be wrong. A resumed run then raises an error.
             are_known = len(positions) == 1 or all(map(self._is_in_first_pass, positions))
             self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]
@@ -568,11 +570,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by a number of batches."""
-    # The last next() call of an exhausted loader yields no batch. Add 1 if ``is_finished`` is True,
-    # to count this call like a batch.
+    # The last next() call of a finished loader yields no batch. Count this call like a batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # Omit the saved states of objects that a resumed run uses from the start of the epoch. These
-    # are the samplers and, if the loader cannot skip batches by index, the dataset.
+    # A resumed run runs the samplers from the start of the epoch, so omit their later states. If
+    # the loader cannot skip batches by index, omit the dataset's state for the same reason.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -603,7 +604,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value is an object of a custom class that is not iterable."""
+    """Return whether a value is a non-iterable instance of a custom class."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
-    """Give a loader the samplers that Trainer would use in this process."""
+    """Return a loader with the samplers that Trainer would use in this process."""
     if isinstance(loader, TensorLoader):
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
