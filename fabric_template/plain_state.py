@@ -140,7 +140,8 @@ class Part:
     def attributes(self) -> dict[str, Any]:
         if not self.has_attributes:
             return {}
-        # namespace() returns the items of a dict subclass, so skip keys that are not strings.
+        # For a dict subclass, namespace() returns the dict itself, whose keys may not be strings.
+        # Skip such keys.
         values = self.namespace().items()
         return {n: v for n, v in values if isinstance(n, str) and n not in self.ignored}
 
@@ -153,7 +154,7 @@ class Part:
 
 
 def is_own_object(value: Any) -> bool:
-    """Return whether checkpoints contain the attributes of an object, such as a replay buffer."""
+    """Return whether to save an object's attributes in checkpoints, as for a replay buffer."""
     kind = type(value)
     is_known = isinstance(value, nn.Module | Tensor | Enum | tuple) or hasattr(kind, "state_dict")
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
@@ -173,7 +174,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def find_iterator(value: Any) -> Any:
-    """Return ``value`` if it is an iterator, or the first iterator in a list or dict."""
+    """Return ``value`` if it is an iterator, or its first iterator if it is a list or dict."""
     if type(value) not in CONTAINERS:
         return value if is_library_iterator(value) else None
     items = value.values() if isinstance(value, dict) else value
@@ -209,7 +210,7 @@ def is_installed(kind: type) -> bool:
 
 
 class ListItem(SimpleNamespace):
-    """Stores a list item in an attribute, because PlainState saves only attributes."""
+    """Wraps a list item in an object with one attribute, because only attributes are saved."""
 
 
 def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
@@ -266,8 +267,8 @@ def is_integer(text: str) -> bool:
 
 def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
     """Return the torchmetrics objects in a module."""
-    # By default, state_dict() does not contain a metric's state. Therefore, checkpoints contain the
-    # attributes of these objects.
+    # By default, state_dict() does not contain a metric's state, so checkpoints contain the
+    # metric's attributes.
     modules = value.named_modules() if isinstance(value, nn.Module) else ()
     return {
         f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
@@ -290,7 +291,7 @@ def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
 
 def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
     """Warn that the saved run had more callbacks of a class, or had them in a different order."""
-    # With ``python -W error``, this warning must not stop training.
+    # With ``python -W error``, a warning raises an error, which must not stop training.
     with suppress(Warning):
         warnings.warn(
             f"callbacks: got {num} of the class {name}, expected {num_saved} in the order of the"
@@ -335,7 +336,7 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Include the attributes of more objects, such as optimizers, in checkpoints.
+        """Add objects such as optimizers, so that checkpoints contain their attributes.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
@@ -348,7 +349,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Search all attributes for objects, such as a replay buffer that a hook has created."""
+        """Find nested objects to save, such as a replay buffer in an attribute of the model."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
@@ -359,7 +360,7 @@ class PlainState:
                     self._warn("the last of the objects in attributes", reason)
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return all objects in attributes as a dict such as {"model.pool": model.pool}.
+        """Return all objects nested in objects such as the model, as in {"model.pool": model.pool}.
 
         Args:
             names: The paths of the objects in a checkpoint. If a path refers to an item of a
@@ -371,7 +372,7 @@ class PlainState:
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
     def _create_item(self, name: str) -> None:
-        """Create a missing item of a defaultdict, such as "model.counts.0", to restore it later."""
+        """Create a defaultdict's item, such as model.counts[0], to load its saved state later."""
         path, _, key_name = name.rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
@@ -448,13 +449,14 @@ class PlainState:
     def warn_of_iterators(self) -> None:
         """Warn about iterators in attributes, because their positions are not saved."""
         for place, value in self.attributes():
-            # Do not warn if iter(loader) has replaced the iterator since the start of the epoch.
+            # A resumed run calls iter(loader) again. Warn only about iterators that are older than
+            # the last call to iter(loader).
             if self._iterators.get(place) is value and value is not None:
                 reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether a loader's attribute is a list or dict to which training added objects."""
+        """Return whether training added objects to a list or dict in a loader's attribute."""
         if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):
@@ -484,7 +486,7 @@ class PlainState:
                 self._at_start.pop(place, None)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state without the entries of callbacks that this run lacks."""
+        """Return a saved state without callbacks that this run does not have."""
         names = [*state["generators"], *(name for name, _ in state["attributes"])]
         missing: list[str] = []
         for name, old in state.get("callbacks", {}).items():
@@ -527,8 +529,8 @@ class PlainState:
         for (name, attribute), encoded in saved.items() if is_in_place else ():
             part = self._parts.get(name)
             current = None if part is None else part.namespace().get(attribute)
-            # If two attributes share a list, but had separate lists in the saved run, do not change
-            # the shared list in place.
+            # Do not change a list in place if two attributes share it, but had separate lists in
+            # the saved run.
             is_alone = len(replacements.get(id(current), ())) <= 1
             if is_alone and not shares_memory(current, covered):
                 decoder.targets.setdefault(id(encoded), current)
@@ -591,7 +593,7 @@ class PlainState:
         return found
 
     def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
-        """Group the ids of saved attribute values by the id of the attribute's current value."""
+        """Map the id of each current attribute value to the ids of saved values that replace it."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
             if type(value) not in ATOMS and saved.get(place) != REMOVED:
@@ -610,7 +612,7 @@ class PlainState:
         return digest(value.state_dict() if self._is_separate_module(value) else value)
 
     def keep_start_values(self) -> None:
-        """Copy each attribute value that has at most 256 MB, so that a change can be undone."""
+        """Copy attributes of up to 256 MB, to undo changes by hooks such as on_train_start."""
         self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
 
     def drop_start_values(self) -> None:
@@ -641,11 +643,11 @@ class PlainState:
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
     def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
-        """Return a pair (digest, encoded value) for each attribute of the given objects.
+        """Return a digest and the encoded value of each attribute of the given objects.
 
         Returns:
-            The pairs, keyed by object and attribute. If a value is larger than 1 MB or has an
-            unsupported type, the pair contains UNKNOWN instead of the encoded value.
+            A dict such as {"model": {"attribute": (digest, encoded value)}}. The encoded value is
+            UNKNOWN if the value is larger than 1 MB or has an unsupported type.
         """
         found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
         # The caller has just created this PlainState, so the digests from __init__ are still valid.
@@ -701,7 +703,7 @@ class PlainState:
         if what in self._warned:
             return
         self._warned.add(what)
-        # With ``python -W error``, this warning must not stop training.
+        # With ``python -W error``, a warning raises an error, which must not stop training.
         with suppress(Warning):
             warnings.warn(
                 f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"

@@ -94,8 +94,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # Use marshal's format 2. In later formats, equal lists can give different bytes.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # A dict's items alternate between keys and values. An even step would select only keys, so make
-    # the step odd.
+    # A dict is converted to a list in which keys and values alternate. Make the step odd, because
+    # an even step would select only keys.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
     # A list may contain itself, so lower the item limit at each level to end the recursion.
@@ -111,7 +111,7 @@ def _items_of(container: Any) -> list[Any]:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a quick fingerprint of an item in a large container."""
+    """Return a fingerprint of a container item without reading the data of tensors."""
     kind = type(value)
     if kind in ATOMS:
         return value
@@ -212,7 +212,7 @@ def is_plain_dtype(dtype: np.dtype) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict``, and is neither a module nor a loader."""
+    """Return whether a value has a ``state_dict`` method but is not a module or a loader."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -226,9 +226,10 @@ def arguments_of(value: Any) -> list[Any] | None:
     """Return the arguments for creating a copy of a range, date, bytearray, Fraction or Decimal.
 
     Returns:
-        The arguments, or None for a value of another type or a datetime with a time zone.
+        The arguments for the value's class, or None if the value is not supported, such as a
+        datetime with a time zone.
     """
-    # Do not support paths, because the folder of a run may have moved.
+    # Do not support Path objects, because a saved path may be wrong after the run's folder moved.
     kind = type(value)
     if kind is range:
         return [value.start, value.stop, value.step]
@@ -365,7 +366,7 @@ class Encoder:
 
 
 class Decoder:
-    """Convert tuples that an Encoder has created back to the original values.
+    """Restore the attribute values that an Encoder has converted to tuples.
 
     Args:
         network: The network with the weights that were encoded by name.
@@ -425,7 +426,7 @@ def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing object, if both have the same type and shape.
 
     Returns:
-        Whether the existing object now contains the saved value.
+        Whether the value was copied into the existing object.
     """
     kind = type(current)
     if kind is not type(value):
@@ -481,7 +482,8 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.state = state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = saved.get("state") if isinstance(saved, dict) else None
-    # A custom optimizer may override state_dict() with another format, so check the types.
+    # A custom optimizer's state_dict() may have a different format, so check that its entries are
+    # dicts.
     for index, values in states.items() if isinstance(states, dict) else ():
         if index not in range(len(parameters)) or not isinstance(values, dict):
             continue
@@ -500,7 +502,7 @@ def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
 
 
 def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Return loaded optimizer state with the dtypes that its tensors have in the checkpoint."""
+    """Change the dtypes of loaded optimizer state back to the dtypes in the checkpoint."""
     if isinstance(saved, Tensor):
         # Move the saved tensor to the device that load_state_dict() has chosen.
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
