@@ -71,8 +71,8 @@ class LoopConfig:
     """Predict at most this many batches per loader (int), or this fraction of the batches
     (float)."""
     overfit_batches: int | float = 0.0
-    """Train and validate on the first N batches of each loader (int), or on this fraction of the
-    batches (float), without shuffling. 0 turns this option off."""
+    """Train and validate without shuffling on the first N batches of each loader (int), or on a
+    fraction of the batches (float). The default 0 has no effect."""
     fast_dev_run: int | bool = False
     """Run only this many batches of each loader, without loggers or checkpoints. True means
     fast_dev_run=1."""
@@ -125,7 +125,7 @@ class LoopConfig:
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
     """A logger or a list of loggers. None and True mean the CSV logger, False means no logger.
-    "tensorboard", "wandb" and "mlflow" mean the CSV logger and Lightning's logger of that name."""
+    "tensorboard", "wandb" or "mlflow" adds Lightning's logger of that name to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
@@ -157,8 +157,8 @@ class LoopConfig:
     seed: int | None = None
     """The loop seeds Python, NumPy and PyTorch when it is created, and at the start of each fit.
 
-    With `seed`, later loops in the same process also seed their DataLoader workers, as after
-    `seed_everything(workers=True)`.
+    With `seed`, this loop and all later loops in the process seed their DataLoader workers, as
+    after `seed_everything(workers=True)`.
     """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
