@@ -61,7 +61,7 @@ def check_idle(loop: FabricLoop, stage: str) -> None:
 
 
 def check_sources(stage: str, model: Any, loaders: Mapping[str, Any], datamodule: Any) -> None:
-    """Raise an error if the model is missing, or if both loaders and a datamodule were given."""
+    """Raise an error if the model is missing, or if loaders and a datamodule were both given."""
     check_object("datamodule", datamodule)
     if model is None and stage == "fit":
         raise TypeError("model: got None, expected a module. Write fit(model, loader).")

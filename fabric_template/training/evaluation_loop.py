@@ -115,10 +115,11 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Convert a validation or test step's output to a dict, keyed by the columns of metrics.csv."""
+    """Convert the output of a validation or test step to a dict from CSV column names to values."""
     prefix = "test" if run.progress.stage == "test" else "val"
     values = name_outputs(output, prefix)
-    # Keep only the loss of a LightningModule, because its steps log all other values with self.log.
+    # Use only the loss that a LightningModule's step returned, because the step logs other values
+    # with self.log.
     if run.is_lightning_module:
         values = {name: v for name, v in values.items() if name == f"{prefix}_loss"}
     elif loaders.names:
@@ -197,7 +198,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if an evaluation hook lacks or wrongly requires ``dataloader_idx``."""
+    """Check that hooks take ``dataloader_idx`` for several loaders, but do not need it for one."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"

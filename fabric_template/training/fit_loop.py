@@ -4,9 +4,10 @@ To understand the code of the package, read this module first.
 
 An epoch has the phases "start_epoch", "train_batch", "log_batch", "validate", "report_validation",
 "finish_batch" and "end_epoch". ``run.progress.phase`` is the current phase, or None between two
-batches or epochs. A resumed run continues in the phase that the checkpoint contains.
+batches or epochs. A resumed run continues in the phase in which the checkpoint was saved.
 
-A run resumed from the "train_batch" phase continues after the last optimizer step.
+After a save during "train_batch", the resumed run repeats all batches since the last optimizer
+step.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def start_epoch(run: Run) -> None:
 
 
 def resume_epoch(run: Run) -> None:
-    """Finish the batch in which the checkpoint was saved."""
+    """After a resume, run the remaining phases of the last batch, such as "validate"."""
     if run.progress.phase in PHASES_AFTER_BATCH:
         run_phases(run, run.progress.phase)
 
@@ -142,7 +143,7 @@ def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
 
 
 def run_phases(run: Run, phase: str | None) -> None:
-    """After a training batch, log, validate and save, starting with the step named ``phase``."""
+    """After a batch, log, validate and save, starting with ``phase``, such as "validate"."""
     while phase is not None:
         run.progress.enter(phase)
         phase = PHASES_AFTER_BATCH[phase](run)
@@ -160,8 +161,8 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
-    # If only should_stop=True triggers a validation, restore the RNG state afterwards. A resumed
-    # run then draws the same random numbers as a run that never stopped.
+    # If this validation runs only because should_stop is True, restore the RNG state afterwards. A
+    # resumed run then draws the same random numbers as a run that never stopped.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
     with run.row.excluded():
         evaluate(run, "validate")

@@ -68,8 +68,8 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return False if it is certain that neither the module nor a callback overrides a hook."""
-        # Return True before the first call of the hook, because its methods are not known yet.
+        """Return whether the module or a callback overrides a hook, or True if unknown."""
+        # The methods that override a hook are known only after the first call of the hook.
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

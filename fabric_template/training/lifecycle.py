@@ -55,7 +55,7 @@ def run_plan(plan: Plan) -> Any:
     fabric = plan.loop.fabric
     is_launching = starts_processes(fabric)
     if not is_launching:
-        # Run(plan) needs the rank, which is known only after joining the process group.
+        # Join the process group before creating the Run object, which needs the rank.
         join_processes(fabric)
     run = Run(plan)
     try:
@@ -221,8 +221,8 @@ def tear_down(run: Run) -> None:
 def run_sanity_check(run: Run) -> None:
     """Validate on a few batches before training, to find errors in the validation code early."""
     most = run.config.num_sanity_val_steps
-    # A resumed run skips the sanity check. Like Trainer, repeat the check only for a checkpoint
-    # that Trainer saved between two epochs.
+    # Like Trainer, skip the sanity check in a resumed run, unless Trainer saved the checkpoint
+    # between two epochs.
     is_resumed = run.plan.start.is_pending and run.plan.start.restarts_epoch is not False
     if not run.should_validate or most == 0 or is_resumed:
         return
@@ -319,7 +319,7 @@ def detach_outer_run(part: Any, stack: ExitStack) -> None:
 
 
 def is_loop_method(method: Any) -> bool:
-    """Return whether FabricLoop or MiniLoop added a method to a module or callback."""
+    """Return whether FabricLoop or MiniLoop added a given method, such as ``log``, to an object."""
     owner = getattr(inspect.unwrap(method), "__self__", None)
     is_own_log = isinstance(method, partial) and method.func is _call_own_log
     # Compare class names, because isinstance() fails for classes of a second copy of this package.
@@ -384,8 +384,8 @@ def finish_signal(run: Run) -> None:
         return
     environment = getattr(run.fabric.strategy, "cluster_environment", None)
     if run.fabric.local_rank > 0 and is_instance_of(environment, "LightningEnvironment"):
-        # Exit with code 0, because after an error code Lightning kills the main process, even
-        # during a save.
+        # Exit this child process with code 0. With an error code, Lightning would kill the main
+        # process, even during a save.
         raise SystemExit(0)
     raise error_of_signal(number)
 

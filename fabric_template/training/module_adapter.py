@@ -126,7 +126,7 @@ class ObjectNetwork(nn.Module):
 
 
 def check_container(value: Any, path: str) -> None:
-    """Raise an error for a set of modules, and for a dict whose keys cannot be module names."""
+    """Raise an error if a container of modules is a set or has invalid module names as keys."""
     if isinstance(value, set | frozenset):
         raise ConfigurationTypeError(
             f"model: got a set of modules in the attribute {path}, expected a list or a dict. A set"
@@ -179,25 +179,25 @@ def unwrap(part: Any) -> Any:
 
 
 def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Remove a ``torch.compile`` wrapper, unless step functions call its compiled ``forward``.
+    """Remove a ``torch.compile`` wrapper, unless a step function calls the compiled model.
 
     Returns:
-        The model inside the wrapper, and a function that compiles steps with the wrapper's
-        settings. If no wrapper was removed, return the given model and None.
+        The model inside the wrapper, and a function that compiles steps with the same torch.compile
+        arguments as the wrapper. If the model is returned unchanged, the function is None.
     """
     if not is_instance_of(model, "OptimizedModule"):
         return model, None
     inner: Any = model._orig_mod
     if any(functions.values()) and not is_instance_of(inner, "LightningModule"):
         return model, None
-    # Like Trainer, let the run compile the steps of a LightningModule instead of its forward().
+    # Like Trainer, compile a LightningModule's steps instead of its forward().
     return inner, model.dynamo_ctx
 
 
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Give the model LightningModule's interface and the step functions passed to the loop.
+    """Wrap the model and the user's step functions in LightningModule's interface.
 
     Returns:
         The LightningModule or ModuleAdapter, and the nn.Module that contains the parameters.
@@ -240,9 +240,8 @@ def takes_batch_idx(step: Callable) -> bool:
     count = 0
     for name, parameter in parameters_of(step).items():
         is_positional = name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
-        # ModuleAdapter wraps a step function passed to the loop in a partial. Do not count an
-        # argument with a default value, because it may be an option, as in step(model, batch,
-        # scale=2.0).
+        # A partial contains a step function that was passed to the loop. Do not count its arguments
+        # with default values, because they may be options, as in step(model, batch, scale=2.0).
         is_own = isinstance(step, partial) and parameter.default is not parameter.empty
         if is_positional and not is_own:
             count += 1
@@ -366,9 +365,9 @@ class StepRunner:
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():
-            # network.to() does not call the overridden to() methods of submodules, so call each
-            # method here. Like Trainer, call to(device) after convert_module(), because to(device)
-            # resets the dtype of a torchmetrics object.
+            # network.to() does not call a submodule's overridden to() method, so call it here. Like
+            # Trainer, call convert_module() first, because to(device) resets the dtype of a
+            # torchmetrics object.
             if type(module).to is not nn.Module.to:
                 if self.converts_dtype:
                     self.precision.convert_module(module)
@@ -406,8 +405,8 @@ class StepRunner:
         def step(*args: Any, **kwargs: Any) -> Any:
             def call() -> Any:
                 output = method(*args, **kwargs)
-                # In manual optimization, loop.backward(loss) prepares DDP's averaging of gradients,
-                # so turn off the preparation in DDP's forward().
+                # In manual optimization, loop.backward(loss) prepares DDP for each backward pass,
+                # so skip this preparation in DDP's forward().
                 ddp.require_backward_grad_sync = False
                 return output
 
@@ -419,7 +418,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function that creates the context in which steps use the run's precision."""
+        """Return a function such as torch.autocast, which creates a context for the precision."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

@@ -387,16 +387,16 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # Do not save gradients during a batch, because a resumed run repeats all batches since
-            # the last optimizer step.
+            # A checkpoint saved within a batch needs no accumulated gradients, because a resumed
+            # run repeats all batches since the last optimizer step.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
         if self.run.steps.is_model_parallel:
             return {}
         cleared: set[int] = set()
-        # At the next batch, torch's zero_grad() clears the gradients of the optimizer's parameters.
-        # Save only the gradients of parameters that the optimizer does not contain.
+        # Unless zero_grad() is overridden, do not save the gradients of the optimizer's parameters,
+        # because the next batch clears these gradients.
         if self._module_zero_grad is None and not has_own_zero_grad(optimizer):
             cleared = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return self._copy_gradients(cleared)
@@ -411,8 +411,8 @@ class ManualOptimization(Optimization):
         super().setup()
         # The indices of the optimizers that have stepped since the last backward pass.
         self._stepped_optimizers: set[int] = set()
-        # With DDP, a step function must call loop.backward(loss), because loss.backward() does not
-        # average gradients.
+        # With DDP, a step function must call loop.backward(loss), because in manual optimization
+        # loss.backward() does not average gradients.
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
 
     def count_unwrapped_steps(self, stack: ExitStack) -> None:
@@ -435,8 +435,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # loop.backward(loss) clears the set of optimizers that have stepped. Clear the set
-            # before each batch, too, because a step function may call loss.backward() instead.
+            # Clear the set before each batch, because only loop.backward(loss) clears it, and a
+            # step function may call loss.backward().
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()

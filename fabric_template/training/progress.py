@@ -72,7 +72,7 @@ class Progress:
         """Set ``stage`` for the duration of a `with` block."""
         before, self.stage = self.stage, stage
         yield
-        # Like Trainer, do not reset the stage after an error in the `with` block.
+        # If the `with` block raises an error, keep the new stage, as Trainer does.
         self.stage = before
 
     def continue_after(self, other: Progress) -> None:
@@ -436,7 +436,7 @@ class ValidationSchedule:
         self._checked_at, self._checked_batch = now, batches
 
     def is_due_at_short_end(self) -> bool:
-        """Return whether to validate after an epoch that had fewer batches than expected."""
+        """If an epoch had fewer batches than the loader's length, return whether to validate."""
         progress, every = self.run.progress, self.every_n_batches
         if every == math.inf or not self._counts_in_epoch or not self.is_in_this_epoch():
             return False

@@ -49,7 +49,8 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation uses the counters and the checkpoint manager of the previous run.
+        # An evaluation takes over the previous run's counters, such as global_step, and its
+        # checkpoint manager.
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
@@ -112,11 +113,11 @@ class Run:
 
     def start_optimization(self) -> None:
         """After on_fit_start, choose automatic or manual optimization."""
-        # Do not choose earlier, because the hook on_fit_start may set automatic_optimization.
+        # Wait for the hook on_fit_start, because it may set automatic_optimization.
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, collect the modules that its hooks have created."""
+        """If the model is not an nn.Module, add modules that its hooks created to ``network``."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
