@@ -104,8 +104,9 @@ def open_store_of_attempt() -> TCPStore | None:
         shared.set("fabric_template/address", f"{host} {store.port}")
     while True:
         host, port = shared.get("fabric_template/address").decode().split()
-        # After a restart, torchrun's store contains the old address until rank 0 writes the new
-        # one, so retry. If rank 0 fails, torchrun kills this process, so no time limit is needed.
+        # After a restart, torchrun's store contains rank 0's old address until rank 0 writes its
+        # new address, so retry the connection. If rank 0 fails, torchrun kills this process, so the
+        # loop needs no time limit.
         with suppress(DistError):
             TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
             break
@@ -117,7 +118,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """With several processes, raise an error if a hook creates parameters that would not be shared.
+    """With several processes, raise an error if hooks add parameters too late to synchronize them.
 
     Args:
         before: The names of the parameters before the hook.

@@ -22,8 +22,8 @@ from ..lightning_compat.overrides import is_instance_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# The environment variables of torchrun, Open MPI, and MPICH or Intel MPI. The first one that is set
-# is used.
+# The environment variables that torchrun, Open MPI and MPICH (or Intel MPI) set for each process.
+# The first variable that is set is used.
 _VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
@@ -54,7 +54,7 @@ def remember_group(strategy: Any, is_spawned: bool = False) -> None:
 
 
 def launched_processes() -> tuple[int, int] | None:
-    """Return the numbers of processes per machine and of machines, or None for a single process."""
+    """Return (processes per machine, number of machines), or None for a single process."""
     if os.environ.get("LT_CLI_USED") == "1":
         return None
     total, local_size = _read_sizes()

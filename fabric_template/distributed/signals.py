@@ -107,9 +107,9 @@ class SignalHandler:
             return self.received
         if batches < self._next_batch and not is_due:
             return known
-        # All processes must stop after the same training step, so they exchange received signals.
-        # To exchange signals about once a second, the main process chooses the number of batches to
-        # wait.
+        # All processes must stop after the same training step, so they exchange received signals
+        # about once a second. The main process chooses the number of batches until the next
+        # exchange.
         wait = 0
         if self._is_main:
             seconds = max(time.monotonic() - self._checked_at, 1e-6)
@@ -121,7 +121,7 @@ class SignalHandler:
         return known or number or None
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """Send rank 0's list of numbers to all processes, and return this list."""
+        """Return rank 0's ``numbers`` in every process."""
         values = torch.tensor(numbers)
         torch.distributed.broadcast(values, 0, self._cpu_group)
         return values.tolist()
@@ -145,8 +145,8 @@ class SignalForwarder(SignalHandler):
 
     def __enter__(self) -> SignalForwarder:
         self._pid = os.getpid()
-        # Python's SIGINT handler raises KeyboardInterrupt, and torch treats this exit as
-        # successful, so restore the default actions in forked processes.
+        # In forked processes, reset the handled signals to SIG_DFL. Python's SIGINT handler would
+        # raise KeyboardInterrupt, and torch would treat the interrupted process as successful.
         register_after_fork(self, SignalForwarder._restore_defaults)
         super().__enter__()
         return self

@@ -140,9 +140,9 @@ def resume_averaging(run: Run) -> None:
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
-    # Call on_train_epoch_start to create StochasticWeightAveraging's scheduler. The hook also
-    # changes learning rates and BatchNorm statistics. Restore both, because the run continues in
-    # the middle of an epoch.
+    # The hook on_train_epoch_start creates StochasticWeightAveraging's scheduler. Afterwards, undo
+    # the hook's changes to learning rates and BatchNorm statistics, because the resumed epoch has
+    # already started.
     groups = [group for part in run.optimization.optimizers for group in part.param_groups]
     options = [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
     buffers = {name: buffer.clone() for name, buffer in run.network.named_buffers()}
@@ -160,7 +160,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # After StochasticWeightAveraging's extra epoch, the model already has averaged weights.
+        # Skip a StochasticWeightAveraging whose extra epoch for BatchNorm has run, because the
+        # model already has averaged weights.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

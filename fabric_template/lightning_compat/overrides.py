@@ -1,4 +1,4 @@
-"""Find overridden hooks, instances of Lightning's classes, and objects with a state_dict."""
+"""Check whether an object overrides a hook, is an instance of a Lightning class, or has state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Set, ValuesView
 from typing import Any
 
 LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-# is_instance_of accepts only classes that are defined in these packages.
+# is_instance_of() accepts only classes of Lightning and torch.
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 CALLBACK_MODULES = tuple(f"{package}.callbacks." for package in LIGHTNING_PACKAGES)
 # overridden() ignores hooks that are defined in these modules, because Lightning's own hooks are
@@ -19,7 +19,7 @@ _EMPTY_HOOKS = tuple(
 
 
 def overridden(part: Any, name: str) -> Callable | None:
-    """Return an object's method, or None for a missing method or an empty hook of Lightning."""
+    """Return an object's method, or None if it is missing or one of Lightning's empty hooks."""
     method = getattr(part, name, None)
     if not callable(method):
         return None
@@ -29,8 +29,9 @@ def overridden(part: Any, name: str) -> Callable | None:
 
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object is an instance of a Lightning or torch class with a given name."""
-    # Compare names, because ``lightning`` and ``pytorch_lightning`` each define classes such as
-    # Timer. Ignore a user's own class with the name of a Lightning class.
+    # Compare class names, because ``lightning`` and ``pytorch_lightning`` each define classes such
+    # as Timer. Compare packages, too, because a user's class may have the name of a Lightning
+    # class.
     found = [base for base in type(part).__mro__ if base.__name__ in class_names]
     return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)
 

@@ -19,7 +19,7 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
 
 
 def set_step_callback(optimizer: LightningOptimizer, callback: Callable[[], None]) -> None:
-    """Make an optimizer call ``callback`` after each step."""
+    """Register a function that the optimizer calls after each step."""
     optimizer._on_after_step = callback
 
 

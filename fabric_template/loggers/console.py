@@ -43,9 +43,9 @@ NO_METRICS = ("epoch", "step", "samples_per_second", *CLOCKS)
 class Console:
     """Shows a run's progress bar and its table of metrics, in the main process only.
 
-    The bar is on the last line of a terminal, and below the table in a notebook. A log
-    file gets one line per table row and, in long epochs, one progress line per minute. If drawing
-    fails, a warning is shown, and training continues without a bar.
+    The progress bar is on the last line of a terminal, or below the metrics table in a notebook. A
+    log file gets one line per table row and, in long epochs, one progress line per minute. If
+    drawing fails, a warning is shown, and training continues without a bar.
     """
 
     def __init__(self, config: Any, is_enabled: bool) -> None:

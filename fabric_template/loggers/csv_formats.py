@@ -119,7 +119,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # Use "fold=0" as the run name for the cell "0" in the column "fold".
+        # If a run's name would be only a number such as "0", add the column's name, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"

@@ -186,8 +186,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Start training even if the file cannot be read, because write_waiting() tries to read the
-        # file again.
+        # Start training even if the file cannot be read now, because write_waiting() reads the file
+        # again before writing.
         with suppress(OSError):
             self._read()
 

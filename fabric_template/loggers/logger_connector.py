@@ -33,7 +33,7 @@ class LoggerConnector:
         return [logger for logger in self.loggers if isinstance(logger, CSVLogger)]
 
     def use_version(self, version: int | str) -> None:
-        """Write the run's CSV files to the folder of ``version`` from now on."""
+        """Let the CSV loggers write to the folder of ``version``."""
         for logger in self.csv_loggers:
             logger.use_version(version)
 
@@ -124,8 +124,8 @@ def has_hyperparameters(logger: Any) -> bool:
     if not isinstance(logger, TensorBoardLogger):
         return False
     folder = Path(logger.log_dir)
-    # Event files alone do not show that a run has logged hyperparameters, because a setup hook may
-    # have created them.
+    # Do not check only for event files, because a setup hook may have created them before any
+    # hyperparameters were logged.
     has_file = Path(folder, logger.NAME_HPARAMS_FILE).is_file()
     return has_file and any(folder.glob("events.out.tfevents.*"))
 
@@ -143,7 +143,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Create a Lightning logger from a name such as "wandb", or from a user's logger."""
+    """Create a logger by name, such as "wandb", or return the user's logger, wrapped if needed."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:

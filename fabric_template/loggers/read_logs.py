@@ -132,8 +132,8 @@ def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bo
     """Return whether a file has no step column, but several complete rows for each epoch."""
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
-    # Return False for the file of a restarted run, in which an epoch occurs twice, or the epochs
-    # have different numbers of rows. The last epoch may have fewer rows than each earlier epoch.
+    # Require the same number of rows in each epoch, but allow fewer in the last epoch. Reject files
+    # in which an epoch occurs twice, because the run was restarted.
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
     is_regular = len({*sizes[:-1]}) == 1 and 1 < sizes[0] >= sizes[-1]
     is_repeated = len(sizes) > len({*columns[axes[0]]})
@@ -236,7 +236,7 @@ def unquote(record: str) -> list[str]:
 
 
 def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]]:
-    """Merge the rows of a CSV table into one row per validation or per step."""
+    """Merge rows that belong to the same step or, if ``steps`` is False, to the same validation."""
     import pandas as pd
 
     table = pd.DataFrame(columns, dtype=object)
@@ -251,8 +251,8 @@ def join_rows(columns: dict[str, list[Any]], steps: bool) -> dict[str, list[Any]
         validated = [name for name in table if parse_metric(name).split in ("validation", "test")]
         is_validated = table[validated].notna().any(axis=1)
         epochs = is_validated.groupby(table[epoch], sort=False, dropna=False)
-        # Put each row into the group of the next validation in its epoch. If no validation follows
-        # in the epoch, put the row into the group of the epoch's last validation.
+        # Merge each row with the next validation in its epoch or, if none follows, with the epoch's
+        # last validation.
         number = (epochs.cumsum() - is_validated).clip(upper=epochs.transform("sum") - 1)
         table[step] = table[step].where(is_validated | (epochs.transform("sum") == 0))
         keys = [table[epoch], number.clip(lower=0).rename("number")]

@@ -94,7 +94,7 @@ class LoggedMetric:
         return name
 
     def update(self, value: Tensor, batch_size: Any) -> None:
-        """Add a logged scalar to the sums of the epoch and of the next CSV row."""
+        """Add a logged scalar to the sum for the epoch and to the sum for the next CSV row."""
         self.has_value = True
         if self.arguments.on_step:
             # Clone the value, because the user may change it in place afterwards.
@@ -138,8 +138,7 @@ class LoggedMetric:
         """Store a logged torchmetrics object, which accumulates its values itself."""
         default = torch.get_default_dtype()
         if metric is self.torchmetric and getattr(metric, "dtype", default) is not default:
-            # Like Trainer, call metric.to(), because metric.to() also sets metric.dtype to torch's
-            # default dtype.
+            # Like Trainer, use metric.to() to reset metric.dtype to torch's default dtype.
             metric.to(metric.device)
         self.torchmetric, self.has_value = metric, True
         if self.arguments.on_step:
@@ -147,7 +146,7 @@ class LoggedMetric:
             self.step_value = getattr(metric, "_forward_cache", None)
 
     def compute(self, sums: Sums | None) -> Tensor | None:
-        """Return the mean, sum, maximum or minimum of the logged values, or None without values.
+        """Return the mean, sum, maximum or minimum of the logged values, or None if there are none.
 
         Call this method in all processes, because it may call all_reduce.
 
@@ -666,7 +665,7 @@ def float_type() -> torch.dtype:
 
 @cache
 def warn_of_integer(name: str) -> None:
-    """Warn once per metric name that a logged integer is converted to a float."""
+    """Warn once for each metric if logged integers are converted to floats."""
     rank_zero_warn(
         f"You called `self.log({name!r}, ...)` with an integer, but the value needs to be floating"
         f" to be reduced. Converting it to {float_type()}."
@@ -704,12 +703,12 @@ def to_weight(name: str, batch_size: Any) -> Any:
             f"log {name!r}: got batch_size={batch_size!r}, expected one number or a tensor with one"
             " element. Pass the number of samples in the batch."
         )
-    # torch.add(alpha=) does not accept True.
+    # Convert True to 1, because torch.add(alpha=True) raises an error.
     return int(batch_size) if isinstance(batch_size, bool) else batch_size
 
 
 def to_float(value: Tensor) -> Tensor:
-    """Convert integers and half-precision floats to float32 or float64, as Trainer does."""
+    """Convert integers and half-precision floats to float32, or float64 if that is the default."""
     if value.dtype is torch.float32 or value.dtype is torch.float64:
         return value
     return value.to(float_type())

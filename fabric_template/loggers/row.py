@@ -48,13 +48,13 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         self.step_values: dict[str, Any] = {}
-        # Contains results of evaluations and values from loop.log_dict until the next row is
-        # written.
+        # Results of evaluations and values from loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
         # How many training samples this process has used since the last row of metrics.csv.
         self._num_samples = 0
-        # The values of elapsed(), waited() and _excluded_seconds when the checkpoint was saved.
+        # Three durations from the checkpoint, in seconds: since the last row, waiting for batches,
+        # and validation and saving.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The seconds spent on validation and saving since the last row of metrics.csv. The column
@@ -68,7 +68,7 @@ class RowWriter:
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether max_steps is set or validation runs every N steps."""
+        """Return whether options such as max_steps count steps instead of epochs."""
         return self.run.stop.max_steps != -1 or self.run.config.check_val_every_n_epoch is None
 
     def continue_rows(self, rows: list[dict[str, Any]]) -> None:
@@ -97,8 +97,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # A save during a validation has already added its own time to _excluded_seconds.
-            # Discard this addition, because the time of the validation includes the save.
+            # If a save runs during a validation, do not add the save's seconds again, because the
+            # validation's seconds include them.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -190,8 +190,8 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # log_train_epoch logs a LightningModule's metrics at the end of the epoch, so log only
-            # the metrics of other models here.
+            # For a LightningModule, log_train_epoch logs the metrics at the end of the epoch. For a
+            # model that is not a LightningModule, log the metrics here.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 
@@ -287,8 +287,8 @@ class RowWriter:
         if not is_finished:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
-        # Each position describes the saved rows of one CSV logger. If this run has more CSV loggers
-        # than the saved run, use the first position for the additional loggers.
+        # The checkpoint contains a position, such as the number of rows, for each CSV logger. If
+        # this run has more CSV loggers, use the first position for the additional loggers.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
