@@ -128,7 +128,7 @@ FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.nam
 
 
 class ShortName(ABCMeta):
-    """Make jsonargparse print "class" instead of the full name of the type ``Class``."""
+    """Give a type the short name "class" in the output of jsonargparse."""
 
     def __repr__(cls) -> str:
         return "class"
@@ -249,7 +249,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Return arguments for jsonargparse, in which --run and demo names are --config options."""
+    """Return ``argv`` for jsonargparse, with --config options instead of --run and demo names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):
@@ -279,7 +279,7 @@ def resolve_config(path: str) -> str:
     """Rewrite class names such as a.b:Class in a config file as a.b.Class.
 
     Returns:
-        A value for --config, such as the rewritten YAML text or the path of an unchanged file.
+        A value for --config: the rewritten YAML text, or ``path`` if nothing was rewritten.
     """
     try:
         text = Path(path).read_text("utf-8")
@@ -467,7 +467,7 @@ def record_class(part: Any, text: Any) -> Any:
     texts = text.get("init_args", {}) if isinstance(text, dict) else {}
     arguments = {}
     for name, value in part.get("init_args", {}).items():
-        # Convert an argument that YAML cannot store to text, or omit it if it has its default
+        # If YAML cannot store an argument, store its text, unless the argument has its default
         # value.
         if is_plain(value):
             arguments[name] = value
@@ -522,8 +522,8 @@ def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
     from .plots import save_picture
 
     summary = loop.ending()
-    # Remove the summary's Python code for resuming, because users of the command line need a
-    # command instead.
+    # loop.ending() returns Python code that resumes the run. Remove this code, because users of the
+    # command line need a command instead.
     summary.pop("resume", None)
     if folder is None:
         return summary

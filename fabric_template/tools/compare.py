@@ -304,7 +304,8 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
                 _, errors = process.communicate(timeout=1)
                 break
     print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)
-    # A script that calls os._exit(0) returns exit code 0, but writes no file with recorded steps.
+    # A script that calls os._exit(0) returns 0 without writing the recording, so check that the
+    # file exists.
     if process.returncode != 0 or not recording.exists():
         error = errors.strip().rpartition("\n")[2] or f"exit code {process.returncode}"
         text = f"compare: got {script!r}, which fails ({error}). Run the script alone, and fix"
@@ -341,7 +342,7 @@ class Recorder:
         self.has_ended = False
         self.modules: dict[int, torch.nn.Module] = {}
         self.module_names: dict[int, str] = {}
-        # The buffers of each module before its first forward pass.
+        # Maps the id of a module to fingerprints of its buffers before the first forward pass.
         self.initial_buffers: dict[int, dict[str, list[Any]]] = {}
         self.optimizers: list[Any] = []
         self.parameters: list[torch.Tensor] = []
@@ -378,7 +379,7 @@ class Recorder:
             for name, child in module.named_modules():
                 self.modules[id(child)] = child
                 self.module_names.setdefault(id(child), name)
-        # Hooks do not run inside a module that torch.compile() returned.
+        # In a compiled module, this hook does not run for submodules, so visit all submodules here.
         called = module.modules() if hasattr(module, "_orig_mod") else [module]
         for owner in called:
             if id(owner) not in self.initial_buffers:
@@ -450,8 +451,8 @@ class Recorder:
 
     def name_parameters(self, parameters: list[torch.Tensor]) -> list[str]:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        # Use a parameter's name in the first module, because the first module is usually the whole
-        # model.
+        # If a parameter has names in several modules, use its name in the first module, which is
+        # usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
@@ -484,7 +485,8 @@ class Recorder:
         number = self.optimizers.index(optimizer) + 1
         options = [name for name in optimizer.defaults if name not in OPTIONS_OF_THE_IMPLEMENTATION]
         tensors = [name for name in options if find_tensors([group[name] for group in groups])]
-        # List causes before effects, because compare() reports only the first difference.
+        # List each value before the values that depend on it, because compare() reports only the
+        # first difference.
         quantities = {
             "optimizer": [f"{type(optimizer).__name__} (number {number})"],
             "shape of a parameter": [list(p.shape) for p in parameters],

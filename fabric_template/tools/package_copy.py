@@ -54,7 +54,7 @@ class Copy:
         return self.target if self.is_file else self.target / name
 
     def write(self, changes: Changes) -> None:
-        """Write files to the user's copy, and save their originals for the next update."""
+        """Write ``changes`` to the user's copy, and store the unmodified package for `update`."""
         for name, data in changes.items():
             write_file(self.path(name), data)
         for name in {*self.original, *self.upstream}:

@@ -144,8 +144,8 @@ def draw_panels(
         for run in runs:
             for metric in found:
                 if len(runs) == 1:
-                    # Use different colors for columns of the same split, such as two loaders'
-                    # losses.
+                    # Use different colors for several metrics of one data split, such as the
+                    # validation losses of two loaders.
                     same = [other for other in found if other.split == metric.split]
                     run.color = PALETTE[same.index(metric) % len(PALETTE)]
                 draw_line(panel, run, metric, x, smooth, run.label or name_line(metric, found))
@@ -268,7 +268,7 @@ def read_steps(table: pd.DataFrame) -> pd.DataFrame:
         return table
     has_own_file = file.name == "metrics.csv" and file.with_name("steps.csv").is_file()
     if not has_own_file and find_axis(table, "epoch") is None:
-        # A table without an epoch column already has one row per step.
+        # In a table without an epoch column, each row contains the values of one step.
         return table
     steps = read_logs(file, steps=True)
     if find_axis(steps, "step") != find_axis(table, "step"):
@@ -365,11 +365,11 @@ def add_splits(metrics: list[Metric]) -> list[Metric]:
 
 
 def name_line(metric: Metric, others: list[Metric]) -> str:
-    """Return the label of a metric's line."""
+    """Return the label of a metric's line in the legend of a plot."""
     if [other.split for other in others].count(metric.split) > 1:
         return metric.column
-    # If the only line has no split such as "train", start its label with "_", so that Matplotlib's
-    # legend omits the label.
+    # A single line needs no label if its metric has no data split such as "train". Matplotlib's
+    # legend omits labels that start with "_".
     return metric.split or (metric.column if len(others) > 1 else f"_{metric.quantity}")
 
 

@@ -36,13 +36,13 @@ Run = dict[str, Any]
 def list_runs(
     folder: str | os.PathLike[str] = "logs", metric: str | None = None, mode: str | None = None
 ) -> pd.DataFrame:
-    """List all runs in a folder and its subfolders, or in a CSV file.
+    """Return a table of the runs stored in a folder and its subfolders, or in one CSV file.
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
-    `changed` column contains the options that differ between runs with the same name. If all runs
-    have a setting in FabricLoop(hparams=...), and the setting's values differ, the `changed` column
-    contains the setting.
+    `changed` column contains the options that differ between runs with the same name. The column
+    lists a setting that all runs have in FabricLoop(hparams=...) if it differs between any two
+    runs.
 
     Args:
         folder: The folder of all logs, or a folder in it.
@@ -115,8 +115,8 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Ignore runs without a value, because an option such as momentum exists only for some
-            # optimizers.
+            # Ignore runs that lack this option, because some options, such as momentum, exist only
+            # for some optimizers.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
         if any(value != values[0] and str(value) != str(values[0]) for value in values):
@@ -133,7 +133,7 @@ def is_set(run: Run, option: str) -> bool:
     if option == "mode":
         return bool(value not in ("auto", find_direction(str(options.get("monitor"))) or "min"))
     if option == "max_epochs" and value in (-1, 1000):
-        # MiniLoop records an unset max_epochs as -1 or 1000 in config.yaml.
+        # If the user does not set max_epochs, MiniLoop records 1000 or, with max_steps, -1.
         return False
     return option not in DEFAULTS or bool(value != DEFAULTS[option])
 
@@ -322,8 +322,8 @@ def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
-    # parse_yaml() caches the result for each text. Parse each key of "about" separately, because
-    # the text of a single key is often equal in many runs.
+    # Parse each entry of the "about" section separately. Many runs contain the same entry, for
+    # which parse_yaml() then returns a cached result.
     about: dict[str, Any] = {}
     for part in re.split(r"(?m)^  (?=\w)", text)[1:]:
         entry = parse_yaml(part)
@@ -359,7 +359,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
                 hparams |= entries
-    # If a setting in hparams= has the name of an option, return the setting's value only if the
-    # option has its default value.
+    # If an option and a setting in hparams= have the same name, prefer the option's value, unless
+    # it is the default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]
     return options | {name: hparams[name] for name in unset}, about

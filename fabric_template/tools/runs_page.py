@@ -136,7 +136,7 @@ def make_cell(column: str, value: Any, order: Any) -> str:
     label = html.escape(column)
     if math.isnan(number):
         return f'<td data-label="{label}">{html.escape(shown)}</td>'
-    # The page uses the attribute data-order of cells with numbers to sort the rows.
+    # To sort rows by a number, the page reads the cell's HTML attribute data-order.
     order = f"{number!r}".replace("inf", "Infinity")
     return (
         f'<td data-label="{label}" data-order="{order}" title="{html.escape(text)}">'
@@ -185,7 +185,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return the curves of one metric of a run for the HTML page."""
+    """Return a metric's curve and, for values per step, the curve of the moving average."""
     import numpy as np
     import pandas as pd
 

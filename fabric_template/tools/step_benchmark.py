@@ -50,8 +50,9 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the typical duration of the given parts of a step, in seconds."""
-        # Average groups of steps, because DataLoader workers deliver batches in bursts.
+        """Return the median duration of parts of a step, such as "forward", in seconds."""
+        # Average the times of several steps before taking the median, because DataLoader workers
+        # deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
         size = max(1, len(times) // 10)
         return median(fmean(times[i : i + size]) for i in range(0, len(times), size))

@@ -19,7 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
-# Every trial of a better setting must be MIN_GAIN times as fast as every trial without the setting.
+# The slowest trial of a better setting must be MIN_GAIN times as fast as the fastest trial without
+# the setting.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
