@@ -174,7 +174,8 @@ class LoopConfig:
         wrong = [name for name in vars(self) if name in wrong_types or not self._is_in_range(name)]
         problems = [] if wrong else list(self._contradictions())
         if wrong or problems:
-            # Import errors.py only here, because it imports Lightning, which delays --help.
+            # Do not import errors.py at the top of this file, because errors.py imports Lightning
+            # and would slow down --help.
             from .errors import ConfigurationError, ConfigurationTypeError, describe
 
             for name in wrong:
@@ -463,7 +464,8 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# Do not convert overfit_batches=3.0 to 3, because Trainer reads 3.0 as a fraction.
+# In these options, 3.0 means 3 batches. In overfit_batches, every float is a fraction of the
+# batches, as in Trainer.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)
 
@@ -538,7 +540,7 @@ def option_names() -> list[str]:
 def with_arguments_of(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that documents a constructor with the fields of a dataclass."""
+    """Return a decorator that copies a dataclass's fields and their docstrings to a constructor."""
 
     def sign(init: Any) -> Any:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -160,7 +160,7 @@ def claim_version(folder: Path, *others: Path) -> int:
 def read_times(folder: Path) -> tuple[float, float]:
     """Return the Unix times of a run's last start and last save, or 0.0 if a time is unknown."""
     # A run appends lines such as "started 1764277654.5" and "saved 1764277700.25" to its .lock
-    # files. The last line of each kind counts.
+    # files. Use the last "started" line and the last "saved" line.
     times = {b"started": 0.0, b"saved": 0.0}
     for event, seconds in _TIME_LINE.findall(read_end(os.path.join(folder, ".lock"))):
         times[event] = float(seconds)

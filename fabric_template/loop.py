@@ -388,8 +388,8 @@ class FabricLoop(TrainerAPI):
         """Log several values by name.
 
         In step functions and epoch-end hooks, log_dict works like ``log``. In your own training
-        loop, log_dict writes a dictionary with an "epoch" key to metrics.csv, and any other to
-        steps.csv. In a hook such as on_train_batch_end, call
+        loop, log_dict writes a dictionary with an "epoch" key to metrics.csv, and a dictionary
+        without this key to steps.csv. In a hook such as on_train_batch_end, call
         ``log_dict({"epoch": loop.current_epoch, ...})`` to write the values to metrics.csv.
 
         Args:
@@ -454,8 +454,8 @@ class FabricLoop(TrainerAPI):
                 file. By default, reading such an object raises an error.
         """
         self._prepare_files("load", path, state)
-        # Fabric.load rebuilds each container in the dict item by item, which fails for a range
-        # object. Pass None instead, because Fabric.load replaces the container anyway.
+        # Pass None in place of each container, because Fabric.load replaces the container anyway.
+        # For some containers, such as a range object, Fabric.load raises an error.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -606,7 +606,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 
 
 class StatefulValue:
-    """Wrap a container, so that Fabric.save preserves, for example, the maxlen of a deque."""
+    """Wrap a container, because Fabric.save would, for example, copy a deque without its maxlen."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -3597,8 +3597,8 @@ def find_direction(metric: str) -> str | None:
         direction, before = "", ""
         parts = re.split(r"[\W_]+", spelling)
         for part in parts:
-            # If DIRECTIONS lacks a name such as "top5", look up "top", the name without digits. If
-            # DIRECTIONS lacks a name such as "valloss", look up "loss", the end of the name.
+            # If DIRECTIONS lacks a name, look up the name without digits, such as "top" for "top5",
+            # or the end of the name, such as "loss" for "valloss".
             without_digits = part.rstrip("0123456789")
             end = ENDING.search(without_digits)
             keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]

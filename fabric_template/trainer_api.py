@@ -106,7 +106,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "predict_loop": lambda loop: LoopAPI(loop, "predict_loop"),
     # ThroughputMonitor reads the number of evaluated batches from ``_evaluation_loop``.
     "_evaluation_loop": lambda loop: LoopAPI(loop, "validate_loop"),
-    # ``LightningModule.log`` reads ``is_distributed`` for sync_dist=True.
+    # ``LightningModule.log(sync_dist=True)`` reads ``_accelerator_connector.is_distributed``.
     "_accelerator_connector": lambda loop: SimpleNamespace(is_distributed=loop.world_size > 1),
 }
 # Maps attributes of Trainer's loops, such as batch_idx, to functions that return their values.
@@ -125,7 +125,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``optim_step_progress.total.completed`` to count the step.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
-    # ModelCheckpoint reads ``_has_run`` if the monitored metric is missing.
+    # If the monitored metric is missing, ModelCheckpoint raises an error if ``val_loop._has_run``
+    # is True, and warns otherwise.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
     # Some modules monitor a different metric if there is no validation loader.
     "_data_source": lambda api: SimpleNamespace(
@@ -199,8 +200,8 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # In manual optimization, a plain model steps its optimizers itself, so return optimizers
-        # whose step() handles precision, hooks and counters.
+        # In manual optimization, a model that is not a LightningModule calls step() on these
+        # optimizers. Return wrapped optimizers, whose step() handles precision, hooks and counters.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
         return optimization.lightning_optimizers if is_plain else optimization.optimizers
@@ -234,7 +235,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # The constructor sets `recipe` last, so a loop without `recipe` is still being created.
+        # The constructor sets the attribute `recipe` last. Until then, it may set these options.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"
@@ -294,7 +295,7 @@ class TrainerAPI:
         return loaders.limits if loaders else []
 
     def loaders_of(self, *stages: str) -> Any:
-        """Return the evaluation loaders, or None if the run's stage is not in ``stages``."""
+        """Return the evaluation loaders if the run is in one of ``stages``, or else None."""
         run = self.run if self.run and self.run.stage in stages else None
         return getattr(created_loaders(run, "evaluation"), "as_given", None)
 
@@ -387,7 +388,7 @@ class TrainerAPI:
 
     @property
     def _data_connector(self) -> SimpleNamespace:
-        """The part of Trainer's data connector that ModelSummary uses for example_input_array."""
+        """Let ModelSummary find the object whose hooks move example_input_array to the device."""
 
         def get_instance(hook_name: str) -> Any:
             run = self.require_run("_data_connector")
@@ -403,8 +404,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If another model was evaluated after ``fit``, the checkpoint contains that model instead of
-        the trained model.
+        If the last run evaluated a model that ``fit`` did not train, save the evaluated model
+        instead.
         """
         if self.run is None:
             raise AttributeError(
@@ -413,8 +414,8 @@ class TrainerAPI:
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         fit = self.fit_run
-        # If self.run is an evaluation, its checkpoint would lack the optimizers. Save the last fit
-        # instead if it trained the same model.
+        # The checkpoint of an evaluation would lack the optimizers. If the last fit trained the
+        # same model, write the checkpoint of that fit.
         run = fit if fit is not None and fit.model is self.run.model else self.run
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
@@ -448,7 +449,7 @@ class Loaders(NamedTuple):
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
-    ``fit_loop`` and inner loops such as ``fit_loop.epoch_loop`` are the same LoopAPI object.
+    A single LoopAPI object implements both ``fit_loop`` and its inner loop ``fit_loop.epoch_loop``.
     """
 
     __slots__ = ("_key", "trainer")

@@ -91,7 +91,7 @@ class GAN(LightningModule):
         self.log_dict({f"val_{name}": value for name, value in judged.items()})
 
     def predict_step(self, points: Tensor, batch_idx: int) -> Tensor:
-        """Generate as many points as the batch contains, from noise with the seed ``batch_idx``."""
+        """Generate as many points as the batch contains, with ``batch_idx`` as the random seed."""
         generator = torch.Generator().manual_seed(batch_idx)
         return self(torch.randn(len(points), self.hparams["noise"], generator=generator).to(points))
 
