@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pandas
@@ -65,10 +66,11 @@ def run_page(folder, num_blocks, **variables):
     blocks[1] += START_MINI
     folder.mkdir()
     (folder / "train.py").write_text("\n".join(blocks[:num_blocks]))
-    variables |= {"PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env=os.environ | variables, capture_output=True, text=True
-    )
+    # The paths of Ray's sockets may have at most 107 characters, and pytest's folders are too long.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
+        variables |= {"PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
+        env = os.environ | variables
+        done = subprocess.run([sys.executable, "train.py"], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
