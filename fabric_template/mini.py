@@ -1305,7 +1305,11 @@ class MiniLoop:
             self.history = rows if name == "metrics.csv" else self.history
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
-        """Return (path, content) of the checkpoint to resume or load, or (None, {}) without one."""
+        """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
+
+        If ``resume`` and ``load`` are None, or if resume="auto" finds no checkpoint, return
+        (None, {}).
+        """
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load, expected only one of the two. resume= continues a"
         text += " run, and load= reads only the weights of a checkpoint."
@@ -1480,7 +1484,10 @@ class MiniLoop:
         self._large_values.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Reset the loaders to the start of the epoch, and return their previous attributes."""
+        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
+
+        Return each object of the loaders with its attributes before the reset, except large ones.
+        """
         kept, added = [], {}
         for place in self._loader_places():
             part, start = self._parts[place], self._start_states[place]
@@ -1610,10 +1617,11 @@ class MiniLoop:
         return {**get_rng_state(), "parts": changed}
 
     def _find_objects(self) -> None:
-        """Update ``_parts``, the dict of objects to save, with objects that hooks have created."""
+        """Search the model, loop and optimizer for objects to save, and update ``_parts``."""
         weights = self._unwrapped.state_dict(keep_vars=True)
         self._weights = {address_of(weights[name]): name for name in reversed(weights)}
         self._weights.pop(None, None)
+        # Hooks may have created or deleted objects, so remove the objects of the last search.
         for place in self._object_places:
             del self._parts[place]
         # The loop has no optimizer if validate() runs before fit().
@@ -2177,7 +2185,7 @@ class MiniLoop:
         self._check_settings_and_arguments(own)
 
     def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Compare settings, optimizer arguments and scheduler arguments with the saved run."""
+        """Warn about changed settings or arguments. Refuse a scheduler's new class or interval."""
         current, saved = self._run_settings(), own["settings"]
         changed = [
             f"{name} was {saved[name]} and is now {value}"
@@ -2217,7 +2225,7 @@ class MiniLoop:
         check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class differs from the class in the saved run."""
+        """Warn if the optimizer's class has changed, or raise an error if it has new options."""
         kind = type(self.optimizer).__name__
         if kind != saved:
             text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
@@ -2391,7 +2399,7 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method of a model, or None if only LightningModule or a loop defines the method."""
+    """Return a model's method, or None if only LightningModule, a loop or nothing defines it."""
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -2603,7 +2611,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules in the attributes of loaders, samplers and datasets."""
+    """Return the modules that the parts of a loader refer to, for example in attributes."""
     found: list[nn.Module] = []
     for values in [{"": part, **namespace_of(part)} for part in parts]:
         for value in islice(values.values(), 500):
@@ -2837,7 +2845,7 @@ def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn if an argument of the optimizer or a scheduler has changed since the run was saved."""
+    """Warn about changed arguments. Raise an error for a scheduler's new class or interval."""
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
         # torch does not check a scheduler's class and interval. Raise an error if they differ from
@@ -3221,8 +3229,8 @@ def mark_value(value: Any, depth: int = 0) -> Any:
     # contain only keys, so make the step odd.
     step = (1 + len(items) // 2_000) | 1
     marks = [mark_value(item, depth + 1) for item in items[::step]]
-    # `marks` has checksums of only some items of a long container. Version counters detect in-place
-    # changes of all tensors in the container.
+    # `marks` has checksums of only some items of a long container. Version counters detect
+    # in-place changes of the skipped tensors, but no changes through `tensor.data`.
     counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
     versions = hash(tuple(item._version for item in counted))
     # A new object can have the id of a deleted object, so also compare weak references.
@@ -3231,7 +3239,10 @@ def mark_value(value: Any, depth: int = 0) -> Any:
 
 
 def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version counter and checksum, or None for a sparse or meta tensor."""
+    """Return a tensor's version counter and checksum.
+
+    Return None for sparse tensors, meta tensors, and values that are not tensors.
+    """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     # A change through `tensor.data` does not change the version counter, so compute a checksum. To
@@ -3298,7 +3309,10 @@ def encode(
 
 
 def check_container(value: Any, most: float | None, depth: int) -> None:
-    """Raise an error for a container that is unsupported, nested too deeply or too long."""
+    """Raise a TypeError for an unsupported or too deeply nested container.
+
+    If a container has too many items, raise a LargeValueError.
+    """
     kind = type(value)
     if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
         raise TypeError(kind.__name__)
