@@ -404,8 +404,8 @@ class TrainerAPI:
     ) -> None:
         """Write a checkpoint of the last ``fit`` run.
 
-        If the last run evaluated a model that ``fit`` did not train, save the evaluated model
-        instead.
+        If the last run evaluated a model that this ``fit`` run did not train, save the evaluated
+        model instead.
         """
         if self.run is None:
             raise AttributeError(

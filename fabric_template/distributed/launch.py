@@ -118,7 +118,7 @@ def open_store_of_attempt() -> TCPStore | None:
 
 
 def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
-    """With several processes, raise an error if hooks add parameters too late to synchronize them.
+    """With several processes, raise an error if a hook creates parameters too late.
 
     Args:
         before: The names of the parameters before the hook.

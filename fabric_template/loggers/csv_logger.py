@@ -229,7 +229,11 @@ class Table:
                 )
 
     def write_waiting(self) -> None:
-        """Append the rows in ``waiting`` to the file, which stays unchanged if writing fails."""
+        """Append the rows in ``waiting`` to the file.
+
+        Raises:
+            OSError: Writing failed. The file is unchanged, and the rows stay in ``waiting``.
+        """
         if not self.waiting:
             return
         if file_size(self.path) != self._size:

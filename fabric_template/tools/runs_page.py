@@ -185,7 +185,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
-    """Return a metric's curve and, for values per step, the curve of the moving average."""
+    """Return a metric's curve and, for more than 50 training steps, its moving average."""
     import numpy as np
     import pandas as pd
 

@@ -198,7 +198,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Check that hooks take ``dataloader_idx`` for several loaders, but do not need it for one."""
+    """Raise an error if hooks lack ``dataloader_idx`` for several loaders, or need it for one."""
     if not run.is_lightning_module:
         return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"

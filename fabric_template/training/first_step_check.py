@@ -24,7 +24,7 @@ REMEDY = (
 
 
 class FirstStepCheck:
-    """Raises an error if training_step itself calls backward() or optimizer.step()."""
+    """Raises an error if training_step calls optimizer.step(), or calls backward() on its loss."""
 
     def __init__(self, optimizer: Optimizer, fabric: Fabric) -> None:
         self.fabric = fabric

@@ -197,7 +197,7 @@ def unwrap_compiled(model: Any, functions: Mapping[str, Any]) -> tuple[Any, Any]
 def adapt_model(
     model: Any, functions: Mapping[str, Callable | None], is_manual: bool
 ) -> tuple[Any, nn.Module]:
-    """Wrap the model and the user's step functions in LightningModule's interface.
+    """Give the model and the user's step functions the interface of a LightningModule.
 
     Returns:
         The LightningModule or ModuleAdapter, and the nn.Module that contains the parameters.

@@ -339,7 +339,7 @@ class AutomaticOptimization(Optimization):
             )
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Run ``training_step`` and the backward pass, and return the loss."""
+        """Run ``training_step`` and, if it returns a loss, the backward pass. Return the loss."""
         run, check = self.run, self._first_step_check
         if check is None:
             output = self.call_step(batch, batch_idx)
@@ -487,7 +487,7 @@ class ManualOptimization(Optimization):
         self._stepped_optimizers.clear()
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Return copies of all gradients, because the next batch may change them."""
+        """Return all gradients as copies, because the user's code decides when to clear them."""
         are_used = len(self._stepped_optimizers) == len(self.optimizers)
         return {} if are_used and self.run.steps.is_model_parallel else self._copy_gradients()
 

@@ -124,7 +124,7 @@ def make_plan(
 def choose_model(
     loop: FabricLoop, model: Any, functions: dict[str, Any], optimizer: Any, last: Run | None
 ) -> dict[str, Any]:
-    """Return the model of a run, and its ModuleAdapter if the model is not a LightningModule."""
+    """Choose the model of a run, and give the model the interface of a LightningModule."""
     # Remove the wrapper that FabricLoop.setup() may have added. The run adds its own wrapper.
     model, compiler = unwrap_compiled(unwrap(model), functions)
     # If no model was passed, use the model of the previous run.
