@@ -349,7 +349,7 @@ class PlainState:
                 self._at_start[place] = found
 
     def _find_objects(self) -> None:
-        """Find nested objects to save, such as a replay buffer in an attribute of the model."""
+        """Search attributes for objects to save, because hooks may have created new objects."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}

@@ -236,7 +236,8 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
     """Return this run's tensors, which define the sharding of the loaded tensors.
 
     Returns:
-        A dict that maps names in the checkpoint, such as "state_dict/layer.weight", to tensors.
+        The model's weights or the optimizers' parameters, keyed by names such as
+        "state_dict/layer.weight".
     """
     if key == "state_dict":
         source = run.module if run.is_lightning_module else run.network

@@ -302,7 +302,7 @@ def pattern_of(saver: Any, name: str = "*") -> str:
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
     """Return whether ``path`` has the form ``folder/version_0/checkpoints``."""
-    # Without dirpath=, ModelCheckpoint saves to a folder of this form.
+    # Without dirpath=, ModelCheckpoint saves to a folder of this form if the run has a logger.
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..loop import FabricLoop
     from ..training.run import Run
 
-# Maps the name of an attribute or option to a pair: the value's digest and the encoded value.
+# Maps the name of an attribute, flag or option to a pair: the value's digest and encoded value.
 Values = dict[Any, tuple[Any, Any]]
 # Stores attribute values from earlier ``fit`` calls. The values of the model's attributes, for
 # example, are in _EARLIER_FITS[model]["attributes"]. The keys are weak references, so that Python
@@ -56,7 +56,7 @@ class ObjectRecord:
         self.end: dict[Any, Any] = {}
 
     def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
-        """Return the original values of attributes that ``fit`` changed and the user did not.
+        """Return the original values of attributes that ``fit``, not the user, changed last.
 
         Args:
             checkpoint: The path of the checkpoint from which the run resumes, or None.
@@ -126,8 +126,8 @@ class FitRecord:
         # Each entry holds a recorded object, a function that reads its attributes, and the
         # attributes' values before training.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
-        # If restoring the checkpoint fails, these functions undo the attribute changes that this
-        # FitRecord has made.
+        # If the run fails before the checkpoint is restored, these functions undo the attribute
+        # changes that this FitRecord has made.
         self._reverts: list[Callable[[], Any]] = []
 
     def reset_and_record_attributes(self, state: PlainState) -> None:
@@ -236,8 +236,8 @@ class FitRecord:
         Args:
             folders: The folders of the run's checkpoints.
         """
-        # If restoring the checkpoint failed, undo the attribute resets in self._reverts. Otherwise,
-        # keep_resets() has emptied this list.
+        # If the run failed before the checkpoint was restored, undo the attribute resets in
+        # self._reverts. Otherwise, keep_resets() has emptied this list.
         for revert in reversed(self._reverts):
             with suppress(Exception):
                 revert()
@@ -358,7 +358,7 @@ def find_lightning_callbacks(run: Run) -> dict[str, Part]:
     for index, callback in enumerate(run.hooks.callbacks):
         method = getattr(type(callback), "state_dict", None)
         is_lightnings = getattr(method, "__module__", "").startswith(CALLBACK_MODULES)
-        # Do not reset a ModelCheckpoint, because it would lose its best_model_path.
+        # Do not reset checkpoint callbacks, because their attributes describe saved files.
         if is_lightnings and not is_instance_of(callback, "ProgressBar", "Checkpoint"):
             found[f"callbacks.{index}.{type(callback).__qualname__}"] = Part(callback)
     return found

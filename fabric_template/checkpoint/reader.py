@@ -297,7 +297,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Wraps a function that builds an object from the arguments in a pickle."""
+    """Calls a function with the arguments in a pickle, unless an argument is a placeholder."""
 
     __slots__ = ("_function",)
 

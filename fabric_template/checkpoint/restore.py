@@ -85,8 +85,8 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     states = checkpoint["callbacks"]
     keys = {key_of(callback) for callback in run.hooks.callbacks}
     # The max_time option may have added a Timer to the saved run, so do not warn about a missing
-    # Timer. FabricLoop can save checkpoints without a ModelCheckpoint callback, so do not warn
-    # about a missing ModelCheckpoint either.
+    # Timer. Without a checkpoint callback, FabricLoop saves this run's checkpoints. In this case,
+    # do not warn about a missing ModelCheckpoint either.
     may_miss = ("Timer",) if run.hooks.callbacks_of("Checkpoint") else ("Timer", "ModelCheckpoint")
     missing = [key for key in states if key not in keys and not key.startswith(may_miss)]
     if missing and run.plan.start.resumes:
@@ -363,8 +363,8 @@ def restore_position(run: Run) -> None:
         with unchanged_rng_state():
             run.data.train.set_epoch(is_resumed=True)
         run.data.train.start()
-    # Restore the model's attributes last, because iter(loader) must see their values from the start
-    # of the epoch.
+    # Restore attributes last, because iter(loader) must see their values from the start of the
+    # epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
 
@@ -579,8 +579,8 @@ def check_parameter_order(run: Run) -> None:
 
 def warn_of_parameter_order(run: Run) -> None:
     """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed."""
-    # Trainer does not save the names of an optimizer's parameters. Assume that the parameters had
-    # the order of the weights in the saved state_dict.
+    # Trainer does not save the names of an optimizer's parameters. If this run's optimizer has the
+    # parameters in the model's order, assume the order of the saved weights for the saved run.
     weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
     known = list(map(plain_name, run.optimization.named_parameters()))
     orders = []

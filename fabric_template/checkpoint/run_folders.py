@@ -109,7 +109,7 @@ class RunFolders:
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record a checkpoint's save time, and remove the files of a run that this run replaces."""
         # This run has now saved a checkpoint, so the older CSV files that were set aside are no
-        # longer needed.
+        # longer needed. Remove them even if a ModelCheckpoint saved to a different folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):

@@ -90,7 +90,7 @@ def parts_of_order(loader: Any) -> dict[str, Part]:
 
 
 def wrap_list(part: Any) -> Any:
-    """Put a list into an attribute of a new object, because checkpoints contain only attributes."""
+    """Put a list into an attribute of a new object, because PlainState saves only attributes."""
     return SimpleNamespace(items=part) if type(part) is list else part
 
 
@@ -140,7 +140,7 @@ def referenced_objects(parts: Iterable[Part]) -> list[Any]:
 
 
 def refers_to_model(loader: Any) -> bool:
-    """Return whether the loader or its dataset holds a module, a datamodule or a callback."""
+    """Return whether the loader or a part of it refers to a module, datamodule or callback."""
     parts = {**parts_of_order(loader), **parts_of_samples(loader)}
     return bool(referenced_objects(parts.values()))
 

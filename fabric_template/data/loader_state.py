@@ -547,6 +547,7 @@ class WorkerRecorder:
         """Return the batch, the worker's index, and the worker's RNG state if it has changed."""
         is_short = self._smallest_batch > 0 and len(samples) < self._smallest_batch
         batch = DroppedBatch if is_short else self._collate_fn(samples)
+        # Recording the RNG state costs 80 microseconds per batch.
         own = self._plain_state.generator_states()
         previous, self._rng_state = self._rng_state, {**capture_rng_state(), "own": own}
         # Send the RNG state (10 kB) to the main process only if it has changed. If the state

@@ -196,7 +196,7 @@ class DataConnector:
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
-            # resumes within an epoch. In these cases, start_train_batches() makes the second call.
+            # continues the saved epoch. In these cases, start_train_batches() calls it again.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
 
