@@ -235,7 +235,7 @@ def worn(make_table):
 
 
 def make_arrays():
-    """Return a dict with more items than a loop reads when it searches for changes."""
+    """Return a dict with more items than MiniLoop reads when it searches for changes."""
     arrays = {number: np.full(8, number / 900, dtype="f4") for number in range(1_500)}
     return {**arrays, "unused": torch.zeros(20_000)}
 

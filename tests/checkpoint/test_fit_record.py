@@ -169,7 +169,7 @@ def test_a_refused_resume_does_not_change_the_attributes_of_user_objects(tmp_pat
     assert holder.items is items
 
 
-def test_fit_record_reads_the_attributes_of_each_object_only_once():
+def test_fit_record_reads_the_attributes_of_each_object_only_once_and_copies_no_large_list():
     class Counted:
         reads = 0
 

@@ -319,7 +319,7 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 
 
 @pytest.mark.parametrize("resume", [None, "last"])
-def test_a_mini_loop_subclass_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
+def test_an_edited_copy_of_mini_py_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
         train(kind, max_epochs=3)
@@ -441,7 +441,7 @@ def test_mini_loop_refuses_a_subclass_that_flags_the_wrong_batch_as_last(case):
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_from_the_end_of_an_epoch(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_only_from_the_end_of_an_epoch(change):
     kind = with_batches(change)
     whole, _ = assert_resumes(kind, kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]

@@ -129,7 +129,7 @@ SIZES = {
 
 
 class Sized(Classifier):
-    """Logs its loss with another batch_size in each batch, and then changes the batch_size in place."""
+    """Logs its loss with another batch_size in each batch, and then changes a tensor batch_size in place."""
 
     make_size = staticmethod(int)
 

@@ -156,7 +156,7 @@ def test_help_lists_every_command(capsys, argv):
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(cli.COMMANDS)
 
 
-def test_the_commands_plot_and_runs_do_not_import_torch():
+def test_help_and_the_commands_plot_and_runs_do_not_import_torch():
     """Importing torch takes seconds."""
     code = """
 import sys

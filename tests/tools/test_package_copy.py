@@ -175,7 +175,7 @@ def test_the_update_command_refuses_to_overwrite_files_that_git_cannot_restore(r
         update_command("mine")
 
 
-def test_the_commands_update_and_diff_refuse_a_folder_without_a_package_copy(release, monkeypatch):
+def test_the_commands_update_and_diff_refuse_a_missing_or_conflicting_package_copy(release, monkeypatch):
     def assert_refused(command, message):
         before = tree("mine")
         with pytest.raises(ValueError, match=f"^{message}$"):
