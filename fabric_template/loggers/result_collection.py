@@ -53,7 +53,7 @@ class Sums:
     """
 
     total: Tensor | None = None
-    weight: int = 0
+    weight: Any = 0
     result: Tensor | None = None
 
 
@@ -107,7 +107,7 @@ class LoggedMetric:
     def _add(self, sums: Sums, value: Tensor, weight: Any) -> None:
         sums.result = None
         if self.is_mean:
-            sums.weight += weight
+            sums.weight = sums.weight + weight
             if sums.total is not None and weight in _POWERS_OF_TWO:
                 sums.total = torch.add(sums.total, value, alpha=weight)
                 return
@@ -429,7 +429,7 @@ class ResultCollection:
                 metric = self._add_metric(results, key, arguments)
             metric.update(to_float(value), self.returned_batch_size())
 
-    def returned_batch_size(self) -> int:
+    def returned_batch_size(self) -> Any:
         """Return the batch_size passed to ``self.log`` or, by default, the size of the batch."""
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size

@@ -120,7 +120,7 @@ class RowWriter:
             self.step_values["train_loss"] = loss
             values = {"train_loss": loss.mean() if loss.dim() else loss}
         if self.counts_steps:
-            self._num_samples += results.returned_batch_size()
+            self._num_samples = self._num_samples + results.returned_batch_size()
         if not isinstance(output, Tensor) and not self.run.is_lightning_module:
             values = name_outputs(output, "train")
         results.add_returned(values)
@@ -264,7 +264,7 @@ class RowWriter:
             "step_values": to_numbers(self.step_values),
             "learning_rates": [float(rate) for rate in self.learning_rates],
             "is_validated": self._is_validated,
-            "num_samples": self._num_samples,
+            **to_numbers({"num_samples": self._num_samples}),
             "seconds": self.elapsed(),
             "excluded_seconds": self._excluded_seconds,
             "seconds_waited": self.waited(),
