@@ -861,6 +861,8 @@ class MiniLoop:
     ) -> None:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
         check_log_arguments(options)
+        if name not in self.callback_metrics:
+            check_name(name)
         if self._hook in ("", "on_train_end"):
             place = "in on_train_end" if self._hook else "outside of the model's steps and hooks"
             text = f"log: got {name!r} {place}, expected a call in a step, or in a hook such as"
@@ -937,6 +939,7 @@ class MiniLoop:
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
+                check_name(key[1])
                 self._warn_if_not_synced(key[1], is_synced)
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
             total, total_weight, _ = sums[key]
@@ -2514,10 +2517,16 @@ def check_log_arguments(given: dict[str, Any]) -> None:
             raise TypeError(text)
 
 
+def check_name(name: Any) -> None:
+    """Refuse the name of a metric that a CSV file cannot contain."""
+    is_text = isinstance(name, str) and 0 < len(name) == len(name.strip())
+    text = f"log: got the name {name!r}, expected text without line breaks and outer spaces, for"
+    text += " the CSV file."
+    check(is_text and not re.search("[\0\r\n\ud800-\udfff]", name), text)
+
+
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a 0-dimensional float32 or float64 tensor."""
-    text = f"log: got the name {name!r}, expected a name without line breaks, for the CSV file."
-    check("\n" not in name and "\r" not in name, text)
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if not is_number:
         found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..distributed.launch import gather_objects
 from ..errors import ConfigurationError
-from .log_arguments import REDUCTIONS, LogArguments, check_arguments, value_error
+from .log_arguments import REDUCTIONS, LogArguments, check_arguments, check_name, value_error
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -424,6 +424,7 @@ class ResultCollection:
             key = (RETURNED, name, None)
             metric = results.metrics.get(key)
             if metric is None:
+                check_name(name)
                 arguments = LogArguments(RETURNED, name, sync_dist=True, add_dataloader_idx=False)
                 arguments.dataloader_idx = results.dataloader_idx
                 metric = self._add_metric(results, key, arguments)

@@ -182,6 +182,21 @@ def test_log_refuses_a_batch_size_that_is_not_one_number(kind, size):
         fit_means(kind, lambda loop, index: loop.log("x", index, batch_size=size))
 
 
+@pytest.mark.parametrize("name", ["", " score", "score\t", "a\0b", "\ud800", 3, None, ("a", "b"), b"score"])
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_log_refuses_a_name_that_a_csv_file_cannot_contain(kind, name):
+    for options in ({"on_epoch": True}, {"on_step": True}):
+        with pytest.raises(ValueError, match=r"log: got the name .*, expected text without .* for the CSV file"):
+            fit_means(kind, lambda loop, index: loop.log(name, index, **options))  # noqa: B023
+    with pytest.raises(ValueError, match=r"log: got the name .*, expected text without .* for the CSV file"):
+        fit_means(kind, lambda loop, index: loop.log_dict({name: index}))
+
+
+def test_log_dict_in_your_own_loop_refuses_a_name_that_a_csv_file_cannot_contain(tmp_path):
+    with pytest.raises(ValueError, match=r"log: got the name ' loss', expected text without"):
+        FabricLoop(**with_files(tmp_path)).log_dict({"epoch": 0, " loss": 1.0})
+
+
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 def test_log_raises_an_error_if_on_step_and_on_epoch_are_both_false(kind):
     with pytest.raises((ValueError, MisconfigurationException), match=r"on_step=False.*on_epoch=False"):
