@@ -128,7 +128,8 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # The options for config.yaml. ``fabric-template fit`` adds the model and the data.
+        # config.yaml contains these options. ``fabric-template fit`` also writes the names of the
+        # model and the data to config.yaml.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}
@@ -623,7 +624,7 @@ class StatefulValue:
 
 def is_container(value: Any) -> bool:
     """Return whether Fabric.save would copy a value item by item."""
-    # Fabric.save rebuilds a bytes object byte by byte, which takes several seconds per MB.
+    # Fabric.save copies a bytes object byte by byte, which takes several seconds per MB.
     if isinstance(value, str) or has_state(value):
         return False
     return isinstance(value, Mapping | Sequence) or is_dataclass(value)

@@ -415,7 +415,7 @@ class MiniLoop:
                 self._start_batches()
             self._call("on_train_start")
         if is_resumed:
-            # Restore options such as max_steps again, because on_train_start may have changed them.
+            # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
             # To resume within an epoch, `_start_batches` needs the loaders as they were before
@@ -710,7 +710,7 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step, and refuse calls of loss.backward() and optimizer.step()."""
+        """Run the first training step, which must not call loss.backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         text = "expected a step that only computes the loss. Remove loss.backward(),"
@@ -1976,7 +1976,7 @@ class MiniLoop:
         validates_repeatedly = self.max_epochs != 1 or self.validate_every_n_steps is not None
         is_built_in = type(val).__module__ in ("builtins", "itertools")
         is_iterator = is_built_in and isinstance(val, Iterator)
-        # validate() passes train=None and reads its loader only once, so allow an iterator there.
+        # validate() reads its loader only once, so it accepts an iterator. It passes train=None.
         if is_iterator and validates_repeatedly and train is not None:
             text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
             text += " expected a loader for several validations. Pass a DataLoader or a list."
@@ -3073,7 +3073,7 @@ def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[s
 
 
 def create_item(parts: dict[str, Any], place: str) -> None:
-    """Create the item ``counts[0]`` for the path "counts.0", if ``counts`` is a defaultdict."""
+    """For a saved name such as "counts.0", create counts[0] if counts is a defaultdict."""
     path, _, key_name = place.rpartition(".")
     owner, _, name = path.rpartition(".")
     container: Any = namespace_of(parts.get(owner)).get(name)
@@ -3851,8 +3851,7 @@ def read_cell(cell: str) -> Any:
     """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
     for kind in (int, float):
         with suppress(ValueError):
-            # Do not convert text such as "007" or "1.10" to a number. A resumed run writes the file
-            # again, and must not change the text.
+            # Text such as "007" stays text, because a resumed run writes it to the file again.
             if str(kind(cell)) == cell:
                 return kind(cell)
     return cell

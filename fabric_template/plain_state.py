@@ -1,4 +1,4 @@
-"""Save random generators and attributes of objects, because state_dict() does not contain them.
+"""Save the random generators and attributes that state_dict() does not contain.
 
 Only plain attributes that have changed since the start of the run are saved. plain_values.py
 describes which values are plain. Attributes that are too large are skipped with a warning.
@@ -336,7 +336,7 @@ class PlainState:
         self._lengths = {place: len(value) for place, value in containers}
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
-        """Add objects such as optimizers, so that checkpoints contain their attributes.
+        """Also save the attributes of the given objects, such as optimizers.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
@@ -456,7 +456,7 @@ class PlainState:
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
-        """Return whether training added objects to a list or dict in a loader's attribute."""
+        """Return whether training added objects to a list or dict of a loader."""
         if self._network is not None or type(value) not in CONTAINERS:
             return False
         if len(value) == self._lengths.get(place, 0):

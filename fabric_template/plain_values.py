@@ -94,8 +94,8 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         # Use marshal's format 2. In later formats, equal lists can give different bytes.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # A dict is converted to a list in which keys and values alternate. Make the step odd, because
-    # an even step would select only keys.
+    # In the items of a dict, keys and values alternate, so a slice with an even step would contain
+    # only keys.
     step = math.ceil(len(items) / math.ceil(most / 8)) | 1
     found = items if step == 1 else [*items[::step], items[-1]]
     # A list may contain itself, so lower the item limit at each level to end the recursion.

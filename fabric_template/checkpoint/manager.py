@@ -81,7 +81,7 @@ class CheckpointManager:
     @property
     def _metric(self) -> tuple[str | None, str]:
         """The name of the monitored metric and its mode, such as ("val_loss", "min")."""
-        # Without monitor=, a resumed run ranks the best checkpoints by the saved run's metric.
+        # Without monitor=, a resumed run uses the metric that the checkpoint names.
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode

@@ -120,8 +120,7 @@ class DataConnector:
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
             for loader in combined.flattened:
-                # Like Trainer, call iter(loader) when the loader is created, because some loaders
-                # draw random numbers in iter().
+                # Some loaders draw random numbers in iter(loader). Trainer calls iter(loader) here.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))

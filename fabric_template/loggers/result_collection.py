@@ -587,7 +587,7 @@ class ResultCollection:
         return values
 
     def take_means(self) -> dict[str, Tensor]:
-        """Return the mean of each training value since the last row of metrics.csv."""
+        """Return the mean of each training metric over the steps since the last CSV row."""
         row: dict[str, Tensor] = {}
         sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
         self._reduce(sums)

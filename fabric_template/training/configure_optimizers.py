@@ -55,7 +55,7 @@ def has_several_optimizers(given: Any) -> bool:
 
 
 def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
-    """Combine an optimizer and a scheduler as ``configure_optimizers`` would return them."""
+    """Return an optimizer and a scheduler in the form that ``configure_optimizers`` returns."""
     if scheduler is None:
         return optimizer
     if not is_optimizer(optimizer):

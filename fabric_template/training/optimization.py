@@ -48,7 +48,7 @@ def is_logging_due(run: Run) -> bool:
 class Optimization:
     """Holds the optimizers and schedulers, and runs backward passes, clipping and optimizer steps.
 
-    The subclasses AutomaticOptimization and ManualOptimization train the model.
+    AutomaticOptimization and ManualOptimization are its two subclasses.
 
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()

@@ -43,7 +43,7 @@ def record_fit(holder, folder, change=None, resumes=False, is_training=True, sav
 
 
 @pytest.mark.parametrize("kind", [Slots, SimpleNamespace])
-def test_resuming_undoes_changes_to_an_object_that_cannot_be_weakly_referenced(tmp_path, kind):
+def test_resume_resets_the_attributes_of_an_object_without_weak_references(tmp_path, kind):
     holder = kind()
     holder.value = 0
     record_fit(holder, tmp_path, add_one)

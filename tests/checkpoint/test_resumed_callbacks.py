@@ -152,7 +152,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_resume_warns_if_callbacks_of_the_same_class_were_moved_or_removed(tmp_path, name, recwarn):
+def test_resume_warns_if_callbacks_of_one_class_were_reordered_or_removed(tmp_path, name, recwarn):
     saved, steps, is_warned = CHANGES[name]
     interrupt(tmp_path, Classifier, lambda: map(Counts, saved))
     fit(tmp_path, callbacks=[*map(Counts, steps)], resume="auto", **OPTIONS)

@@ -137,7 +137,7 @@ def test_saving_within_a_batch_warns_that_resuming_changes_the_random_numbers(tm
     assert all("draws other random numbers" in text for text in texts)
 
 
-def test_saving_only_weights_in_on_after_backward_causes_no_warning(tmp_path):
+def test_a_hook_can_save_only_the_weights_during_a_batch_without_a_warning(tmp_path):
     callback = pl.Callback()
     callback.on_after_backward = lambda trainer, *args: trainer.save_checkpoint(tmp_path / "weights.ckpt", True)
     FabricLoop(**quiet(max_epochs=1, callbacks=[callback])).fit(automatic(), make_loader())

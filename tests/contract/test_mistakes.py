@@ -310,7 +310,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 
 @pytest.mark.parametrize(("name", "case"), once(LOOPS, [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)]))
-def test_a_training_step_that_calls_backward_is_refused_with_two_processes(name, case):
+def test_two_processes_refuse_a_training_step_that_calls_backward(name, case):
     codes, errors = run_processes(fit_in_process, name, *case, ranks=2)
     assert codes == [0, 0], errors
 

@@ -134,7 +134,7 @@ def test_list_runs_treats_damaged_files_as_empty_and_never_executes_code_in_them
     assert not Path("bad").exists()
 
 
-def test_list_runs_prefers_hparams_yaml_if_config_yaml_differs():
+def test_list_runs_reads_options_from_hparams_yaml_even_if_config_yaml_differs():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
         config = {"model": {"class_path": "a.B", "init_args": {"hidden": hidden}}, "max_epochs": 3}

@@ -143,7 +143,7 @@ def test_change_loader_returns_a_loader_with_the_same_samples():
     assert sorted(sum((batch[0] for batch in batches_of(changed)), [])) == list(range(10))
 
 
-def test_change_loader_refuses_an_unsupported_loader_and_a_too_large_batch_size():
+def test_change_loader_refuses_unsupported_loaders_and_excessive_batch_sizes():
     loader = DataLoader(TensorDataset(torch.arange(10)), 4, collate_fn=list)
     with pytest.raises(ValueError, match="not read a TensorDataset with torch's samplers"):
         change_loader(loader, {"tensor_loader": True})

@@ -86,7 +86,7 @@ def test_no_checkpoint_is_saved_if_a_nan_loss_stops_the_run_before_the_first_che
     assert loop.checkpoint_path("last") is None
 
 
-def test_a_run_with_finite_losses_is_not_stopped_if_on_nan_is_stop(tmp_path):
+def test_on_nan_stop_does_not_end_a_run_with_finite_losses(tmp_path):
     loop, _, batches = fit(tmp_path, {}, on_nan="stop", save_every_n_steps=1)
     assert (batches, saved_step(loop)) == (15, 15)
 
