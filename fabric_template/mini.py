@@ -55,7 +55,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from enum import Enum
+from enum import Enum, Flag
 from functools import cache, partial
 from itertools import chain, count, islice
 from logging import Logger
@@ -3304,7 +3304,7 @@ def encode(
         return "shared", encode(content, device, most, weights, depth + 1)
     place = kind.__module__, kind.__qualname__
     if isinstance(value, Enum) and find_class(kind, *place) is kind:
-        return "enum", value.name, *place
+        return "enum", value.name if value.name in kind.__members__ else value.value, *place
     if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
         items = [encode(item, device, most, weights, depth + 1) for item in value]
         return "named tuple", items, *place
@@ -3374,8 +3374,11 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
         data = b"" if content is None else content.numpy().tobytes()
         array = np.frombuffer(data, options[0]).reshape(options[1]).copy()
         return array if kind == "array" else array[()]
-    if kind == "enum":
+    if kind == "enum" and isinstance(content, str):
         return find_class(Enum, *options).__members__[content]
+    if kind == "enum":
+        # A combination of flags such as A | B has no name, so a checkpoint contains its value.
+        return find_class(Flag, *options)(content)
     items = [decode(item, device, weights) for item in content]
     if kind == "range":
         return range(*items)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from copy import copy
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -316,7 +316,7 @@ class Encoder:
         if find_class(kind, *place) is not kind or depth > _DEEPEST:
             raise NotPlainError
         if isinstance(value, Enum):
-            return "enum", value.name, *place
+            return "enum", value.name if value.name in kind.__members__ else value.value, *place
         self._count(items=len(value))
         return "named tuple", [self._encode(item, depth + 1) for item in value], *place
 
@@ -404,8 +404,11 @@ class Decoder:
             data = b"" if content is None else content.numpy().tobytes()
             array = np.frombuffer(data, dtype).reshape(shape).copy()
             return array if kind == "array" else array[()]
-        if kind == "enum":
+        if kind == "enum" and isinstance(content, str):
             return find_class(Enum, *options).__members__[content]
+        if kind == "enum":
+            # A combination of flags such as A | B has no name, so a checkpoint contains its value.
+            return find_class(Flag, *options)(content)
         items = [self.decode(item) for item in content]
         if kind in _VALUES:
             return _VALUES[kind](*items)

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
-from enum import Enum
+from enum import Enum, Flag, IntFlag
 from functools import partial
 from multiprocessing import Array, Value
 from pathlib import Path
@@ -403,6 +403,30 @@ class HasPhases(Model):
         return super().training_step(batch, batch_idx) * scale * self.phase.value
 
 
+class Part(Flag):
+    BIAS = 1
+    WEIGHT = 2
+
+
+class Bit(IntFlag):
+    LOW = 1
+    HIGH = 4
+
+
+class HasFlags(Model):
+    """Combines flags, also inside a dict, and removes them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.bits = Part.BIAS, {"seen": Bit.LOW, Bit.HIGH: 0.5}
+
+    def training_step(self, batch, batch_idx):
+        self.trained = (Part.BIAS | Part.WEIGHT, Part(0), Part.WEIGHT)[batch_idx % 3]
+        self.bits = {"seen": self.bits["seen"] ^ Bit.HIGH, Bit.HIGH | Bit.LOW: 0.5}
+        scale = self.trained.value + int(self.bits["seen"]) + sum(value == 0.5 for value in self.bits.values())
+        return super().training_step(batch, batch_idx) * (1 + scale)
+
+
 class Rotates(Model):
     """Scales its loss with a complex number."""
 
@@ -504,6 +528,7 @@ CASES = {
     "objects of a model": shuffled(HasHelpers),
     "hidden modules": shuffled(HasHiddenModules),
     "enums and named tuples": shuffled(HasPhases),
+    "combined flags": shuffled(HasFlags),
     "complex number": shuffled(Rotates),
     "slots and shared memory": faded(0),
     "shared memory of workers": faded(1),
@@ -743,7 +768,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 
 @pytest.mark.parametrize("writer", SAVES)
-@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp])
+@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp, HasFlags])
 def test_each_loop_restores_custom_objects_saved_by_the_other_loop(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)
