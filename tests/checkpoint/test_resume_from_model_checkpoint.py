@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import Classifier
 from parameters import halve
-from runs import assert_same_end, fit, logs_of, tree, val_loader, with_files
+from runs import assert_same_end, fit, logs_of, make_loader, tree, val_loader, with_files
 
 from fabric_template import FabricLoop
 from fabric_template.errors import MissingCheckpointError
@@ -159,6 +159,38 @@ def test_fit_warns_if_two_runs_use_the_same_model_checkpoint_callback(tmp_path, 
     run(callback)
     with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_0"):
         run(callback)
+
+
+OTHER_LOOPS = {
+    "name": {"name": "other"},
+    "name and version": {"name": "other", "version": "large"},
+    "folder": {"default_root_dir": "other"},
+    "logger": {"logger": False},
+}
+
+
+@pytest.mark.parametrize("first", [{}, {"version": "small"}, {"logger": False}], ids=str)
+@pytest.mark.parametrize("other", OTHER_LOOPS)
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_fit_warns_if_another_loop_has_used_the_model_checkpoint_callback(tmp_path, first, other, stage):
+    options = {**OTHER_LOOPS[other]}
+    root = tmp_path / options.pop("default_root_dir", "")
+    callback = ModelCheckpoint()
+    loop = FabricLoop(**with_files(tmp_path, max_epochs=1, callbacks=[callback], **first))
+    if stage == "fit":
+        loop.fit(Classifier(), make_loader())
+    else:
+        loop.validate(Classifier(), val_loader(), verbose=False)
+    with pytest.warns(UserWarning, match=f"that an earlier call used. It still saves to {callback.dirpath},"):
+        fit(root, max_epochs=1, callbacks=[callback], **options)
+
+
+def test_fit_does_not_warn_if_a_loop_resumes_with_its_model_checkpoint_callback(tmp_path, recwarn):
+    callback = ModelCheckpoint(save_last=True)
+    for epochs in (1, 2, 3):
+        loop, module, _ = fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto", logger=epochs < 3)
+        loop.validate(module, val_loader(), verbose=False)
+    assert [str(warning.message) for warning in recwarn if "earlier call" in str(warning.message)] == []
 
 
 def test_fit_does_not_warn_about_a_reused_model_checkpoint_callback_with_a_dirpath(tmp_path, recwarn):
