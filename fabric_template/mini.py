@@ -3470,8 +3470,12 @@ def replace_content(current: Any, value: Any) -> bool:
     if type(current) is not type(value) or getattr(value, "is_sparse", False):
         return False
     if isinstance(current, Tensor | np.ndarray):
-        with torch.no_grad():
-            current[...] = value
+        try:
+            with torch.no_grad():
+                current[...] = value
+        except (RuntimeError, ValueError):
+            # Expanded tensors, inference tensors and read-only arrays cannot be changed in place.
+            return False
     elif isinstance(current, list | deque):
         current.clear()
         current.extend(value)

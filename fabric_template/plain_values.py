@@ -442,7 +442,11 @@ def replace_content(current: Any, value: Any) -> bool:
     if kind in TENSORS and value.is_sparse:
         return False
     if kind in TENSORS and not current.is_inference() and current.is_leaf:
-        current.detach().copy_(value)
+        try:
+            current.detach().copy_(value)
+        except RuntimeError:
+            # In an expanded tensor, several elements share one place in memory.
+            return False
         current.requires_grad_(value.requires_grad)
     elif kind is np.ndarray and current.flags.writeable:
         current[...] = value

@@ -112,6 +112,30 @@ class View(Model):
         return super().training_step(batch, batch_idx) * self.scales[0]
 
 
+class Frozen(Model):
+    """Replaces tensors and arrays that cannot be changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.expanded, self.broadcast = torch.ones(1).expand(3), np.broadcast_to(np.ones(1), (3,))
+        self.register_buffer("scale", torch.ones(1, 1).expand(2, 3), persistent=False)
+        self.read_only = np.ones(2)
+        with torch.inference_mode():
+            self.inference = torch.ones(2)
+
+    def training_step(self, batch, batch_idx):
+        factor = 0.9 + 0.1 * float(batch[0].mean().tanh())
+        self.read_only = self.read_only * factor
+        self.read_only.flags.writeable = False
+        self.expanded = (self.expanded[:1] * self.read_only[0]).expand(3)
+        self.broadcast = np.broadcast_to(self.broadcast[:1] * factor, (3,))
+        self.scale = (self.scale[:1, :1] * factor).expand(2, 3)
+        with torch.inference_mode():
+            self.inference = self.inference * factor
+        scale = float(self.expanded.sum() + self.broadcast.sum() + self.scale.sum() + self.inference.sum())
+        return super().training_step(batch, batch_idx) * scale
+
+
 class Weighted:
     """A sampler that draws in proportion to weights, which the model changes."""
 
@@ -517,6 +541,7 @@ CASES = {
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
+    "values that cannot be changed in place": shuffled(Frozen),
     "objects of a dataset": transformed,
     "sampler of torch": mining,
     "deleted attributes": shuffled(WarmUp),
