@@ -7,9 +7,9 @@ copying each value to the CPU would slow down the steps.
 from __future__ import annotations
 
 import numbers
-from collections import ChainMap
+from collections import ChainMap, UserDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -201,7 +201,9 @@ class LoopResults:
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
         logged_names: The names of logged values that are columns of metrics.csv.
-        batch_size: The size of the current batch, or None if no mean has needed it yet.
+        batch: The current batch.
+        unchanged_batch: If the batch is a dict or a list, a shallow copy from before the step.
+        batch_size: The size of the current batch, or None if no logged mean has needed it yet.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
             before the first batch and after the last batch.
@@ -212,6 +214,7 @@ class LoopResults:
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
     logged_names: set[str] = field(default_factory=set)
     batch: Any = None
+    unchanged_batch: Any = None
     batch_size: int | None = None
     logged_batch_size: Any = None
     dataloader_idx: int | None = None
@@ -238,6 +241,12 @@ class LoopResults:
         if self.batch_size is None:
             self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         return self.batch_size
+
+    def unchanged_batch_size(self) -> int:
+        """Return the batch size from before the step, even if the step has changed the batch."""
+        if self.unchanged_batch is self.batch or self.batch_size is not None:
+            return self.current_batch_size()
+        return find_batch_size(self.unchanged_batch)
 
 
 class CurrentValues(NamedTuple):
@@ -435,7 +444,8 @@ class ResultCollection:
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size
         try:
-            return self.active.current_batch_size()
+            # A step may remove items from its batch, as in batch.pop("label").
+            return self.active.unchanged_batch_size()
         except MisconfigurationException:
             return 1
 
@@ -452,12 +462,14 @@ class ResultCollection:
         results = self.active
         results.is_first_batch = results.is_first_batch is None
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
+        results.unchanged_batch = copy_container(batch)
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
         """Drop the reference to the current batch, and mark callback_metrics as outdated."""
-        self.active.batch = self.active.batch_size = None
-        self.active.has_new_values = True
+        results = self.active
+        results.batch = results.unchanged_batch = results.batch_size = None
+        results.has_new_values = True
 
     def end_batches(self) -> None:
         """Compute the means of all logged values after the last batch."""
@@ -538,7 +550,8 @@ class ResultCollection:
             if self.active.has_new_values:
                 self.update_metrics()
         finally:
-            self.train.batch = self.evaluation.batch = None
+            for results in (self.train, self.evaluation):
+                results.batch = results.unchanged_batch = None
             self.active = LoopResults()
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))
@@ -649,13 +662,44 @@ def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:
     return sorted(metrics, key=lambda metric: (metric.full_name(), metric.arguments.hook))
 
 
+def copy_container(batch: Any) -> Any:
+    """Copy a batch that is a dict or a list, but not the tensors inside."""
+    if isinstance(batch, list):
+        return list.copy(batch)
+    # The tokenizers of transformers return a UserDict, which has its items in the attribute data.
+    items = vars(batch).get("data") if isinstance(batch, UserDict) else batch
+    return dict.copy(items) if isinstance(items, dict) else batch
+
+
 def find_batch_size(batch: Any) -> int:
-    """Compute the same batch size as Trainer, but faster for a tuple or list of tensors."""
+    """Compute the same batch size as Trainer, but do not read the iterators in a batch."""
+    # A fast path for a tuple or a list of tensors.
     if type(batch) in (tuple, list):
         sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
         if len(sizes) == 1 and -1 not in sizes:
             return sizes.pop()
-    return extract_batch_size(batch)
+    return extract_batch_size(find_values(batch))
+
+
+def find_values(batch: Any) -> Iterator[Any]:
+    """Yield the tensors and the other values in a batch, in the same order as Trainer."""
+    if isinstance(batch, Tensor | str):
+        yield batch
+        return
+    if isinstance(batch, Iterator):
+        # Reading an iterator would take its items from the step, and might never end.
+        return
+    if isinstance(batch, Mapping):
+        parts: Any = batch.values()
+    elif isinstance(batch, Iterable):
+        parts = batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        parts = [getattr(batch, part.name) for part in fields(batch)]
+    else:
+        yield batch
+        return
+    for part in parts:
+        yield from find_values(part)
 
 
 def float_type() -> torch.dtype:
