@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from ..data.loaders import check_loaders, has_loader
+from ..data.loaders import check_loaders, combine_loaders, has_loader
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
@@ -20,6 +20,7 @@ from ..errors import (
     check_object,
 )
 from ..lightning_compat.overrides import find_callbacks, overridden
+from ..lightning_compat.private import combined_mode
 from ..loggers.run_config import check_own_hparams
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+LOADER_OF_STEP = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
 STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -148,7 +150,10 @@ def check_signature(plan: Plan, name: str) -> None:
     except (TypeError, ValueError):
         # Some built-in functions have no signature.
         return
-    named = {"dataloader_idx": 0} if "dataloader_idx" in signature.parameters else {}
+    gets_dataloader_idx = "dataloader_idx" in signature.parameters and not has_one_loader(
+        plan, name
+    )
+    named = {"dataloader_idx": 0} if gets_dataloader_idx else {}
     try:
         signature.bind(*arguments, **named)
     except TypeError as error:
@@ -159,6 +164,18 @@ def check_signature(plan: Plan, name: str) -> None:
             f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
             " batch, batch_idx)."
         ) from error
+
+
+def has_one_loader(plan: Plan, step: str) -> bool:
+    """Return whether a step reads only one loader, so that it gets no ``dataloader_idx``."""
+    stage = LOADER_OF_STEP.get(step)
+    if stage is None:
+        return True
+    if stage not in plan.loaders:
+        # A method such as val_dataloader() creates the loaders later.
+        return False
+    combined = combine_loaders(plan.loaders[stage])
+    return len(combined.flattened) == 1 or combined_mode(combined) != "sequential"
 
 
 def check_optimization(plan: Plan) -> None:

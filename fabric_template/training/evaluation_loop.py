@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 
 from ..lightning_compat.overrides import overridden
 from ..loggers.row import name_outputs
-from .module_adapter import takes_argument, takes_batch_idx
+from .module_adapter import parameters_of, takes_argument, takes_batch_idx
 
 if TYPE_CHECKING:
     from ..data.loaders import StageLoaders
@@ -199,16 +198,17 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if hooks lack ``dataloader_idx`` for several loaders, or need it for one."""
-    if not run.is_lightning_module:
-        return
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
+    functions = getattr(run.module, "functions", {})
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
         method = overridden(run.module, hook)
         if method is None:
             continue
-        where = f"`{type(run.model).__name__}.{hook}()`"
-        parameter = inspect.signature(method).parameters.get("dataloader_idx")
-        if has_several and not takes_argument(method, "dataloader_idx"):
+        where = f"`{hook}()`" if hook in functions else f"`{type(run.model).__name__}.{hook}()`"
+        parameter = parameters_of(method).get("dataloader_idx")
+        # Only the steps of a LightningModule must have the argument if there are several loaders.
+        is_optional = hook == f"{name}_step" and not run.is_lightning_module
+        if has_several and not is_optional and not takes_argument(method, "dataloader_idx"):
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in {where}."
                 " Try adding `dataloader_idx=0` to its signature."

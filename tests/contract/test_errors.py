@@ -240,6 +240,65 @@ def test_a_step_function_with_a_dataloader_iter_parameter_is_refused(tmp_path):
         functions = {"training_step": lambda net, batch: net(batch[0]).sum()}
 
 
+class NeedsLoaderIndex(Plain):
+    """Has steps with the argument ``dataloader_idx``, and can create its own loader."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        return super().training_step(batch)
+
+    def test_step(self, batch, *, dataloader_idx):
+        return super().training_step(batch)
+
+    predict_step = validation_step
+
+
+class NeedsLoaderIndexInTraining(Plain):
+    def training_step(self, batch, dataloader_idx):
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("make", [list, lambda loaders: loaders[0], lambda loaders: {"one": loaders[0]}])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_step_that_needs_dataloader_idx_is_refused_for_one_loader(tmp_path, stage, make):
+    loop, step = FabricLoop(**with_files(tmp_path, max_epochs=1)), f"{stage}_step".replace("validate", "validation")
+    written = "(self, batch, *, dataloader_idx)" if stage == "test" else "(self, batch, batch_idx, dataloader_idx)"
+    message = f"{step}: got {step}{written}, expected {step}(self, batch) or {step}(self, batch, batch_idx)."
+    check_error(TypeError, message, lambda: getattr(loop, stage)(NeedsLoaderIndex(), make([make_loader()])), tmp_path)
+
+
+def test_fit_refuses_dataloader_idx_in_steps_that_get_none(tmp_path):
+    call = fitting(tmp_path, NeedsLoaderIndexInTraining(), make_loader())
+    check_error(TypeError, "training_step: got training_step(self, batch, dataloader_idx), expected", call, tmp_path)
+    call = fitting(tmp_path, NeedsLoaderIndex(), make_loader(), val_loader())
+    check_error(TypeError, "validation_step: got validation_step(self, batch, batch_idx, data", call, tmp_path)
+
+
+def test_a_step_that_needs_dataloader_idx_gets_it_for_several_loaders(tmp_path):
+    seen = []
+
+    def step(model, batch, dataloader_idx):
+        seen.append(dataloader_idx)
+        return torch.tensor(1.0)
+
+    fitting(tmp_path, Plain(), make_loader(), [val_loader(), val_loader()], validation_step=step)()
+    assert set(seen) == {0, 1}
+
+
+class HasOwnLoaders(NeedsLoaderIndex):
+    def val_dataloader(self):
+        return make_loader()
+
+    def on_test_batch_start(self, batch, batch_idx):
+        pass
+
+
+def test_a_wrong_dataloader_idx_is_refused_if_a_method_creates_the_loader(tmp_path):
+    with pytest.raises(RuntimeError, match=r"a single `val_dataloader`.*in `HasOwnLoaders.validation_step\(\)`"):
+        fitting(tmp_path, HasOwnLoaders(), make_loader())()
+    with pytest.raises(RuntimeError, match=r"multiple `test_dataloader`.*in `HasOwnLoaders.on_test_batch_start\(\)`"):
+        FabricLoop(**with_files(tmp_path)).test(HasOwnLoaders(), [make_loader()] * 2)
+
+
 @pytest.mark.parametrize("where", [".", "logs", "logs/run"])
 def test_a_file_in_place_of_the_log_folder_is_refused(tmp_path, where):
     root = tmp_path / "mine"
