@@ -119,6 +119,8 @@ class DataConnector:
                 )
             if stage == "val" and self.run.stage == "fit":
                 self._check_validation_loaders(combined.flattened)
+                if not self.run.is_lightning_module:
+                    check_loader_names(combined)
             for loader in combined.flattened:
                 # Some loaders draw random numbers in iter(loader). Trainer calls iter(loader) here.
                 if not isinstance(loader, DataLoader | TensorLoader):
@@ -290,6 +292,25 @@ def check_loaders(source: Any, found: str) -> None:
             raise ConfigurationTypeError(f"{found.format(describe(loader))} {problem}")
 
 
+def check_loader_names(loaders: Any) -> None:
+    """Raise an error if a key of a validation loader would give two metrics the same name."""
+    names = find_loader_names(combine_loaders(loaders))
+    doubled = [name for name in names if names.count(name) > 1]
+    if "train" in names or doubled:
+        name, source = (doubled[0], "another loader's") if doubled else ("train", "the training")
+        raise ConfigurationError(
+            f"val_dataloaders: got the key {name!r}, expected another key, because {source} loss"
+            f" has the name {name}_loss. For example, write {name + '_2'!r}."
+        )
+
+
+def find_loader_names(combined: CombinedLoader) -> list[str]:
+    """Return the keys of a dict of loaders, or [] if the loaders are not in a dict."""
+    source = combined.iterables
+    is_flat = isinstance(source, Mapping) and len(source) == len(combined.flattened)
+    return [str(name) for name in source] if is_flat else []
+
+
 def find_problem(loader: Any) -> str:
     """Return advice for the user if an object does not yield batches, or "" if it does."""
     parts = loader.values() if isinstance(loader, Mapping) else loader
@@ -348,8 +369,7 @@ class StageLoaders:
             for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)
-        is_flat = isinstance(self.as_given, Mapping) and len(self.as_given) == len(self.loaders)
-        self.names = [str(name) for name in self.as_given] if is_flat else []
+        self.names = find_loader_names(with_loaders(combined, self.loaders))
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
         # If loaders are never reloaded, always set loaded_in_epoch to 0, so that checkpoints of
         # resumed and uninterrupted runs contain the same value.

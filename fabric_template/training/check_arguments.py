@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from ..data.loaders import check_loaders, combine_loaders, has_loader
+from ..data.loaders import check_loader_names, check_loaders, combine_loaders, has_loader
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
@@ -231,6 +231,8 @@ def check_loader_arguments(plan: Plan) -> None:
         raise MissingDataError(f"{text} Write {call}(model, loader), or {remedy}.")
     for given_stage, loaders in plan.loaders.items():
         check_loaders(loaders, found_loader(plan, given_stage))
+        if (call, given_stage) == ("fit", "val") and not plan.is_lightning_module:
+            check_loader_names(loaders)
     given = plan.loaders.get(stage)
     if call == "fit" and isinstance(given, list | tuple | dict) and not given:
         kind, item = type(given).__name__, "loader" if isinstance(given, dict) else "batch"

@@ -284,6 +284,27 @@ def test_a_step_that_needs_dataloader_idx_gets_it_for_several_loaders(tmp_path):
     assert set(seen) == {0, 1}
 
 
+class ValidatesOnTrainingData(Plain):
+    def val_dataloader(self):
+        return {"val": val_loader(), "train": make_loader()}
+
+
+def test_a_key_of_a_validation_loader_that_names_another_loss_is_refused(tmp_path):
+    message = "val_dataloaders: got the key {!r}, expected another key, because {} loss has the name {}_loss."
+    for keys in (["train"], ["val", "train"]):
+        call = fitting(tmp_path, Plain(), make_loader(), {key: val_loader() for key in keys})
+        check_error(ValueError, message.format("train", "the training", "train"), call, tmp_path)
+    call = fitting(tmp_path, Plain(), make_loader(), {1: val_loader(), "1": val_loader()})
+    check_error(ValueError, message.format("1", "another loader's", "1"), call, tmp_path)
+    with pytest.raises(ValueError, match="got the key 'train'"):
+        fitting(tmp_path, ValidatesOnTrainingData(), make_loader())()
+    # These metrics have other names.
+    fitting(tmp_path, Classifier(), make_loader(), {"train": val_loader()})()
+    model = Plain()
+    fitting(tmp_path, model, make_loader(), {"train": [val_loader(), val_loader()]})()
+    FabricLoop(**with_files(tmp_path)).validate(model, {"train": val_loader()})
+
+
 class HasOwnLoaders(NeedsLoaderIndex):
     def val_dataloader(self):
         return make_loader()
