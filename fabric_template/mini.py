@@ -413,7 +413,11 @@ class MiniLoop:
             else:
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
+            logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
             self._call("on_train_start")
+            if is_resumed:
+                # Drop values logged in on_train_start, because the saved run has logged them, too.
+                self._sums, self._torchmetrics = logged
         if is_resumed:
             # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
@@ -455,7 +459,11 @@ class MiniLoop:
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         self._window_size = self.accumulate_grad_batches
-        for batch in self._checked_batches():
+        batches: Iterable[Any] = self._checked_batches()
+        if self.batches_done == 0 and self.should_stop:
+            # As in Trainer, an epoch has no batches if on_train_epoch_start sets should_stop.
+            batches, self._is_last = (), True
+        for batch in batches:
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
             if self._batches_in_window > 0:
@@ -543,7 +551,12 @@ class MiniLoop:
             output = self._run_first_step(batch, batch_idx)
         else:
             output = self._run_step("training_step", batch, batch_idx)
+        if isinstance(output, tuple) and hasattr(output, "_asdict"):
+            output = output._asdict()
         loss = find_loss(output, batch_idx)
+        if loss.is_leaf or loss._base is not None:
+            # The optimizer changes a parameter in place, so copy a loss that may be a parameter.
+            loss = loss.clone()
         # Keep the loss until the next step, so that autograd can reuse AccumulateGrad nodes.
         self._loss = loss
         self._log_output(output, "train_")
@@ -919,13 +932,23 @@ class MiniLoop:
 
     def _log_output(self, output: Any, prefix: str) -> None:
         """Log a step's output, which is a loss, a pair (loss, acc) or a dict of numbers."""
-        if isinstance(output, tuple) and len(output) == 2:
+        if isinstance(output, tuple) and hasattr(output, "_asdict"):
+            output = output._asdict()
+        elif isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
-        for key, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
+        values = output if isinstance(output, Mapping) else {"loss": output}
+        if self._is_lightning_module and "loss" in values:
+            # A LightningModule logs its other values itself.
+            values = {"loss": values["loss"]}
+        columns = set()
+        for key, value in values.items():
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+            if name in columns:
+                step = "training_step" if prefix == "train_" else "validation_step"
+                text = f"{step}: got the keys {list(values)}, of which two name the same column."
+                raise ValueError(f"{text} Return only one of them.")
+            columns.add(name)
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-            # If a LightningModule's step returns a dict, log only the loss. The module logs other
-            # values itself.
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
             if is_number and is_read and (self._hook, name) not in self._sums[0]:
                 sizes = (self._logged_batch_size, self._batch_size, 1)
@@ -1320,6 +1343,9 @@ class MiniLoop:
         if given is None:
             return None, {}
         if given not in ("last", "best") and (argument, given) != ("resume", "auto"):
+            text = f"{argument}: got {given!r}, expected a path, 'last', 'best' or, with resume=,"
+            text += " 'auto'."
+            check(isinstance(given, str | os.PathLike) and given != "", text)
             path = Path(given).absolute()
             if not path.is_file():
                 raise FileNotFoundError(
@@ -1927,6 +1953,8 @@ class MiniLoop:
             text = f"model: got an object of the class {kind} with {', '.join(refused)}, which"
             text += " MiniLoop does not support. Use FabricLoop."
             raise TypeError(text)
+        text = f"model: got an object of the class {type(model).__name__}, which has __slots__ and"
+        check(hasattr(model, "__dict__"), f"{text} no __dict__. Remove __slots__ from the class.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
@@ -1934,6 +1962,8 @@ class MiniLoop:
         given = {"training_step": training_step, "validation_step": validation_step}
         for name, function in given.items():
             # A step function that is passed as an argument replaces the model's method.
+            text = f"{name}: got {function!r}, expected a function {name}(model, batch)."
+            check(function is None or callable(function), text)
             step = find_method(model, name) if function is None else partial(function, model)
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
@@ -2450,11 +2480,20 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a step function that takes batch and batch_idx, even if ``step`` takes only batch."""
-    parameters = inspect.signature(step).parameters
+    first = "model" if isinstance(step, partial) else "self"
+    try:
+        parameters = inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        text = f"{name}: got {getattr(step, 'func', step)}, expected a function {name}({first},"
+        raise TypeError(f"{text} batch) or {name}({first}, batch, batch_idx).") from None
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
     required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
-    if len(required) > 2 or not places or "dataloader_iter" in parameters:
-        first = "model" if isinstance(step, partial) else "self"
+    names = [p.name for p in places]
+    is_bound = "batch_idx" in getattr(step, "keywords", {})
+    is_misplaced = "batch_idx" in parameters and names[1:2] != ["batch_idx"] and not is_bound
+    has_more = any(p.default is p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
+    is_refused = "dataloader_iter" in parameters or (is_misplaced and first == "model") or has_more
+    if len(required) > 2 or not places or is_refused:
         written = str(inspect.signature(getattr(step, "func", step)))
         if first == "self":
             written = f"(self, {written[1:]}".replace(", )", ")")
@@ -2462,9 +2501,9 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
         text += " batch, batch_idx)."
         raise TypeError(text)
     # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
-    given = required if isinstance(step, partial) else [p.name for p in places]
+    given = required if isinstance(step, partial) else names
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
-    if has_any or "batch_idx" in parameters or len({*given} - {"dataloader_idx"}) > 1:
+    if has_any or "batch_idx" in names or len({*given} - {"dataloader_idx"}) > 1:
         return step
     return lambda batch, batch_idx: step(batch)
 
@@ -2500,6 +2539,8 @@ def find_batch_size(batch: Any) -> Any:
     # A fast path for the usual batch of a DataLoader, which is a list of tensors.
     if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):
         return find_batch_size(batch[0])
+    if isinstance(batch, Iterator):
+        return None
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif is_dataclass(batch) and not isinstance(batch, Iterable):

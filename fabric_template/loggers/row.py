@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from .csv_logger import CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
@@ -380,6 +381,8 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
             to the columns ``<prefix>_loss`` and ``<prefix>_acc``.
         prefix: The data split, such as "train".
     """
+    if isinstance(output, tuple) and hasattr(output, "_asdict"):
+        output = output._asdict()
     named: Mapping[Any, Any] = output if isinstance(output, Mapping) else {}
     if isinstance(output, Tensor | numbers.Number):
         named = {"loss": output}
@@ -388,6 +391,12 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
     found = {}
     for key, value in named.items():
         name = str(key) if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}"
+        if name in found:
+            step = {"train": "training_step", "val": "validation_step"}.get(prefix, "test_step")
+            raise ConfigurationError(
+                f"{step}: got the keys {list(named)}, of which two name the same column. Return"
+                " only one of them."
+            )
         if isinstance(value, Tensor) and value.numel() == 1:
             found[name] = value.detach().reshape(())
         elif isinstance(value, numbers.Real):

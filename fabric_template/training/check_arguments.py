@@ -150,12 +150,16 @@ def check_signature(plan: Plan, name: str) -> None:
     except (TypeError, ValueError):
         # Some built-in functions have no signature.
         return
-    gets_dataloader_idx = "dataloader_idx" in signature.parameters and not has_one_loader(
-        plan, name
-    )
+    names = list(signature.parameters)
+    gets_dataloader_idx = "dataloader_idx" in names and not has_one_loader(plan, name)
     named = {"dataloader_idx": 0} if gets_dataloader_idx else {}
     try:
         signature.bind(*arguments, **named)
+        is_bound = "batch_idx" in getattr(step, "keywords", {})
+        if function is not None and "batch_idx" in names and not is_bound:
+            place = signature.parameters["batch_idx"]
+            if names[2:3] != ["batch_idx"] or place.kind is place.KEYWORD_ONLY:
+                raise TypeError("batch_idx is not the third argument")
     except TypeError as error:
         written = str(signature)
         if function is None:

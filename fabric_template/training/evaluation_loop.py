@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,8 @@ def name_step_values(
 ) -> dict[str, torch.Tensor]:
     """Convert the output of a validation or test step to a dict from CSV column names to values."""
     prefix = "test" if run.progress.stage == "test" else "val"
+    if run.is_lightning_module and isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
     values = name_outputs(output, prefix)
     # Use only the loss that a LightningModule's step returned, because the step logs other values
     # with self.log.

@@ -235,11 +235,11 @@ def takes_argument(method: Callable, name: str) -> bool:
 
 def takes_batch_idx(step: Callable) -> bool:
     """Return whether a step function takes ``(batch, batch_idx)`` instead of only ``(batch)``."""
-    if takes_argument(step, "batch_idx"):
-        return True
     count = 0
     for name, parameter in parameters_of(step).items():
         is_positional = name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
+        if parameter.kind is parameter.VAR_POSITIONAL or (is_positional and name == "batch_idx"):
+            return True
         # A partial contains a step function that was passed to the loop. Do not count its arguments
         # with default values, because they may be options, as in step(model, batch, scale=2.0).
         is_own = isinstance(step, partial) and parameter.default is not parameter.empty

@@ -348,6 +348,9 @@ class AutomaticOptimization(Optimization):
             output = check.call_step(self.call_step, batch, batch_idx)
         loss = output if isinstance(output, Tensor) else find_loss(run, output)
         if loss is not None:
+            if loss.is_leaf or loss._base is not None:
+                # The optimizer changes a parameter in place, so copy a loss that may be one.
+                loss = loss.clone()
             if not loss.requires_grad and not self.is_backward_skipped:
                 raise ConfigurationError(
                     f"training_step: got a loss without a gradient at batch {batch_idx}, expected a"
@@ -543,6 +546,8 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 def find_loss(run: Run, output: Any) -> Tensor | None:
     """Return the loss in ``output``, or None if training_step returned None to skip the batch."""
+    if isinstance(output, tuple) and hasattr(output, "_asdict") and not run.is_lightning_module:
+        output = output._asdict()
     loss = output
     if isinstance(output, tuple) and len(output) == 2 and not run.is_lightning_module:
         loss = output[0]

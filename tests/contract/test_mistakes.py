@@ -1,8 +1,10 @@
 """Test that both loops explain the mistakes of new users and how to fix them."""
 
 import csv
+import itertools
 import re
 import warnings
+from collections import namedtuple
 from contextlib import nullcontext
 from functools import partial
 
@@ -600,3 +602,233 @@ def test_a_generator_is_accepted_as_validation_loader_if_limit_val_batches_is_se
     options = {"limit_val_batches": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
     _, history = fit("FabricLoop", options=options, val=iter(list(make_loader())), validation_step=loss_of)
     assert history["val_loss"].notna().all()
+
+
+# Returned values, and the arguments of steps
+
+
+Output = namedtuple("Output", ["extra", "loss"])
+
+
+@both_loops
+def test_the_fields_of_a_returned_named_tuple_are_read_by_name(name):
+    """An ordinary pair is (loss, accuracy), but the loss of a named tuple is its field named loss."""
+
+    def step(net, batch):
+        loss = loss_of(net, batch)
+        return Output(loss.detach() * 0 + 7, loss)
+
+    net, history = fit(name)
+    other, named = fit(name, step)
+    assert_same_weights(net, other)
+    assert named["train_loss"].tolist() == history["train_loss"].tolist()
+    assert named["train_extra"].tolist() == [7.0]
+
+
+@pytest.mark.parametrize("keys", [("loss", "train_loss"), ("acc", "train_acc"), (1, "1")])
+@both_loops
+def test_two_returned_keys_that_name_the_same_column_are_refused(name, keys):
+    def step(net, batch):
+        loss = loss_of(net, batch)
+        return {"loss": loss, **dict.fromkeys(keys, loss)}
+
+    with pytest.raises(ValueError, match=r"training_step: got the keys .*, of which two name the same column"):
+        fit(name, step)
+
+
+@both_loops
+def test_a_lightning_module_may_return_two_keys_that_name_the_same_column(name):
+    """Only the loss is read, because a LightningModule logs its other values itself."""
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch, batch_idx):
+            return {"loss": loss_of(self.net, batch), "train_loss": 7.0}
+
+        def validation_step(self, batch, batch_idx):
+            return {"loss": loss_of(self.net, batch), "val_loss": 7.0}
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    row = make_loop(name).fit(Module(), make_loader(), make_loader()).iloc[0]
+    assert 0 < row["train_loss"] < 3
+    assert 0 < row["val_loss"] < 3
+
+
+@pytest.mark.parametrize("view", [lambda weight: weight, lambda weight: weight.view(()), lambda weight: weight[0]])
+@both_loops
+def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(name, view):
+    """The optimizer changes the parameter in place."""
+    net, seen = nn.ParameterList([nn.Parameter(torch.ones(1))]), []
+    loop = make_loop(name, log_every_n_steps=1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    step = lambda net, batch: view(net[0])  # noqa: E731
+    row = loop.fit(net, [0, 1, 2], optimizer=optimizer, training_step=step).iloc[0]
+    with open("logs/run/version_0/steps.csv", newline="") as file:
+        seen = [float(row["train_loss"]) for row in csv.DictReader(file)]
+    assert seen == [1.0, 0.5, 0.0]
+    assert row["train_loss"] == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
+@both_loops
+def test_the_search_for_the_batch_size_reads_no_iterator_in_a_batch(name):
+    """An endless iterator would be read forever, and of another iterator the step would get only the rest."""
+    batches = [{"n": itertools.count(), "parts": iter(range(3)), "xy": xy} for xy in make_loader()]
+
+    def step(net, batch):
+        assert next(batch["n"]) == 0
+        assert list(batch["parts"]) == [0, 1, 2]
+        return loss_of(net, batch["xy"])
+
+    fit(name, step, train=batches)
+
+
+def scaled(net, batch, scale=2.0, batch_idx=None):
+    return loss_of(net, batch) * scale
+
+
+def keyword_only(net, batch, *, batch_idx=0):
+    return loss_of(net, batch)
+
+
+def needs_option(net, batch, *, scale):
+    return loss_of(net, batch) * scale
+
+
+@pytest.mark.parametrize("step", [scaled, keyword_only, needs_option])
+@both_loops
+def test_a_step_function_with_a_misplaced_argument_is_refused(name, step):
+    with pytest.raises(
+        TypeError, match=r"training_step: got training_step\(net, batch, .*expected training_step\(model"
+    ):
+        fit(name, step)
+
+
+@pytest.mark.parametrize("step", [lambda: 0, "loss", max])
+def test_mini_loop_refuses_an_object_that_cannot_be_a_step_function(step):
+    with pytest.raises((TypeError, ValueError), match=r"training_step: got .*, expected"):
+        fit("MiniLoop", step)
+
+
+@both_loops
+def test_an_argument_that_is_already_bound_is_not_passed_again(name):
+    net, _ = fit(name)
+    other, _ = fit(name, partial(lambda net, batch, batch_idx: loss_of(net, batch) * batch_idx, batch_idx=1))
+    assert_same_weights(net, other)
+
+
+@both_loops
+def test_a_keyword_only_batch_idx_of_a_lightning_module_keeps_its_default(name):
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch, *, batch_idx=0):
+            assert batch_idx == 0
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    make_loop(name).fit(Module(), make_loader())
+
+
+@pytest.mark.parametrize("argument", ["resume", "load"])
+@pytest.mark.parametrize("given", [True, False, 0, 1.5, ""])
+def test_mini_loop_refuses_a_start_point_that_is_not_a_path(argument, given):
+    with pytest.raises(ValueError, match=rf"{argument}: got .*, expected a path, 'last', 'best'"):
+        fit("MiniLoop", **{argument: given})
+
+
+def test_mini_loop_refuses_a_model_with_slots_but_without_a_dict():
+    class Slots:
+        __slots__ = ("net",)
+
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+    model = Slots()
+    model.net = make_net()
+    with pytest.raises(ValueError, match=r"model: got an object of the class Slots, which has __slots__"):
+        make_loop("MiniLoop").fit(model, make_loader(), optimizer=sgd(model.net))
+
+
+# should_stop and log in the first hooks
+
+
+@pytest.mark.filterwarnings("ignore:metrics.csv contains no metrics")
+@pytest.mark.parametrize("epoch", [0, 1])
+@both_loops
+def test_should_stop_in_on_train_epoch_start_skips_the_batches_of_the_epoch(name, epoch):
+    """Trainer calls on_train_epoch_end for this epoch, too."""
+
+    class Stops(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.calls = make_net(), []
+
+        def on_train_epoch_start(self):
+            self.trainer.should_stop = self.trainer.current_epoch == epoch
+
+        def training_step(self, batch, batch_idx):
+            self.calls.append("step")
+            return loss_of(self.net, batch)
+
+        def on_train_epoch_end(self):
+            self.calls.append("end")
+
+        def configure_optimizers(self):
+            self.optimizer = sgd(self)
+            return [self.optimizer], [StepLR(self.optimizer, 1, 0.5)]
+
+    def train(make):
+        torch.manual_seed(1)
+        module, loop = Stops(), make()
+        loop.fit(module, make_loader())
+        return module.calls, loop.current_epoch, loop.global_step, module.optimizer.param_groups[0]["lr"]
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    expected = train(lambda: pl.Trainer(max_epochs=3, enable_checkpointing=False, **quiet))
+    assert train(lambda: make_loop(name, max_epochs=3)) == expected
+
+
+class LogsAtStart(nn.Module):
+    def __init__(self, kill_at=None):
+        super().__init__()
+        self.net, self.kill_at, self.count = make_net(), kill_at, 0
+
+    def on_train_start(self):
+        self.log("at_start", 1.5)
+
+    def training_step(self, batch):
+        self.count += 1
+        if self.count == self.kill_at:
+            raise KeyboardInterrupt
+        return loss_of(self.net, batch)
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+@pytest.mark.parametrize("kill_at", [13, 27])
+@both_loops
+def test_a_resumed_run_does_not_log_the_values_of_on_train_start_again(name, kill_at, tmp_path):
+    def rows(folder, kill_at=None, resume=None):
+        torch.manual_seed(1)
+        loop = make_loop(name, max_epochs=3, default_root_dir=str(tmp_path / folder))
+        try:
+            loop.fit(LogsAtStart(kill_at), make_loader(), resume=resume)
+        except KeyboardInterrupt:
+            return None
+        text = next((tmp_path / folder).rglob("metrics.csv")).read_text()
+        return [(row["epoch"], row["at_start"], row["train_loss"]) for row in csv.DictReader(text.split())]
+
+    whole = rows("whole")
+    rows("cut", kill_at)
+    assert rows("cut", resume="last") == whole
