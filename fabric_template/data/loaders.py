@@ -40,6 +40,8 @@ _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
 }
+# A list of objects that have one of these attributes is a list of loaders.
+_NAMES_IN_LOADERS = ("batch_size", "dataset", "sampler", "batch_sampler", "__next__")
 _USED_UP = (
     "An iterator yields its batches only once. Pass an object that starts again with each iter(),"
     " such as a DataLoader or a list."
@@ -286,7 +288,16 @@ def check_loaders(source: Any, found: str) -> None:
         found: The start of the error message, in which a description of the loader replaces {}. An
             example is "val_dataloaders: got {}, expected a loader".
     """
-    for loader in combine_loaders(source).flattened:
+    loaders = combine_loaders(source).flattened
+    if isinstance(source, list | tuple) and loaders and all(map(_could_be_batch, loaders)):
+        name = type(loaders[0]).__name__
+        raise ConfigurationTypeError(
+            f"{found.format(f'a {type(source).__name__} of {name} objects')} A {name} could be a"
+            " batch or a loader. For batches, pass DataLoader(batches, batch_size=None). For"
+            ' loaders, pass CombinedLoader(loaders, mode), with the mode "max_size_cycle" for'
+            ' training, and "sequential" otherwise.'
+        )
+    for loader in loaders:
         problem = find_problem(loader)
         if problem:
             raise ConfigurationTypeError(f"{found.format(describe(loader))} {problem}")
@@ -623,9 +634,24 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value is a non-iterable instance of a custom class."""
+    """Return whether a value is an instance of a custom class that cannot be a loader."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
-    return not (is_plain or isinstance(value, Iterable) or hasattr(value, "__getitem__"))
+    if is_plain or isinstance(value, DataLoader | Dataset):
+        return False
+    if isinstance(value, Mapping) and any(map(_is_array, value.values())):
+        return True
+    is_iterable = isinstance(value, Iterable) or hasattr(value, "__getitem__")
+    # Only a batch has to be moved to the device.
+    return not is_iterable or callable(getattr(value, "to", None))
+
+
+def _could_be_batch(value: Any) -> bool:
+    """Return whether an iterable object contains tensors, and lacks attributes of a loader."""
+    if isinstance(value, Dataset) or any(hasattr(value, name) for name in _NAMES_IN_LOADERS):
+        return False
+    parts = list(getattr(value, "__dict__", {}).values())
+    items = [item for part in parts if type(part) is dict for item in part.values()]
+    return any(map(_is_array, [*parts, *items]))
 
 
 def with_loaders(combined: CombinedLoader, loaders: list[Any]) -> CombinedLoader:

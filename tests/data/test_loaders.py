@@ -4,6 +4,7 @@ import multiprocessing
 import subprocess
 import sys
 import warnings
+from collections import UserDict
 
 import lightning.pytorch as pl
 import pytest
@@ -130,6 +131,92 @@ def test_combined_loaders_give_the_same_batches_as_with_trainer(call, mode, limi
     options = {f"limit_{STAGES[call]}_batches": limit}
     _, seen = assert_both_see(act, **options)
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
+
+
+# Lists of batches and lists of loaders
+
+
+class Pair:
+    """A batch that can be unpacked."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        return iter((self.x, self.y))
+
+
+class MovablePair(Pair):
+    def to(self, device):
+        return self
+
+
+class PairOfItems:
+    """A batch that can be unpacked, because it has __getitem__."""
+
+    def __init__(self, x, y):
+        self.items = {"x": x, "y": y}
+
+    def __getitem__(self, index):
+        return list(self.items.values())[index]
+
+
+class Loads(Pair):
+    """A loader that has the attribute batch_size."""
+
+    batch_size = 2
+
+    def __iter__(self):
+        return zip(self.x.split(2), self.y.split(2), strict=True)
+
+
+class LoadsList:
+    def __init__(self, x, y):
+        self.batches = list(Loads(x, y))
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def train_on(loaders):
+    """Return the sums of each training batch, and the trained weight."""
+    seen, net = [], torch.nn.Linear(1, 1)
+
+    def step(net, batch):
+        parts = batch.values() if isinstance(batch, UserDict) else batch
+        seen.append([float(sum(map(torch.sum, part)) if isinstance(part, tuple) else part.sum()) for part in parts])
+        return net(torch.ones(1, 1)).sum()
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    FabricLoop(**quiet(max_epochs=1)).fit(net, loaders, optimizer=optimizer, training_step=step)
+    return seen
+
+
+X = torch.arange(8.0)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("make", [MovablePair, lambda x, y: UserDict(x=x, y=y)], ids=["with to", "mapping"])
+def test_a_list_of_iterable_batches_is_one_loader(kind, make):
+    assert train_on(kind([make(X, X * 2), make(X * 3, X * 4)])) == [[28.0, 56.0], [84.0, 112.0]]
+
+
+@pytest.mark.parametrize("make", [Loads, LoadsList])
+def test_a_list_of_loaders_of_an_own_class_gives_several_loaders(make):
+    loaders = [make(X, X), make(X[:4], X[4:])]
+    assert train_on(loaders) == [[2.0, 10.0], [10.0, 18.0], [18.0, 10.0], [26.0, 18.0]]
+
+
+@pytest.mark.parametrize("make", [Pair, PairOfItems])
+def test_a_list_of_objects_that_could_be_batches_or_loaders_is_refused(make):
+    batches, name = [make(X, X * 2), make(X * 3, X * 4)], make.__name__
+    message = f"train_dataloaders: got a list of {name} objects.*A {name} could be a batch or a loader"
+    with pytest.raises(TypeError, match=message):
+        train_on(batches)
+    # Each of the two suggestions leads to a right result.
+    assert train_on(DataLoader(batches, batch_size=None)) == [[28.0, 56.0], [84.0, 112.0]]
+    if make is Pair:
+        assert train_on(CombinedLoader(batches, "max_size_cycle")) == [[28.0, 84.0], [56.0, 112.0]]
 
 
 # Objects that are not loaders
