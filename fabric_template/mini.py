@@ -1664,7 +1664,7 @@ class MiniLoop:
                 continue
             # Reading the attributes of a user's object may raise any error.
             with suppress(Exception):
-                for path, value in objects_in(part, known).items():
+                for path, value in objects_in(part, known, self._saved_ids).items():
                     found[f"{place}.{path}".removeprefix(".")] = value
                     known.add(id(value))
         self._object_places[:] = found
@@ -1683,7 +1683,8 @@ class MiniLoop:
                     found[name] = encode_or_mark(value, device, self._weights)
                 elif isinstance(value, nn.Module):
                     if self._saved_ids.isdisjoint(map(id, value.modules())):
-                        found[name] = ChangeMark(map(mark_tensor, value.state_dict().values()))
+                        marks = map(mark_tensor, value.state_dict().values())
+                        found[name] = ChangeMark([*marks, flags_of(value)["requires_grad"]])
                 elif is_stateful(value):
                     if id(value) not in self._saved_ids:
                         found[name] = "state", encode(value.state_dict(), device)
@@ -1703,7 +1704,9 @@ class MiniLoop:
         if self._is_installed(place):
             return {n: value for n, value in values.items() if isinstance(value, GENERATORS)}
         if isinstance(part, nn.Module):
-            values = {name: values[name] for name in values if name not in MODULE_ATTRIBUTES}
+            # `_set_flags` restores the train or eval mode of the model's modules.
+            ignored = MODULE_ATTRIBUTES - {"training" if place in self._object_places else ""}
+            values = {name: values[name] for name in values if name not in ignored}
             values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
         elif isinstance(part, torch.optim.Optimizer):
             values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
@@ -1721,8 +1724,10 @@ class MiniLoop:
 
     def _is_installed(self, place: str) -> bool:
         """Return whether an object's class is in an installed package, not in the user's code."""
-        file = getattr(sys.modules.get(type(self._parts[place]).__module__), "__file__", None)
-        return place in self._object_places and "-packages" in (file or "")
+        part = self._parts[place]
+        file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
+        is_object = place in self._object_places and not isinstance(part, nn.Module)
+        return is_object and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
         """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
@@ -1745,11 +1750,6 @@ class MiniLoop:
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
-        missing = [place for place in states if place not in self._parts]
-        if missing:
-            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
-            text += " not created it. A resumed run may differ. Create it in __init__."
-            warnings.warn(text, stacklevel=2)
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
             for name, value in namespace_of(part).items():
@@ -1769,6 +1769,11 @@ class MiniLoop:
         for place, state in states.items():
             part = self._parts.get(place)
             load_plain_state(part, state, self.fabric.device, may_change_in_place, weights)
+        missing = [place.removesuffix(".") for place in states if place not in self._parts]
+        if missing:
+            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
+            text += " not created it. A resumed run may differ. Create it in __init__."
+            warnings.warn(text, stacklevel=2)
 
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
         if (place, name) not in self._unsaved:
@@ -2249,7 +2254,7 @@ class MiniLoop:
                 root, _, place = path.partition(".")
                 is_complete = is_complete and root == "model"
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
-                of_module = place.removesuffix("buffers").removesuffix(".")
+                of_module = re.sub(r"(^|\.)buffers$", "", place)
                 converted[place if place in self._parts else of_module][name] = value
             of_process["rng"]["parts"] = converted
         text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
@@ -3043,34 +3048,31 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 # Attributes and random generators, which state_dict() does not contain
 
 
-def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
+def objects_in(owner: Any, known: set[int], network: set[int] | None = None) -> dict[str, Any]:
     """Return the objects nested in an object, keyed by path.
 
     Args:
         known: The ids of objects to skip.
+        network: The ids of the model's modules, to also return modules outside the model.
     """
     found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     seen, waiting = {id(owner), *known}, deque([("", owner)])
     while waiting and len(found) < 500:
         path, part = waiting.popleft()
         is_list = isinstance(part, list | tuple | deque)
-        items = dict(enumerate(part)) if is_list else {**namespace_of(part)}
-        if isinstance(part, nn.Module):
-            hooks = hooks_of(part, HOOKS_OF_MODULE)
-            for parameter in part._parameters.values():
-                hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
-            items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
-            items["hooks"] = hooks
-        elif isinstance(part, torch.optim.Optimizer):
-            ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
-            items = {name: items[name] for name in items if name not in ignored}
-            items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
-        for name in items:
-            value, place = items[name], f"{path}.{name_of_key(name)}".removeprefix(".")
+        items = dict(enumerate(part)) if is_list else searched_attributes(part)
+        for name, value in items.items():
+            place = f"{path}.{name_of_key(name)}".removeprefix(".")
             if id(value) in seen or type(value) in ATOMS:
                 continue
+            for module_place, module in modules_outside(place, value, network):
+                if id(module) not in seen:
+                    modules[module_place] = module
+                    waiting.append((module_place, module))
+                    seen.add(id(module))
             is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
-            is_item = is_list or type(part) is dict
+            is_item = is_list or CONTAINERS.get(type(part).__name__) is type(part)
             if is_item and (is_stateful(value) or isinstance(value, nn.Module)):
                 found[place] = SimpleNamespace(item=value)
             elif is_own_object(value):
@@ -3078,7 +3080,37 @@ def objects_in(owner: Any, known: set[int]) -> dict[str, Any]:
             if is_short or found.get(place) is value:
                 waiting.append((place, value))
                 seen.add(id(value))
-    return found
+    return {**found, **modules}
+
+
+def searched_attributes(part: Any) -> dict[Any, Any]:
+    """Return an object's attributes and, for a module or an optimizer, also its hooks."""
+    items = {**namespace_of(part)}
+    if isinstance(part, nn.Module):
+        hooks = hooks_of(part, HOOKS_OF_MODULE)
+        for parameter in part._parameters.values():
+            hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
+        items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
+        items["hooks"] = hooks
+    elif isinstance(part, torch.optim.Optimizer):
+        ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
+        items = {name: items[name] for name in items if name not in ignored}
+        items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
+    return items
+
+
+def modules_outside(
+    place: str, value: Any, network: set[int] | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a value and its submodules, with their paths, if they are not part of the model."""
+    if network is None or not isinstance(value, nn.Module):
+        return
+    is_outside = network.isdisjoint(map(id, value.modules()))
+    for name, module in value.named_modules():
+        is_metric = all(hasattr(module, method) for method in ("update", "compute", "reset"))
+        # Skip wrappers of the model, such as DistributedDataParallel, because they have no state.
+        if id(module) not in network and (is_outside or is_metric):
+            yield f"{place}.{name}", module
 
 
 def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
@@ -3115,7 +3147,8 @@ def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[s
 
 def create_item(parts: dict[str, Any], place: str) -> None:
     """For a saved name such as "counts.0", create counts[0] if counts is a defaultdict."""
-    path, _, key_name = place.rpartition(".")
+    # The name of a module in a dict ends with a dot, as in "counts.0.".
+    path, _, key_name = place.removesuffix(".").rpartition(".")
     owner, _, name = path.rpartition(".")
     container: Any = namespace_of(parts.get(owner)).get(name)
     key = key_of_name(key_name)
@@ -3306,7 +3339,8 @@ def mark_tensor(tensor: Any) -> Any:
 def encode_large(value: Any, device: torch.device) -> Any:
     """Encode a module's state_dict, a large tensor or a large array for a checkpoint."""
     if isinstance(value, nn.Module):
-        return "state", encode(value.state_dict(), device)
+        flags = flags_of(value)["requires_grad"]
+        return "state", encode(value.state_dict(), device), encode(flags, device)
     return encode(value, device)
 
 
@@ -3473,7 +3507,7 @@ def load_plain_state(
         elif isinstance(value, tuple) and value[0] == "shared":
             set_shared(name, current, decode(value[1], device, weights))
         elif isinstance(value, tuple) and value[0] == "state":
-            load_object(name, current, decode(value[1], device, weights))
+            load_object(name, current, *[decode(item, device, weights) for item in value[1:]])
         else:
             value = decode(value, device, weights)
             if isinstance(value, defaultdict):
@@ -3482,7 +3516,9 @@ def load_plain_state(
                 set_value(buffers if name in buffers else part, name, value)
 
 
-def load_object(name: str, current: Any, state: Any) -> None:
+def load_object(
+    name: str, current: Any, state: Any, requires_grad: Mapping[str, bool] = MappingProxyType({})
+) -> None:
     text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
     text += " __init__, or create an attribute of the loop in _set_up_optimizer."
     check(is_stateful(current) or isinstance(current, nn.Module), text)
@@ -3490,6 +3526,8 @@ def load_object(name: str, current: Any, state: Any) -> None:
         load_optimizer(current, state)
     else:
         current.load_state_dict(state)
+    for place, parameter in current.named_parameters() if requires_grad else ():
+        parameter.requires_grad = requires_grad.get(place, parameter.requires_grad)
 
 
 def set_shared(name: str, current: Any, value: Any) -> None:

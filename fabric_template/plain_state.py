@@ -47,6 +47,7 @@ from .plain_values import (
     is_stateful,
     load_object,
     refers_to,
+    requires_grad_of,
     shares_memory,
 )
 from .rng_state import find_generators, get_generator_state, set_generator_state
@@ -213,13 +214,17 @@ class ListItem(SimpleNamespace):
     """Wraps a list item in an object with one attribute, because only attributes are saved."""
 
 
-def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
+def find_objects(
+    parts: dict[str, Part], known: set[int], network: nn.Module | None = None
+) -> dict[str, Part]:
     """Return all objects nested in the given objects, keyed by a path such as "model.pools.0".
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
+        network: The run's network, to also find modules outside the network.
     """
     found: dict[str, Part] = {}
+    modules: dict[str, Part] = {}
     known = known | {id(part.instance) for part in parts.values() if not part.has_buffers}
     waiting = deque((path, searched_values(part), False) for path, part in parts.items())
     while waiting and len(found) <= _MOST_OBJECTS:
@@ -229,9 +234,10 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
                 continue
             known.add(id(value))
             place = f"{path}.{name_of_key(key)}"
-            metrics = find_metrics(place, value, known)
-            found |= metrics
-            known |= {id(part.instance) for part in metrics.values()}
+            new = find_modules(place, value, known, network)
+            modules |= new
+            known |= {id(part.instance) for part in new.values()}
+            waiting.extend((name, searched_values(part), False) for name, part in new.items())
             if type(value) in CONTAINERS and 0 < len(value) <= MOST_SEARCHED:
                 items: Any = value if isinstance(value, dict) else dict(enumerate(value))
                 waiting.append((place, items, True))
@@ -240,7 +246,7 @@ def find_objects(parts: dict[str, Part], known: set[int]) -> dict[str, Part]:
                 waiting.append((place, found[place].namespace(), False))
             elif is_container and (is_stateful(value) or isinstance(value, nn.Module)):
                 found[place] = Part(ListItem(item=value))
-    return found
+    return {**found, **modules}
 
 
 def name_of_key(key: Any) -> str:
@@ -265,17 +271,48 @@ def is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-def find_metrics(path: str, value: Any, known: set[int]) -> dict[str, Part]:
-    """Return the torchmetrics objects in a module."""
-    # By default, state_dict() does not contain a metric's state, so checkpoints contain the
-    # metric's attributes.
-    modules = value.named_modules() if isinstance(value, nn.Module) else ()
-    return {
-        f"{path}.{name or 'metric'}": Part(module, _OF_MODULE)
-        for name, module in modules
-        if (module is value or id(module) not in known)
-        and all(hasattr(module, method) for method in ("update", "compute", "reset"))
-    }
+def find_modules(
+    path: str, value: Any, known: set[int], network: nn.Module | None
+) -> dict[str, Part]:
+    """Return a module outside the network, such as a teacher model, and its submodules.
+
+    If there is no network, return only torchmetrics objects.
+    """
+    found: dict[str, Part] = {}
+    if not isinstance(value, nn.Module):
+        return found
+    # Skip wrappers of the network, such as DistributedDataParallel, because they have no state.
+    is_outside = network is not None and is_separate(value, network)
+    saved: dict[str, Any] = {}
+    # The code of a user's class may raise any error.
+    with suppress(Exception):
+        saved = value.state_dict(keep_vars=True) if is_outside else {}
+    for name, module in value.named_modules():
+        if id(module) in known and module is not value:
+            continue
+        place = f"{path}.{name}"
+        # By default, state_dict() does not contain a metric's state, so checkpoints contain the
+        # metric's attributes.
+        is_metric = all(hasattr(module, method) for method in ("update", "compute", "reset"))
+        if is_outside or is_metric:
+            found[place] = Part(module, _OF_MODULE - {"training"})
+        if is_outside:
+            found[f"{place}.buffers"] = buffers_of(module, name, saved)
+    return found
+
+
+def is_separate(module: nn.Module, network: nn.Module) -> bool:
+    """Return whether a module shares no submodules with the network."""
+    return set(network.modules()).isdisjoint(module.modules())
+
+
+def buffers_of(module: nn.Module, name: str, saved: Collection[str]) -> Part:
+    """Return a submodule's buffers that are missing from ``saved``, the network's state_dict."""
+    prefix = f"{name}." if name else ""
+    # Use named_buffers(), because a scripted module has no plain dict of buffers.
+    buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+    persistent = [buffer for buffer in buffers if prefix + buffer in saved]
+    return Part(module, persistent, has_buffers=True)
 
 
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
@@ -353,9 +390,10 @@ class PlainState:
         if self._network is not None:
             with self._guarded("the objects in attributes"):
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
-                found = find_objects(self._given, known)
+                found = find_objects(self._given, known, self._network)
                 self._parts = {**self._given, **found}
-                if len(found) > _MOST_OBJECTS:
+                objects = [p for p in found.values() if not isinstance(p.instance, nn.Module)]
+                if len(objects) > _MOST_OBJECTS:
                     reason = f"there are more than {_MOST_OBJECTS}"
                     self._warn("the last of the objects in attributes", reason)
 
@@ -373,7 +411,8 @@ class PlainState:
 
     def _create_item(self, name: str) -> None:
         """Create a defaultdict's item, such as model.counts[0], to load its saved state later."""
-        path, _, key_name = name.rpartition(".")
+        # The name of a module in a dict ends with a dot, as in "model.counts.0.".
+        path, _, key_name = name.removesuffix(".").rpartition(".")
         owner, _, attribute = path.rpartition(".")
         namespace = self._parts[owner].namespace() if owner in self._parts else {}
         container: Any = namespace.get(attribute)
@@ -438,6 +477,9 @@ class PlainState:
                 plain = value.state_dict() if is_state else value
                 encoded = encoder.encode_attribute(plain)
                 changed[place] = ("state", encoded) if is_state else encoded
+                if is_state and not is_object:
+                    flags = encoder.encode_attribute(requires_grad_of(value))
+                    changed[place] = ("state", encoded, flags)
         return changed
 
     def find_iterators(self) -> None:
@@ -473,7 +515,7 @@ class PlainState:
         """Return whether a value is a module outside the network, such as a teacher model."""
         if self._network is None or not isinstance(value, nn.Module):
             return False
-        return set(self._network.modules()).isdisjoint(value.modules())
+        return is_separate(value, self._network)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = self._without_missing_callbacks(state)
@@ -544,7 +586,7 @@ class PlainState:
             with self._guarded(f"the attribute {name}.{attribute}"):
                 is_object = isinstance(encoded, tuple) and encoded[0] in ("state", "shared")
                 if is_object and is_in_place:
-                    load_object(namespace.get(attribute), decoder.decode(encoded[1]))
+                    load_object(namespace.get(attribute), *map(decoder.decode, encoded[1:]))
                 if is_object:
                     continue
                 namespace[attribute] = decoder.decode(encoded)
@@ -609,7 +651,9 @@ class PlainState:
         return found
 
     def _digest(self, value: Any) -> Any:
-        return digest(value.state_dict() if self._is_separate_module(value) else value)
+        if not self._is_separate_module(value):
+            return digest(value)
+        return digest(value.state_dict()), requires_grad_of(value)
 
     def keep_start_values(self) -> None:
         """Copy attributes of up to 256 MB, to undo changes by hooks such as on_train_start."""

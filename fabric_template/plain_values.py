@@ -13,7 +13,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import copy
 from datetime import date, datetime, timedelta
@@ -22,6 +22,7 @@ from enum import Enum, Flag
 from fractions import Fraction
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -461,7 +462,18 @@ def replace_content(current: Any, value: Any) -> bool:
     return True
 
 
-def load_object(current: Any, state: Any) -> None:
+def requires_grad_of(module: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+
+def load_object(
+    current: Any, state: Any, requires_grad: Mapping[str, bool] = MappingProxyType({})
+) -> None:
+    """Load a saved state into an existing object.
+
+    Args:
+        requires_grad: For a module, whether each parameter requires a gradient.
+    """
     if isinstance(current, SynchronizedBase):
         write_shared(current, state)
         return
@@ -471,6 +483,8 @@ def load_object(current: Any, state: Any) -> None:
         load_optimizer(current, state)
     else:
         current.load_state_dict(state)
+    for name, parameter in current.named_parameters() if requires_grad else ():
+        parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:

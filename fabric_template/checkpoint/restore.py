@@ -327,7 +327,7 @@ def restore_mini_attributes(run: Run) -> None:
             of_class = getattr(type(part), str(name), None)
             current = {**buffers, **own}.get(name, of_class)
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
-                load_object(current, decoder.decode(value[1]))
+                load_object(current, *map(decoder.decode, value[1:]))
                 continue
             # The saved run may have overridden a class attribute on the instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))

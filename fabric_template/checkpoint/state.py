@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState
+from ..plain_state import Part, PlainState, buffers_of
 from ..plain_values import address_of, digest, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
@@ -493,15 +493,6 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
         if name or run.model is run.network:
             yield path, Part(module, _OF_AVERAGING if is_averaging else _OF_MODULE)
         yield f"{path}.buffers", buffers_of(module, name, saved)
-
-
-def buffers_of(module: torch.nn.Module, name: str, saved: Collection[str]) -> Part:
-    """Return a submodule's buffers that are missing from the network's state_dict."""
-    prefix = f"{name}." if name else ""
-    # Use named_buffers(), because a scripted module has no plain dict of buffers.
-    buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
-    persistent = [buffer for buffer in buffers if prefix + buffer in saved]
-    return Part(module, persistent, has_buffers=True)
 
 
 def is_callback_of_lightning(callback: Any) -> bool:

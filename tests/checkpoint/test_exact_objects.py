@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
@@ -14,6 +14,7 @@ from enum import Enum, Flag, IntFlag
 from functools import partial
 from multiprocessing import Array, Value
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from parameters import halve, once
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
+from torchmetrics import MeanMetric, SumMetric
 
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop
@@ -356,6 +358,52 @@ class HasHiddenModules(Model):
         return loss + sum((self.net(batch[0]) - output).pow(2).mean() for output in outputs)
 
 
+def make_layers():
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.2), torch.nn.BatchNorm1d(3))
+    layers[0].register_buffer("level", torch.ones(1), persistent=False)
+    layers.scale = 1.0
+    return layers
+
+
+class ChangesLayers(Model):
+    """Changes the modes, flags and attributes of modules that are not registered as submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.named = [make_layers()], {"teachers": [make_layers()]}
+        self.owner, self.steps = SimpleNamespace(layers=make_layers()), 0
+        object.__setattr__(self, "hidden", make_layers())
+
+    def training_step(self, batch, batch_idx):
+        loss, self.steps = super().training_step(batch, batch_idx), self.steps + 1
+        for layers in (*self.layers, *self.named["teachers"], self.owner.layers, self.hidden):
+            layers[1].p *= 0.9
+            layers[0].level += 0.1
+            layers.scale *= 0.8
+            layers[2].train(self.steps != 2)
+            layers[0].weight.requires_grad_(self.steps % 2 == 0)
+            loss = loss + layers(batch[0]).var() * layers[0].level * layers.scale
+            loss = loss * (1 + layers[0].weight.requires_grad)
+        return loss
+
+
+class KeepsMetrics(Model):
+    """Scales its loss by torchmetrics objects that are not registered as submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.means, self.owner = [MeanMetric()], SimpleNamespace(sums={0: SumMetric()})
+        self.found, self.layers = defaultdict(MeanMetric), OrderedDict(last=torch.nn.BatchNorm1d(3))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for metric in (*self.means, self.owner.sums[0], self.found[7]):
+            metric.update(loss.detach())
+            loss = loss * (1 + 0.1 * metric.compute().sigmoid())
+        self.layers["last"](self.net(batch[0]))
+        return loss * (1 + self.layers["last"].running_mean.sum().sigmoid())
+
+
 @dataclass(slots=True)
 class Rates:
     dropout: float = 0.1
@@ -552,6 +600,8 @@ CASES = {
     "shared list": shared(lambda: [1.0] * 16),
     "objects of a model": shuffled(HasHelpers),
     "hidden modules": shuffled(HasHiddenModules),
+    "changes of hidden modules": shuffled(ChangesLayers),
+    "hidden torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
     "combined flags": shuffled(HasFlags),
     "complex number": shuffled(Rotates),
@@ -792,8 +842,11 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
     assert np.array_equal(found.days, whole.days)
 
 
+CROSSING = [HasHiddenModules, ChangesLayers, KeepsMetrics, HasHook, HasMeters, WarmUp, HasFlags]
+
+
 @pytest.mark.parametrize("writer", SAVES)
-@pytest.mark.parametrize("make", [HasHiddenModules, HasHook, HasMeters, WarmUp, HasFlags])
+@pytest.mark.parametrize("make", CROSSING)
 def test_each_loop_restores_custom_objects_saved_by_the_other_loop(tmp_path, writer, make):
     def fit(kind, name, epochs, resume=None):
         torch.manual_seed(1)

@@ -21,6 +21,7 @@ from parameters import halve, once
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import fabric_template.mini
 from fabric_template import FabricLoop, MiniLoop
@@ -184,6 +185,20 @@ class Averages(MiniLoop):
         self.network.load_state_dict(weights)
 
 
+class Measures(MiniLoop):
+    """Adds a torchmetrics object and a module in a list, whose attributes change."""
+
+    def _reset(self):
+        super()._reset()
+        self.mean, self.layers = MeanMetric(), [nn.Dropout(0.5)]
+
+    def _end_row(self, epoch):
+        self.mean.update(self.global_step)
+        self.layers[0].p *= 0.9
+        self._validated |= {"mean": self.mean.compute(), "p": torch.tensor(self.layers[0].p)}
+        super()._end_row(epoch)
+
+
 class CreatesLate(MiniLoop):
     """Creates an object during training, and saves and restores the object itself."""
 
@@ -232,7 +247,7 @@ class Decays(MiniLoop):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), once([Counts, Averages, CreatesLate, Decays], [{}, {"validate_every_n_steps": 3}])
+    ("kind", "options"), once([Counts, Averages, Measures, CreatesLate, Decays], [{}, {"validate_every_n_steps": 3}])
 )
 def test_a_resumed_run_restores_the_attributes_that_a_mini_loop_subclass_adds(kind, options):
     assert_resumes(kind, kill=14, **options)
