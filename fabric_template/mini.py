@@ -180,11 +180,11 @@ LOOP_ATTRIBUTES = f"""
     _batches_read _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
     _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _not_reset
-    _num_groups _object_places _precision _read_places _resumed_options _resumed_state
-    _row_started _sampler_seed _saved_ids _start_flags _started_at _step_values _sums _tables
-    _torchmetrics _unsaved _validated _validation_names _waited _window_size active_stage
-    batches_done best_score callback_metrics checkpoint_dir current_epoch global_step history
-    log_dir num_training_batches should_stop _created_with _saved_step _settings
+    _num_groups _object_places _precision _read_places _resumed_flags _resumed_options
+    _resumed_state _row_started _sampler_seed _saved_ids _start_flags _started_at _step_values
+    _sums _tables _torchmetrics _unsaved _validated _validation_names _waited _window_size
+    active_stage batches_done best_score callback_metrics checkpoint_dir current_epoch global_step
+    history log_dir num_training_batches should_stop _created_with _saved_step _settings
 """.split()
 
 
@@ -415,10 +415,12 @@ class MiniLoop:
                 self._start_batches()
             logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
             self._call("on_train_start")
+            self._mark_changes()
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums, self._torchmetrics = logged
         if is_resumed:
+            self._set_flags(self._resumed_flags)
             # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
@@ -1272,7 +1274,7 @@ class MiniLoop:
         self._set_flags(own["flags"])
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
-        self._resumed_options = own.get("options", {})
+        self._resumed_flags, self._resumed_options = own["flags"], own.get("options", {})
         self._restore_options(self._resumed_options)
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
@@ -1657,6 +1659,7 @@ class MiniLoop:
         schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
         saved = [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
         self._saved_ids = {*map(id, saved)}
+        self._add_new_modules()
         known = {*map(id, self._parts.values()), *self._saved_ids}
         found: dict[str, Any] = {}
         for place, part in self._parts.items():
@@ -1669,6 +1672,32 @@ class MiniLoop:
                     known.add(id(value))
         self._object_places[:] = found
         self._parts |= found
+
+    def _add_new_modules(self) -> None:
+        """Add modules to ``_parts`` that hooks such as on_train_start registered in the model."""
+        known = {*map(id, self._parts.values())}
+        for place, module in self._unwrapped.named_modules():
+            if place and id(module) not in known:
+                self._parts[place] = module
+                # The values from before training belong to another module. Without them, the
+                # checkpoint contains all attributes of the new module.
+                for old in [p for p in self._start_states if is_inside(p, place)]:
+                    del self._start_states[old]
+
+    def _mark_changes(self) -> None:
+        """Mark what on_train_start has changed, so that checkpoints always contain it.
+
+        A resumed run calls on_train_start again. If training changes a value back to its value from
+        before on_train_start, the checkpoint must still contain this value.
+        """
+        self._find_objects()
+        for kind, flags in flags_of(self._unwrapped).items():
+            unchanged = flags.items() & self._start_flags[kind].items()
+            self._start_flags[kind] = dict(unchanged)
+        for place in [p for p in self._start_states if not p.startswith(("train ", "val "))]:
+            start, state = self._start_states[place], self._plain_state(place)
+            for name in changed_names({n: start.get(n, REMOVED) for n in state}, state):
+                start[name] = REMOVED
 
     def _plain_state(self, place: str) -> dict[str, Any]:
         """Return an object's encoded attributes, except those that ``encode`` does not support."""
@@ -1789,6 +1818,7 @@ class MiniLoop:
     def _recorded_values(self) -> Iterator[None]:
         """After the with block, record the attributes of the model, the loaders and the loop."""
         self._parts: dict[str, Any] = {}
+        self._start_states: dict[str, dict[str, Any]] = {}
         # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
         # the run that saves its checkpoints in this folder.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}

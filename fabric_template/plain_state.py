@@ -15,7 +15,7 @@ import sys
 import warnings
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -345,6 +345,7 @@ class PlainState:
         parts: The objects by name. Attributes that change after this call are saved.
         device: The run's device.
         network: The run's network. If it is None, objects in attributes are not saved.
+        find_parts: Returns the current modules of the network, because hooks may add modules.
     """
 
     is_per_process = True
@@ -354,10 +355,11 @@ class PlainState:
         parts: dict[str, Part],
         device: torch.device | None = None,
         network: nn.Module | None = None,
+        find_parts: Callable[[], Iterable[tuple[str, Part]]] = tuple,
     ) -> None:
         # _parts contains the given objects and the objects found in their attributes, such as a
         # model's replay buffer.
-        self._given, self._network = parts, network
+        self._given, self._network, self._find_parts = parts, network, find_parts
         self._parts = parts
         self._device = torch.device("cpu") if device is None else device
         self._warned: set[str] = set()
@@ -366,6 +368,7 @@ class PlainState:
         self._saved: dict[int, Any] | None = None
         # A resumed run compares these digests, to detect callbacks in a different order.
         self._callbacks = digests_of_callbacks(parts)
+        self._at_start: dict[Place, Any] = {}
         self._find_objects()
         self._at_start = self.digests()
         self._iterators: dict[Place, Any] = {}
@@ -389,6 +392,7 @@ class PlainState:
         """Search attributes for objects to save, because hooks may have created new objects."""
         if self._network is not None:
             with self._guarded("the objects in attributes"):
+                self._add_new_parts()
                 known = {*(self._saved or ()), *map(id, self._network.modules())}
                 found = find_objects(self._given, known, self._network)
                 self._parts = {**self._given, **found}
@@ -396,6 +400,28 @@ class PlainState:
                 if len(objects) > _MOST_OBJECTS:
                     reason = f"there are more than {_MOST_OBJECTS}"
                     self._warn("the last of the objects in attributes", reason)
+
+    def _add_new_parts(self) -> None:
+        """Add modules that hooks such as on_train_start registered in the network."""
+        for name, part in self._find_parts():
+            if name not in self._given or self._given[name].instance is not part.instance:
+                # The digests from before training belong to another module. Without them, the
+                # checkpoint contains all attributes of the new module.
+                old = [p for p in self._at_start if f"{p[0]}.".startswith(f"{name}.")]
+                for place in old:
+                    del self._at_start[place]
+                self._given[name] = part
+
+    def mark_changes(self) -> None:
+        """Mark what on_fit_start and on_train_start have changed, so that it is always saved.
+
+        A resumed run calls these hooks again. If training changes a value back to its value from
+        before the hooks, the checkpoint must still contain this value.
+        """
+        self._find_objects()
+        for place, mark in self.digests().items():
+            if mark != self._at_start.get(place, REMOVED):
+                self._at_start[place] = UNKNOWN
 
     def objects_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return all objects nested in objects such as the model, as in {"model.pool": model.pool}.

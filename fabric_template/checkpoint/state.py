@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -455,7 +456,7 @@ def make_plain_state(run: Run) -> PlainState:
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None
         parts["datamodule"] = Part(run.datamodule, _OF_DATAMODULE, has_no_state)
-    return PlainState(parts, run.fabric.device, run.network)
+    return PlainState(parts, run.fabric.device, run.network, partial(parts_of_model, run))
 
 
 def reset_and_record_optimizers(run: Run) -> None:

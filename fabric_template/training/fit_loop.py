@@ -48,6 +48,7 @@ def fit(run: Run) -> None:
         run.data.setup_val_loaders()
     run.row.start_clock()
     run.hooks.call("on_train_start")
+    run.mark_changes()
     run.progress.start_training()
     resume_averaging(run)
     # Code between restore_position and the first batch must not draw random numbers.

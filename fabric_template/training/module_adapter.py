@@ -318,6 +318,12 @@ class StepRunner:
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
         self._flags_at_start = self.flags(parameters)
 
+    def mark_changed_flags(self, parameters: Mapping[str, Any]) -> None:
+        """Mark flags that on_train_start has changed, so that checkpoints always contain them."""
+        for kind, flags in self.flags(parameters).items():
+            unchanged = flags.items() & self._flags_at_start[kind].items()
+            self._flags_at_start[kind] = dict(unchanged)
+
     def changed_flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return the ``training`` and ``requires_grad`` flags that have changed during the run."""
         return {

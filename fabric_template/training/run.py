@@ -111,6 +111,11 @@ class Run:
         self.fit_record.reset_and_record_attributes(self.plain_state)
         reset_and_record_flags(self, self.fit_record)
 
+    def mark_changes(self) -> None:
+        """Save all that on_train_start has changed, because a resumed run calls it again."""
+        self.plain_state.mark_changes()
+        self.steps.mark_changed_flags(self.optimization.named_parameters())
+
     def start_optimization(self) -> None:
         """After on_fit_start, choose automatic or manual optimization."""
         # Wait for the hook on_fit_start, because it may set automatic_optimization.

@@ -387,6 +387,36 @@ class ChangesLayers(Model):
         return loss
 
 
+class WarmsUp(Model):
+    """Freezes and changes its modules in on_train_start, and undoes these changes later."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra, self.scale, self.layers = torch.nn.Dropout(0.1), 1.0, [make_layers()]
+
+    def on_train_start(self):
+        self.late, self.extra, self.scale, self.warm = torch.nn.Dropout(0.5), torch.nn.Dropout(0.4), 2.0, True
+        self.net[0].weight.requires_grad_(False)
+        self.layers[0][0].weight.requires_grad_(False)
+        for layer in (self.net[1], self.layers[0][1], self.late):
+            layer.eval()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.late.p *= 0.9
+        if batch_idx == 1 and hasattr(self, "warm"):
+            self.scale, self.extra.p = 1.0, 0.1
+            del self.warm
+            self.net[0].weight.requires_grad_(True)
+            self.layers[0][0].weight.requires_grad_(True)
+            for layer in (self.net[1], self.layers[0][1], self.late):
+                layer.train()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step((self.extra(self.late(batch[0])), batch[1]), batch_idx) * self.scale
+        loss = loss + self.layers[0](batch[0]).var()
+        return loss * (1 + hasattr(self, "warm") + self.layers[0][0].weight.requires_grad)
+
+
 class KeepsMetrics(Model):
     """Scales its loss by torchmetrics objects that are not registered as submodules."""
 
@@ -601,6 +631,7 @@ CASES = {
     "objects of a model": shuffled(HasHelpers),
     "hidden modules": shuffled(HasHiddenModules),
     "changes of hidden modules": shuffled(ChangesLayers),
+    "changes in on_train_start": shuffled(WarmsUp),
     "hidden torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
     "combined flags": shuffled(HasFlags),
