@@ -952,10 +952,17 @@ class MiniLoop:
             columns.add(name)
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
             is_read = name == f"{prefix}loss" or not self._is_lightning_module
-            if is_number and is_read and (self._hook, name) not in self._sums[0]:
+            if is_number and is_read and not self._is_logged(name):
                 sizes = (self._logged_batch_size, self._batch_size, 1)
                 weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
+
+    def _is_logged(self, name: str) -> bool:
+        """Return whether a step or a hook of this epoch has logged a value under the name."""
+        sums = self._sums[0]
+        if ("returned", name) in sums:
+            return (self._hook, name) in sums
+        return any(logged == name for _, logged in sums)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to a metric's running sums, without waiting for the GPU."""

@@ -832,3 +832,20 @@ def test_a_resumed_run_does_not_log_the_values_of_on_train_start_again(name, kil
     whole = rows("whole")
     rows("cut", kill_at)
     assert rows("cut", resume="last") == whole
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
+@both_loops
+def test_a_value_logged_in_a_hook_replaces_the_returned_value_of_the_same_name(name, hook):
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+    model = Logs()
+    setattr(model, hook, lambda *arguments: model.log("train_loss", 5.0, on_step=False, on_epoch=True))
+    history = make_loop(name, max_epochs=2).fit(model, make_loader(), optimizer=sgd(model))
+    assert history["train_loss"].tolist() == [5.0, 5.0]
