@@ -19,7 +19,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError, describe
@@ -40,6 +40,7 @@ _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
 }
+_IMMUTABLE_TYPES = frozenset([type(None), bool, int, float, str, bytes, range])
 # A list of objects that have one of these attributes is a list of loaders.
 _NAMES_IN_LOADERS = ("batch_size", "dataset", "sampler", "batch_sampler", "__next__")
 _USED_UP = (
@@ -448,7 +449,7 @@ class StageLoaders:
     def batches(self, max_batches: int | float = math.inf) -> Iterator[tuple[Any, int, int]]:
         """Yield each batch on the device, together with its batch_idx and dataloader_idx."""
         items, num_batches, data = self.iterator, self.count_batches(max_batches), self.run.data
-        transfer = make_transfer(self.run)
+        transfer = make_transfer(self.run, self.loaders)
         if self.run.hooks.profiler is not None:
             action = _ACTIONS.get(self.stage, f"[_EvaluationLoop].{self.stage}_next")
             items = iter(partial(self.run.hooks.with_profiler(action, next), items, END), END)
@@ -703,7 +704,7 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
             )
 
 
-def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
+def make_transfer(run: Run, loaders: list[Any]) -> Callable[[Any, int], Any] | None:
     """Return a function that moves a batch to the device, or None if nothing has to be done."""
     # Like Trainer, use a datamodule's transfer hooks only if the datamodule provides the loaders.
     datamodule = run.datamodule if run.data.source is run.datamodule else None
@@ -726,6 +727,8 @@ def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     device, converts_dtype = run.fabric.device, run.steps.converts_dtype
     if move is None and device.type != "cpu":
         move = move_to_device
+    elif move is None and not all(map(creates_batches_of_tensors, loaders)):
+        move = partial(move_to_cpu, run)
     if not (converts_dtype or before or move or after):
         return None
 
@@ -742,5 +745,40 @@ def make_transfer(run: Run) -> Callable[[Any, int], Any] | None:
     return run.hooks.with_profiler(action, transfer)
 
 
+def creates_batches_of_tensors(loader: Any) -> bool:
+    """Return whether each batch is a new container of tensors, which can be used as it is."""
+    is_default = type(loader) is DataLoader and loader.collate_fn is default_collate
+    return is_default or type(loader) is TensorLoader
+
+
 def move_to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
+    return move_data_to_device(batch, device)
+
+
+def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    """Copy the containers in a batch, as Trainer does, and call ``to(device)`` of the objects."""
+    try:
+        return copy_to_cpu(batch, device)
+    except Exception as error:
+        # On the CPU, a step can also train on a batch that cannot be copied, such as a dataclass
+        # with frozen=True.
+        run.warn_once(
+            f"{run.stage}: got a batch that cannot be moved to a device"
+            f" ({type(error).__name__}: {error}), so the step gets the loader's own object. Let the"
+            " loader yield tensors in dicts, lists, tuples or dataclasses."
+        )
+        return batch
+
+
+def copy_to_cpu(batch: Any, device: Any) -> Any:
+    """Return the same as move_data_to_device, but faster for the usual containers and values."""
+    kind = type(batch)
+    if kind is Tensor:
+        return batch if batch.is_cpu else batch.to(device)
+    if kind in _IMMUTABLE_TYPES:
+        return batch
+    if kind is dict:
+        return {name: copy_to_cpu(part, device) for name, part in batch.items()}
+    if kind in (list, tuple):
+        return kind([copy_to_cpu(part, device) for part in batch])
     return move_data_to_device(batch, device)

@@ -4,7 +4,8 @@ import multiprocessing
 import subprocess
 import sys
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import pytest
@@ -217,6 +218,110 @@ def test_a_list_of_objects_that_could_be_batches_or_loaders_is_refused(make):
     assert train_on(DataLoader(batches, batch_size=None)) == [[28.0, 56.0], [84.0, 112.0]]
     if make is Pair:
         assert train_on(CombinedLoader(batches, "max_size_cycle")) == [[28.0, 84.0], [56.0, 112.0]]
+
+
+# Batches that a loader stores, and objects in batches
+
+
+class Stores:
+    """A loader that yields the same objects in each epoch."""
+
+    def __init__(self, make):
+        self.batches = [make(torch.full((2, 1), float(i)), torch.full((2, 1), 3.0 * i)) for i in range(1, 5)]
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@dataclass
+class Fields:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FrozenFields:
+    """A batch that move_data_to_device refuses."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoded:
+    """A batch that decodes its values when it is moved."""
+
+    def __init__(self, x, y):
+        self.x, self.y = (x * 10).tolist(), y.tolist()
+
+    def to(self, device):
+        return Fields(torch.tensor(self.x, device=device) / 10, torch.tensor(self.y, device=device))
+
+
+def grow(batch):
+    """Return (x, y), and change the items of a batch."""
+    if isinstance(batch, Fields):
+        x, y, batch.x = batch.x, batch.y, batch.x * 2
+    else:
+        first, last = ("x", "y") if isinstance(batch, dict) else (0, 1)
+        x, y, batch[first] = batch[first], batch[last], batch[first] * 2
+    return x, y
+
+
+# {kind: (a function that creates a batch, a function that returns x and y and changes the batch)}
+STORED = {
+    "dict": (lambda x, y: {"x": x, "y": y}, grow),
+    "list": (lambda x, y: [x, y], grow),
+    "dataclass": (Fields, grow),
+    "defaultdict": (lambda x, y: defaultdict(list, x=x, y=y), grow),
+    "list in a tuple": (lambda x, y: ("name", [x, y]), lambda batch: grow(batch[1])),
+    "popped": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch.pop("x"), batch.pop("y"))),
+    "object": (Encoded, grow),
+    "object in a dict": (lambda x, y: {"all": Encoded(x, y), "n": 2}, lambda batch: grow(batch.pop("all"))),
+}
+
+
+class Fits(pl.LightningModule):
+    def __init__(self, take):
+        super().__init__()
+        self.net, self.take = torch.nn.Linear(1, 1), take
+
+    def training_step(self, batch, batch_idx):
+        x, y = self.take(batch)
+        return (self.net(x.to(self.net.weight)) - y).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train_on_stored(kind, make_loader, take, **options):
+    pl.seed_everything(1, verbose=False)
+    module, loop = Fits(take), kind(**quiet(max_epochs=3, accelerator="cpu", **options))
+    loop.fit(module, make_loader(), make_loader())
+    return module.net.weight.item(), float(loop.callback_metrics["val_loss"])
+
+
+@pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("name", STORED)
+def test_batches_are_copied_and_moved_on_a_cpu_as_with_trainer(name, precision):
+    make, take = STORED[name]
+    for make_loader in (lambda: Stores(make), lambda: DataLoader(Stores(make).batches, None, collate_fn=lambda x: x)):
+        results = [train_on_stored(kind, make_loader, take, precision=precision) for kind in (pl.Trainer, FabricLoop)]
+        assert results[0] == results[1]
+
+
+def test_a_batch_that_cannot_be_copied_reaches_the_step_with_a_warning():
+    expected = train_on_stored(FabricLoop, lambda: Stores(Fields), lambda batch: (batch.x, batch.y))
+    with pytest.warns(UserWarning, match="a batch that cannot be moved to a device .*frozen dataclass"):
+        found = train_on_stored(FabricLoop, lambda: Stores(FrozenFields), lambda batch: (batch.x, batch.y))
+    assert found == expected
 
 
 # Objects that are not loaders
