@@ -1648,6 +1648,7 @@ class MiniLoop:
                             del state[name]
                             self._warn_unsaved(place, name, f"it contains {error} objects")
             buffers = part._buffers if isinstance(part, nn.Module) else {}
+            state.update((n, ("buffer", state[n])) for n in buffers.keys() & state.keys())
             removed = [name for name in start if name not in attributes and name not in buffers]
             state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
             if state:
@@ -1786,6 +1787,7 @@ class MiniLoop:
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
+        states = {p: register_buffers(self._parts.get(p), state) for p, state in states.items()}
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
             for name, value in namespace_of(part).items():
@@ -2292,6 +2294,8 @@ class MiniLoop:
                 is_complete = is_complete and root == "model"
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
                 of_module = re.sub(r"(^|\.)buffers$", "", place)
+                if place not in self._parts and place != of_module and value != REMOVED:
+                    value = "buffer", value
                 converted[place if place in self._parts else of_module][name] = value
             of_process["rng"]["parts"] = converted
         text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
@@ -3514,6 +3518,19 @@ def find_class(base: type, module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def register_buffers(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's saved attributes and buffers, and register the buffers that it lacks."""
+    found = dict(state)
+    for name, value in state.items() if isinstance(part, nn.Module) else ():
+        if isinstance(value, tuple) and value[0] == "buffer":
+            found[name] = value[1]
+            if name not in part._buffers:
+                set_value(part, name, REMOVED)
+                part._buffers[name] = None
+                part._non_persistent_buffers_set.add(name)
+    return found
 
 
 def load_plain_state(

@@ -315,6 +315,13 @@ def buffers_of(module: nn.Module, name: str, saved: Collection[str]) -> Part:
     return Part(module, persistent, has_buffers=True)
 
 
+def register_buffer(module: nn.Module, name: str) -> None:
+    """Register a buffer with ``persistent=False``, whose value is loaded later."""
+    vars(module).pop(name, None)
+    module._buffers[name] = None
+    module._non_persistent_buffers_set.add(name)
+
+
 def digests_of_callbacks(parts: dict[str, Part]) -> dict[str, list[int]]:
     """Return a digest of each callback's attributes, grouped by the callback's class."""
     found: dict[str, list[int]] = defaultdict(list)
@@ -546,12 +553,22 @@ class PlainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = self._without_missing_callbacks(state)
         self.objects_of(name for name, _ in state["attributes"])
+        self._register_buffers(state["attributes"])
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"])
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
                 # Mark the attribute as changed, so that the next checkpoint also contains it.
                 self._at_start.pop(place, None)
+
+    def _register_buffers(self, saved: dict[Place, Any]) -> None:
+        """Register the saved buffers that a module lacks, so that state_dict() leaves them out."""
+        for (name, buffer), value in saved.items():
+            part = self._parts.get(name)
+            if part is None or not part.has_buffers or value == REMOVED:
+                continue
+            if buffer not in part.namespace():
+                register_buffer(part.instance, buffer)
 
     def _without_missing_callbacks(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a saved state without callbacks that this run does not have."""

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.private import resets_pruned_weights
-from ..plain_state import REMOVED, Part
+from ..plain_state import REMOVED, Part, register_buffer
 from ..plain_values import Decoder, load_object, load_optimizer, replace_content, shares_memory
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
@@ -262,8 +262,6 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
     own = run.plan.start.training_state(run.stop.max_steps != -1)
-    if own["writer"] == "MiniLoop":
-        restore_mini_attributes(run)
     # Restore max_epochs and max_steps before fit checks whether the run is finished. Restore all
     # other options only after on_train_start, because this hook must see the options that the
     # script passed.
@@ -310,9 +308,8 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
             )
 
 
-def restore_mini_attributes(run: Run) -> None:
+def restore_mini_attributes(run: Run, parts: dict[str, dict[str, Any]]) -> None:
     """Restore the module attributes that MiniLoop saved."""
-    parts = run.plan.start.state_of_process(run.fabric.global_rank)["rng"].get("parts", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
     for name, instance in run.plain_state.objects_of([f"model.{place}" for place in parts]).items():
@@ -320,10 +317,14 @@ def restore_mini_attributes(run: Run) -> None:
     decoder = Decoder(run.fabric.device, run.network)
     weights = run.plain_state.addresses_of_network()
     for place, attributes in parts.items():
-        part = modules.get(place)
+        part: Any = modules.get(place)
         buffers: dict[str, Any] = part._buffers if isinstance(part, nn.Module) else {}
         own = Part(part).namespace()
         for name, value in attributes.items():
+            if isinstance(value, tuple) and value[0] == "buffer":
+                value = value[1]
+                if part is not None and name not in buffers:
+                    register_buffer(part, name)
             of_class = getattr(type(part), str(name), None)
             current = {**buffers, **own}.get(name, of_class)
             if isinstance(value, tuple) and value[0] in ("state", "shared"):
@@ -392,6 +393,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from MiniLoop contain no loader positions.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
+        restore_mini_attributes(run, of_process["rng"].get("parts", {}))
     else:
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)

@@ -387,6 +387,27 @@ class ChangesLayers(Model):
         return loss
 
 
+class AddsBuffers(Model):
+    """Registers buffers with persistent=False during training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [make_layers()]
+
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 0:
+            self.register_buffer("level", torch.ones(1), persistent=False)
+            self.net[0].register_buffer("count", torch.zeros(1, dtype=torch.long), persistent=False)
+            self.layers[0][1].register_buffer("level", torch.ones(2), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        for buffer in (self.level, self.net[0].count, self.layers[0][1].level):
+            buffer += 1
+        scale = sum(float(module.level.sum()) for module in (self, self.layers[0][1]))
+        names = {name for module in (self, self.layers[0]) for name, _ in module.named_buffers()}
+        return super().training_step(batch, batch_idx) * (scale + self.net[0].count) / 10 * len(names)
+
+
 class WarmsUp(Model):
     """Freezes and changes its modules in on_train_start, and undoes these changes later."""
 
@@ -632,6 +653,7 @@ CASES = {
     "hidden modules": shuffled(HasHiddenModules),
     "changes of hidden modules": shuffled(ChangesLayers),
     "changes in on_train_start": shuffled(WarmsUp),
+    "buffers that are registered late": shuffled(AddsBuffers),
     "hidden torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
     "combined flags": shuffled(HasFlags),
@@ -873,7 +895,19 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
     assert np.array_equal(found.days, whole.days)
 
 
-CROSSING = [HasHiddenModules, ChangesLayers, KeepsMetrics, HasHook, HasMeters, WarmUp, HasFlags]
+class ChangesLate(Model):
+    """Changes modules and attributes that on_train_start creates."""
+
+    def on_train_start(self):
+        self.late, self.scale = torch.nn.Dropout(0.5), 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.late.p, self.scale = self.late.p * 0.9, self.scale * 0.9
+        return super().training_step((self.late(batch[0]), batch[1]), batch_idx) * self.scale
+
+
+CROSSING = [HasHiddenModules, ChangesLayers, KeepsMetrics, AddsBuffers, ChangesLate, HasHook, HasMeters]
+CROSSING += [WarmUp, HasFlags]
 
 
 @pytest.mark.parametrize("writer", SAVES)
@@ -886,9 +920,11 @@ def test_each_loop_restores_custom_objects_saved_by_the_other_loop(tmp_path, wri
         loop.fit(model, DataLoader(make_data(16), 4), resume=resume)
         return model.state_dict()
 
-    whole = fit(writer, "whole", 3)
+    whole = fit(writer, "whole", 4)
     fit(writer, "parts", 2)
-    resumed = fit(MiniLoop if writer is FabricLoop else FabricLoop, "parts", 3, resume="last")
+    reader = MiniLoop if writer is FabricLoop else FabricLoop
+    fit(reader, "parts", 3, resume="last")
+    resumed = fit(reader, "parts", 4, resume="last")
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
 
 
