@@ -169,6 +169,7 @@ EARLIER_FITS: dict[int, dict[str, Any]] = {}
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
+    _start_objects _restored_objects
     _outputs _locks _starts _redo
 """
 # MiniLoop sets these attributes itself. If users add other attributes to the loop, checkpoints
@@ -414,8 +415,14 @@ class MiniLoop:
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
             logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
+            before = self._mark_objects()
             self._call("on_train_start")
             self._mark_changes()
+            # A resumed run calls on_train_start before it restores attributes. Treat objects that
+            # this hook assigns as objects from the start of the run.
+            for place, current in self._mark_objects().items():
+                changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
+                self._start_objects.setdefault(place, {}).update(changed)
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums, self._torchmetrics = logged
@@ -641,7 +648,7 @@ class MiniLoop:
             first = self._loader_state() if is_started else get_rng_state()
             # Save the loaders' attributes again if a hook such as on_train_start has changed them.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
-                del first["parts"]
+                del first["parts"], first["rebound"]
             self._epoch_start["first_batch"] = first
         # Outside of terminals and notebooks, update the progress bar only once a minute. In
         # notebooks, use stdout, because notebooks show stderr in red.
@@ -1293,7 +1300,7 @@ class MiniLoop:
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
         }
-        self._load_parts({"training loop": values})
+        self._load_parts({"training loop": values}, self._resumed_state.get("rebound"))
         self._before_next = of_process.get("before_next")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
@@ -1492,6 +1499,8 @@ class MiniLoop:
         if self.batches_done == 0:
             self._epoch_start = self._loader_state()
         else:
+            values = [self._find_attributes(place).values() for place in self._parts]
+            objects = {id(value): value for value in chain.from_iterable(values)}
             kept = self._restore_epoch_start(state["parts"])
         # Remember the iterators that are attributes of the loader. If iter(loader) does not replace
         # an iterator, `_warn_of_iterators` warns that checkpoints do not contain its position.
@@ -1518,8 +1527,10 @@ class MiniLoop:
                 for name in [n for n in values if type(current.get(n)) is type(values[n])]:
                     set_value(part, name, values[name])
             self._reset_loaders(state["parts"])
+            self._restored_objects.update(objects)
             self._load_state(state)
         self._large_values.clear()
+        self._restored_objects.clear()
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
@@ -1535,7 +1546,7 @@ class MiniLoop:
             added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
         self._reset_loaders({})
         self._load_parts(added)
-        self._load_parts(self._epoch_start["parts"])
+        self._load_parts(self._epoch_start["parts"], self._epoch_start.get("rebound"))
         set_rng_state(self._epoch_start)
         return kept
 
@@ -1625,7 +1636,7 @@ class MiniLoop:
             places: The paths of the objects to include, such as "train sampler", or None for all.
         """
         self._find_objects()
-        network, changed = self._unwrapped, {}
+        network, changed, rebound = self._unwrapped, {}, {}
         ids = {*map(id, [*network.modules(), *network.parameters()])}
         for place, part in self._parts.items():
             if places is not None and place not in places:
@@ -1653,7 +1664,26 @@ class MiniLoop:
             state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
             if state:
                 changed[place] = state
-        return {**get_rng_state(), "parts": changed}
+                rebound[place] = self._find_rebound(place, state)
+        return {**get_rng_state(), "parts": changed, "rebound": rebound}
+
+    def _mark_objects(self) -> dict[str, dict[Any, Any]]:
+        """Return a reference to the object of each attribute, to detect new objects later."""
+        found: dict[str, dict[Any, Any]] = {}
+        for place in self._parts:
+            values = self._find_attributes(place).items()
+            found[place] = {name: mark_object(value) for name, value in values}
+        return found
+
+    def _find_rebound(self, place: str, state: dict[str, Any]) -> dict[Any, int]:
+        """Return the ids of the values to which saved attributes have been rebound.
+
+        A resumed run does not change the old values in place, because others may refer to them.
+        """
+        start = self._start_objects.get(place, {})
+        values = self._find_attributes(place).items()
+        found = {n: value for n, value in values if n in state and type(value) not in ATOMS}
+        return {n: id(found[n]) for n in found if not is_same(start.get(n), mark_object(found[n]))}
 
     def _find_objects(self) -> None:
         """Search the model, loop and optimizer for objects to save, and update ``_parts``."""
@@ -1780,38 +1810,76 @@ class MiniLoop:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
-        self._load_parts(state.get("parts", {}))
+        self._load_parts(state.get("parts", {}), state.get("rebound"))
 
-    def _load_parts(self, states: dict[str, dict[str, Any]]) -> None:
-        """Restore the attributes in ``states``, in place where possible."""
+    def _load_parts(
+        self,
+        states: dict[str, dict[str, Any]],
+        rebound: dict[str, dict[Any, int]] | None = None,
+    ) -> None:
+        """Restore the attributes in ``states``, in place where possible.
+
+        Args:
+            rebound: The ids of the objects that the saved run has assigned to attributes. These
+                attributes get a new object, because others may refer to the old one.
+        """
+        rebound = rebound or {}
         for place in states:
             create_item(self._parts, place)
         self._find_objects()
         states = {p: register_buffers(self._parts.get(p), state) for p, state in states.items()}
-        holders: dict[int, list[Any]] = defaultdict(list)
-        for place, part in self._parts.items():
-            for name, value in namespace_of(part).items():
-                holders[id(value)].append(states.get(place, {}).get(name, END))
+        holders = self._find_holders(states, rebound)
+        shared: dict[int, Any] = {}
 
-        def may_change_in_place(current: Any, value: Any) -> bool:
-            """Return whether to write a saved value into the current list or tensor in place."""
-            # If the current tensor is a weight of the model, do not overwrite the weight in place.
-            if address_of(current) in self._weights:
-                return False
-            # If several attributes refer to one list, changing the list changes all of them. Change
-            # the list only if the saved values of these attributes are equal.
-            first, *others = holders.get(id(current), [END])
-            return all(is_same(first, other) for other in others)
+        def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
+            """Return the object to assign, which is the current one if it was changed in place."""
+            saved_id = rebound.get(place, {}).get(name)
+            if saved_id is None:
+                # If several attributes refer to one list, changing the list changes all of them.
+                # Change the list only if the saved values of these attributes are equal.
+                first, *others = holders.get(id(current), [END])
+                is_target = all(is_same(first, other) for other in others)
+                is_target = is_target and self._may_change_in_place(place, name, current)
+                return current if is_target and replace_content(current, value) else value
+            # Attributes that shared an object in the saved run share it in this run.
+            if saved_id not in shared:
+                shared[saved_id] = self._restore_rebound(saved_id, current, value)
+            return shared[saved_id]
 
         weights = self._unwrapped.state_dict(keep_vars=True)
         for place, state in states.items():
-            part = self._parts.get(place)
-            load_plain_state(part, state, self.fabric.device, may_change_in_place, weights)
+            part, restore = self._parts.get(place), partial(restore_value, place)
+            load_plain_state(part, state, self.fabric.device, restore, weights)
         missing = [place.removesuffix(".") for place in states if place not in self._parts]
         if missing:
             text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
             text += " not created it. A resumed run may differ. Create it in __init__."
             warnings.warn(text, stacklevel=2)
+
+    def _find_holders(
+        self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
+    ) -> dict[int, list[Any]]:
+        """Map the id of each attribute's value to the saved values of its attributes."""
+        holders: dict[int, list[Any]] = defaultdict(list)
+        for place, part in self._parts.items():
+            for name, value in namespace_of(part).items():
+                if name not in rebound.get(place, {}):
+                    holders[id(value)].append(states.get(place, {}).get(name, END))
+        return holders
+
+    def _restore_rebound(self, saved_id: int, current: Any, value: Any) -> Any:
+        # This resume may have assigned the object already, when it restored an earlier state.
+        is_known = self._restored_objects.get(saved_id, END) is current
+        restored = current if is_known and replace_content(current, value) else value
+        self._restored_objects[saved_id] = restored
+        return restored
+
+    def _may_change_in_place(self, place: str, name: str, current: Any) -> bool:
+        # If a hook of this run has assigned another object, others may refer to that object. If the
+        # current tensor is a weight of the model, do not overwrite the weight.
+        mark = mark_object(current)
+        is_start = is_same(self._start_objects.get(place, {}).get(name, mark), mark)
+        return is_start and address_of(current) not in self._weights
 
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
         if (place, name) not in self._unsaved:
@@ -1828,6 +1896,10 @@ class MiniLoop:
         """After the with block, record the attributes of the model, the loaders and the loop."""
         self._parts: dict[str, Any] = {}
         self._start_states: dict[str, dict[str, Any]] = {}
+        # A reference to each attribute's object at the start of the run.
+        self._start_objects: dict[str, dict[Any, Any]] = {}
+        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
+        self._restored_objects: dict[int, Any] = {}
         # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
         # the run that saves its checkpoints in this folder.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
@@ -2196,6 +2268,7 @@ class MiniLoop:
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._marked_state(place) for place in self._parts}
+        self._start_objects.update(self._mark_objects())
         for place, name in self._not_reset:
             # Always save an attribute whose value at the start of the run is unknown.
             self._start_states.get(place, {}).pop(name, None)
@@ -2289,6 +2362,9 @@ class MiniLoop:
         for of_process in ranks:
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
+            marks: dict[str, dict[str, int]] = defaultdict(dict)
+            # Older checkpoints do not contain the key "rebound".
+            rebound = of_process["plain_state"].get("rebound", {})
             for (path, name), value in of_process["plain_state"]["attributes"].items():
                 root, _, place = path.partition(".")
                 is_complete = is_complete and root == "model"
@@ -2297,7 +2373,9 @@ class MiniLoop:
                 if place not in self._parts and place != of_module and value != REMOVED:
                     value = "buffer", value
                 converted[place if place in self._parts else of_module][name] = value
-            of_process["rng"]["parts"] = converted
+                if (path, name) in rebound:
+                    marks[place if place in self._parts else of_module][name] = rebound[path, name]
+            of_process["rng"] |= {"parts": converted, "rebound": marks}
         text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
         text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
         text += " start a new run from the weights."
@@ -3537,7 +3615,7 @@ def load_plain_state(
     part: Any,
     state: dict[str, Any],
     device: torch.device,
-    may_change_in_place: Callable[[Any, Any], bool],
+    restore_value: Callable[[Any, Any, Any], Any],
     weights: dict[str, Any],
 ) -> None:
     for name, value in state.items() if part is not None else ():
@@ -3566,8 +3644,10 @@ def load_plain_state(
             value = decode(value, device, weights)
             if isinstance(value, defaultdict):
                 value.default_factory = getattr(current, "default_factory", None)
-            if not (may_change_in_place(current, value) and replace_content(current, value)):
-                set_value(buffers if name in buffers else part, name, value)
+            # Do not change a class attribute in place, because other instances use it, too.
+            existing = {**buffers, **namespace_of(part)}.get(name)
+            value = restore_value(name, existing, value)
+            set_value(buffers if name in buffers else part, name, value)
 
 
 def load_object(
@@ -3603,12 +3683,9 @@ def replace_content(current: Any, value: Any) -> bool:
     if type(current) is not type(value) or getattr(value, "is_sparse", False):
         return False
     if isinstance(current, Tensor | np.ndarray):
-        try:
-            with torch.no_grad():
-                current[...] = value
-        except (RuntimeError, ValueError):
-            # Expanded tensors, inference tensors and read-only arrays cannot be changed in place.
-            return False
+        with suppress(RuntimeError, ValueError):
+            return replace_elements(current, value)
+        return False
     elif isinstance(current, list | deque):
         current.clear()
         current.extend(value)
@@ -3617,6 +3694,31 @@ def replace_content(current: Any, value: Any) -> bool:
         current.update(value)
     else:
         return False
+    return True
+
+
+def replace_elements(current: Any, value: Any) -> bool:
+    """Copy a tensor or an array into another one in place.
+
+    Return False, or raise a RuntimeError or a ValueError, if this is not possible.
+    """
+    is_tensor = isinstance(current, Tensor)
+    strides = current.stride() if is_tensor else current.strides
+    # In an expanded tensor, elements share their place in memory. Write to each place only once.
+    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    if 0 in strides and not bool((value[index] == value).all()):
+        return False
+    if is_tensor:
+        with torch.inference_mode(current.is_inference()), torch.no_grad():
+            current[index] = value[index]
+        return True
+    is_writeable = current.flags.writeable
+    # A read-only view of an array changes with the array.
+    current.flags.writeable = is_writeable or current.base is not None
+    try:
+        current[index] = value[index]
+    finally:
+        current.flags.writeable = is_writeable
     return True
 
 

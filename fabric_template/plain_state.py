@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count, islice
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from .plain_values import (
     Encoder,
     Identity,
     NotPlainError,
+    Reference,
     TooLargeError,
     address_of,
     digest,
@@ -345,6 +346,12 @@ def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
         )
 
 
+def keep_factory(current: Any, value: Any) -> None:
+    """Copy a defaultdict's factory to the restored defaultdict, if the factory was not saved."""
+    if isinstance(value, defaultdict) and value.default_factory is None:
+        value.default_factory = getattr(current, "default_factory", None)
+
+
 class PlainState:
     """Save and restore the random generators and attributes of objects such as the model.
 
@@ -378,6 +385,9 @@ class PlainState:
         self._at_start: dict[Place, Any] = {}
         self._find_objects()
         self._at_start = self.digests()
+        # A reference to each attribute's object at the start of the run. If training assigns
+        # another object, a resumed run does not change the old one, because others may use it.
+        self._start_objects = self._references()
         self._iterators: dict[Place, Any] = {}
         containers = ((p, value) for p, value in self.attributes() if type(value) in CONTAINERS)
         self._lengths = {place: len(value) for place, value in containers}
@@ -394,6 +404,23 @@ class PlainState:
         for place, found in self.digests().items():
             if place[0] in parts:
                 self._at_start[place] = found
+        for place, value in self.attributes():
+            if place[0] in parts:
+                self._start_objects[place] = Reference(value)
+
+    def _references(self) -> dict[Place, Reference]:
+        return {place: Reference(value) for place, value in self.attributes()}
+
+    @contextmanager
+    def starting_hook(self) -> Iterator[None]:
+        """Treat objects that a hook such as on_train_start assigns as objects from the start."""
+        # A resumed run calls the hook before it restores attributes, so it has these objects, too.
+        before = self._references()
+        yield
+        self._find_objects()
+        for place, value in self.attributes():
+            if place not in before or not before[place].is_to(value):
+                self._start_objects[place] = Reference(value)
 
     def _find_objects(self) -> None:
         """Search attributes for objects to save, because hooks may have created new objects."""
@@ -483,8 +510,19 @@ class PlainState:
         return {
             "generators": self.generator_states(),
             "attributes": attributes,
+            "rebound": self._find_rebound(attributes),
             "callbacks": self._callbacks,
         }
+
+    def _find_rebound(self, saved: Collection[Place]) -> dict[Place, int]:
+        """Return the ids of the values to which saved attributes have been rebound."""
+        found: dict[Place, int] = {}
+        for place, value in self.attributes() if saved else ():
+            if place in saved and type(value) not in ATOMS:
+                start = self._start_objects.get(place)
+                if start is None or not start.is_to(value):
+                    found[place] = id(value)
+        return found
 
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
@@ -550,12 +588,21 @@ class PlainState:
             return False
         return is_separate(value, self._network)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], restored: dict[int, Any] | None = None
+    ) -> None:
+        """Restore the random generators and the attributes.
+
+        Args:
+            restored: The objects that this resume has assigned, keyed by their ids in the saved
+                run. This call adds the objects that it assigns.
+        """
         state = self._without_missing_callbacks(state)
         self.objects_of(name for name, _ in state["attributes"])
         self._register_buffers(state["attributes"])
         self.load_generator_states(state["generators"])
-        self.load_attributes(state["attributes"])
+        restored = {} if restored is None else restored
+        self.load_attributes(state["attributes"], rebound=state["rebound"], restored=restored)
         for place, encoded in state["attributes"].items():
             if encoded != REMOVED:
                 # Mark the attribute as changed, so that the next checkpoint also contains it.
@@ -594,31 +641,33 @@ class PlainState:
                 for place, value in state["attributes"].items()
                 if not f"{place[0]}.".startswith(tuple(missing))
             },
+            # Older checkpoints do not contain this key.
+            "rebound": state.get("rebound", {}),
         }
 
-    def load_attributes(self, saved: dict[Place, Any], is_in_place: bool = True) -> None:
+    def load_attributes(
+        self,
+        saved: dict[Place, Any],
+        is_in_place: bool = True,
+        rebound: Mapping[Place, int] = MappingProxyType({}),
+        restored: dict[int, Any] | None = None,
+    ) -> None:
         """Restore the attributes of objects such as the model from a checkpoint.
 
         Args:
             is_in_place: Whether to change an existing list or tensor instead of replacing it.
+            rebound: The ids of the objects that the saved run has assigned to attributes. These
+                attributes get a new object, because others may refer to the old one.
+            restored: See ``load_state_dict``.
         """
-        missing = [name for name, _ in saved if name not in self._parts]
-        if missing:
-            self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
+        restored = {} if restored is None else restored
+        self._warn_of_missing_object(saved)
         saved = self._without_hiding(saved)
         # Decode all attributes with one Decoder. Attributes that shared a list or a tensor in the
         # saved run then share it in this run.
         decoder = Decoder(self._device, self._network)
-        replacements = self._find_replacements(saved)
-        covered = self.addresses_of_network()
-        for (name, attribute), encoded in saved.items() if is_in_place else ():
-            part = self._parts.get(name)
-            current = None if part is None else part.namespace().get(attribute)
-            # Do not change a list in place if two attributes share it, but had separate lists in
-            # the saved run.
-            is_alone = len(replacements.get(id(current), ())) <= 1
-            if is_alone and not shares_memory(current, covered):
-                decoder.targets.setdefault(id(encoded), current)
+        if is_in_place:
+            decoder.targets = self._find_targets(saved, rebound, restored)
         for (name, attribute), encoded in saved.items():
             if name not in self._parts:
                 continue
@@ -632,7 +681,46 @@ class PlainState:
                     load_object(namespace.get(attribute), *map(decoder.decode, encoded[1:]))
                 if is_object:
                     continue
-                namespace[attribute] = decoder.decode(encoded)
+                value = decoder.decode(encoded)
+                keep_factory(namespace.get(attribute), value)
+                namespace[attribute] = value
+                if (name, attribute) in rebound:
+                    restored[rebound[name, attribute]] = value
+
+    def _find_targets(
+        self, saved: dict[Place, Any], rebound: Mapping[Place, int], restored: dict[int, Any]
+    ) -> dict[int, Any]:
+        """Map the ids of encoded values to existing objects that are changed in place."""
+        targets: dict[int, Any] = {}
+        values = dict(self.attributes())
+        replacements = self._find_replacements(saved, rebound)
+        covered = self.addresses_of_network()
+        # Attributes that were not rebound come first, because their objects must not be replaced.
+        for place in sorted(saved, key=rebound.__contains__):
+            encoded, current = saved[place], values.get(place)
+            if place in rebound:
+                known = restored.get(rebound[place])
+                if known is not None and (known is current or self._is_equal(known, encoded)):
+                    targets.setdefault(id(encoded), known)
+                continue
+            # Do not change a list in place if two attributes share it, but had separate lists in
+            # the saved run.
+            is_alone = len(replacements.get(id(current), ())) <= 1
+            start = self._start_objects.get(place)
+            is_start = start is None or start.is_to(current)
+            if is_alone and is_start and not shares_memory(current, covered):
+                targets.setdefault(id(encoded), current)
+        return targets
+
+    def _is_equal(self, value: Any, encoded: Any) -> bool:
+        with suppress(Exception):
+            return digest(value) == digest(Decoder(self._device, self._network).decode(encoded))
+        return False
+
+    def _warn_of_missing_object(self, saved: Iterable[Place]) -> None:
+        missing = [name for name, _ in saved if name not in self._parts]
+        if missing:
+            self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
 
     def _without_hiding(self, saved: dict[Place, Any]) -> dict[Place, Any]:
         """Leave out saved attributes with the name of a parameter, buffer or submodule."""
@@ -677,11 +765,14 @@ class PlainState:
         found.pop(0, None)
         return found
 
-    def _find_replacements(self, saved: dict[Place, Any]) -> dict[int, set[int]]:
+    def _find_replacements(
+        self, saved: dict[Place, Any], rebound: Collection[Place]
+    ) -> dict[int, set[int]]:
         """Map the id of each current attribute value to the ids of saved values that replace it."""
         found: dict[int, set[int]] = defaultdict(set)
         for place, value in self.attributes():
-            if type(value) not in ATOMS and saved.get(place) != REMOVED:
+            is_replaced = place in rebound or saved.get(place) == REMOVED
+            if type(value) not in ATOMS and not is_replaced:
                 found[id(value)].add(id(saved.get(place)))
         return found
 

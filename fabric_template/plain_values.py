@@ -193,6 +193,19 @@ class Identity:
         return all(reference is None or reference() is not None for reference in references)
 
 
+class Reference:
+    """Recognizes an object, even if its content has changed, without keeping it in memory."""
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        # A new tensor may get the id of a deleted one whose views still exist.
+        self._reference = weakref.ref(value) if type(value).__weakrefoffset__ else None
+
+    def is_to(self, value: Any) -> bool:
+        is_alive = self._reference is None or self._reference() is value
+        return id(value) == self._id and is_alive
+
+
 def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
 
@@ -442,15 +455,10 @@ def replace_content(current: Any, value: Any) -> bool:
         return False
     if kind in TENSORS and value.is_sparse:
         return False
-    if kind in TENSORS and not current.is_inference() and current.is_leaf:
-        try:
-            current.detach().copy_(value)
-        except RuntimeError:
-            # In an expanded tensor, several elements share one place in memory.
-            return False
-        current.requires_grad_(value.requires_grad)
-    elif kind is np.ndarray and current.flags.writeable:
-        current[...] = value
+    if kind is np.ndarray or (kind in TENSORS and current.is_leaf):
+        with suppress(RuntimeError, ValueError):
+            return _replace_elements(current, value)
+        return False
     elif kind is set or kind in _DICTS.values():
         current.clear()
         current.update(value)
@@ -459,6 +467,34 @@ def replace_content(current: Any, value: Any) -> bool:
         current.extend(value)
     else:
         return False
+    return True
+
+
+def _replace_elements(current: Any, value: Any) -> bool:
+    """Copy a tensor or an array into another one in place.
+
+    Returns:
+        Whether the values were copied. If the memory is read-only, a RuntimeError or a ValueError
+        is raised.
+    """
+    is_tensor = isinstance(current, Tensor)
+    strides = current.stride() if is_tensor else current.strides
+    # In an expanded tensor, elements share their place in memory. Write to each place only once.
+    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    if 0 in strides and not bool((value[index] == value).all()):
+        return False
+    if is_tensor:
+        with torch.inference_mode(current.is_inference()):
+            current.detach()[index].copy_(value[index].detach())
+            current.requires_grad_(value.requires_grad)
+        return True
+    is_writeable = current.flags.writeable
+    # A read-only view of an array changes with the array.
+    current.flags.writeable = is_writeable or current.base is not None
+    try:
+        current[index] = value[index]
+    finally:
+        current.flags.writeable = is_writeable
     return True
 
 

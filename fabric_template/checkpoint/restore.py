@@ -308,14 +308,16 @@ def check_counters(run: Run, counters: dict[str, Any]) -> None:
             )
 
 
-def restore_mini_attributes(run: Run, parts: dict[str, dict[str, Any]]) -> None:
+def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     """Restore the module attributes that MiniLoop saved."""
+    parts, rebound = state.get("parts", {}), state.get("rebound", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
     for name, instance in run.plain_state.objects_of([f"model.{place}" for place in parts]).items():
         modules[name.removeprefix("model.")] = instance
     decoder = Decoder(run.fabric.device, run.network)
     weights = run.plain_state.addresses_of_network()
+    restored: dict[int, Any] = {}
     for place, attributes in parts.items():
         part: Any = modules.get(place)
         buffers: dict[str, Any] = part._buffers if isinstance(part, nn.Module) else {}
@@ -333,21 +335,29 @@ def restore_mini_attributes(run: Run, parts: dict[str, dict[str, Any]]) -> None:
             # The saved run may have overridden a class attribute on the instance.
             is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
             if not is_known or is_generator(current):
-                raise CheckpointError(
-                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of"
-                    f" {place!r}. FabricLoop cannot restore this state. Resume with MiniLoop, or"
-                    " use load= to start a new run from the weights."
-                )
+                raise make_state_error(run, place)
             namespace = buffers if name in buffers else own
             if value == REMOVED:
                 namespace.pop(name, None)
                 continue
-            decoded = decoder.decode(value)
-            is_weight = shares_memory(current, weights)
-            if is_weight or not replace_content(current, decoded):
+            decoded, saved_id = decoder.decode(value), rebound.get(place, {}).get(name)
+            # Attributes that shared an object in the saved run share it in this run.
+            decoded = decoded if saved_id is None else restored.setdefault(saved_id, decoded)
+            # Do not change an object in place if the saved run assigned another object.
+            is_target = saved_id is None and name in namespace
+            is_target = is_target and not shares_memory(current, weights)
+            if not (is_target and replace_content(current, decoded)):
                 namespace[name] = decoded
             if isinstance(namespace[name], defaultdict):
                 namespace[name].default_factory = getattr(current, "default_factory", None)
+
+
+def make_state_error(run: Run, place: str) -> CheckpointError:
+    return CheckpointError(
+        f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r}."
+        " FabricLoop cannot restore this state. Resume with MiniLoop, or use load= to start a new"
+        " run from the weights."
+    )
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
@@ -367,7 +377,8 @@ def restore_position(run: Run) -> None:
     # Restore attributes last, because iter(loader) must see their values from the start of the
     # epoch.
     if attributes is not None:
-        run.plain_state.load_state_dict(attributes)
+        run.plain_state.load_state_dict(attributes, run.data.restored_objects)
+    run.data.restored_objects.clear()
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:
@@ -393,7 +404,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         # Checkpoints from MiniLoop contain no loader positions.
         run.data.check_restart()
         restore_network(run, own["flags"], {})
-        restore_mini_attributes(run, of_process["rng"].get("parts", {}))
+        restore_mini_attributes(run, of_process["rng"])
     else:
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)

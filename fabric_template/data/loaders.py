@@ -72,6 +72,8 @@ class DataConnector:
         # loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
+        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
+        self.restored_objects: dict[int, Any] = {}
 
     @property
     def train(self) -> StageLoaders:
@@ -166,6 +168,7 @@ class DataConnector:
                 stack.enter_context(unchanged_rng_state())
                 stack.enter_context(plain_state.replaced(saved["plain"]))
                 restore_rng_state(saved["rng"])
+            stack.enter_context(plain_state.starting_hook())
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
@@ -203,6 +206,15 @@ class DataConnector:
             # continues the saved epoch. In these cases, start_train_batches() calls it again.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
+
+    @contextmanager
+    def starting_hook(self) -> Iterator[None]:
+        """Treat objects that on_train_start assigns to loaders as objects from the start."""
+        with ExitStack() as stack:
+            for loaders in self.created.values():
+                for loader in loaders.resumable:
+                    loader.starting_hook(stack)
+            yield
 
     def start_train_batches(self) -> None:
         """Start an epoch's training iterator, unless setup_train_loader has already started it."""
@@ -376,8 +388,9 @@ class StageLoaders:
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
         find_state = self._find_model_state if stage == "train" else None
+        restored = run.data.restored_objects
         self.resumable: list[ResumableLoader] = [
-            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit")
+            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit", restored)
             for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)

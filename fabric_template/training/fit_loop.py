@@ -47,7 +47,8 @@ def fit(run: Run) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.row.start_clock()
-    run.hooks.call("on_train_start")
+    with run.plain_state.starting_hook(), run.data.starting_hook():
+        run.hooks.call("on_train_start")
     run.mark_changes()
     run.progress.start_training()
     resume_averaging(run)

@@ -159,9 +159,10 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     # Record attributes before on_fit_start, because a checkpoint contains only attributes that
     # change afterwards.
     run.reset_and_record_attributes()
-    run.optimization.configure()
-    names = [name for name, _ in run.network.named_parameters()]
-    run.hooks.call("on_fit_start")
+    with run.plain_state.starting_hook():
+        run.optimization.configure()
+        names = [name for name, _ in run.network.named_parameters()]
+        run.hooks.call("on_fit_start")
     check_new_parameters(run, names, "on_fit_start")
     checkpoint = run.plan.start.checkpoint
     if not has_weights and checkpoint is not None:

@@ -28,7 +28,7 @@ from parameters import halve, once
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MeanMetric, RunningMean, SumMetric
 
 import fabric_template
 from fabric_template import FabricLoop, MiniLoop
@@ -136,6 +136,136 @@ class Frozen(Model):
             self.inference = self.inference * factor
         scale = float(self.expanded.sum() + self.broadcast.sum() + self.scale.sum() + self.inference.sum())
         return super().training_step(batch, batch_idx) * scale
+
+
+class Views(Model):
+    """Changes tensors and arrays through which expanded and read-only views change, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.array = torch.ones(1), np.ones(1)
+        self.expanded, self.read_only = self.scale.expand(2), np.broadcast_to(self.array, (2,))
+        with torch.inference_mode():
+            self.inference = torch.ones(2)
+
+    def training_step(self, batch, batch_idx):
+        self.scale += 0.1
+        self.array += 0.1
+        with torch.inference_mode():
+            self.inference[:1].mul_(1.1)
+        scale = self.expanded[1] * float(self.read_only[1]) * float(self.inference.sum())
+        return super().training_step(batch, batch_idx) * scale
+
+
+class Stages(Model):
+    """Assigns constants to attributes, and new values to attributes that start as a constant."""
+
+    zero = torch.zeros(2)
+
+    def __init__(self):
+        super().__init__()
+        type(self).zero = torch.zeros(2)
+        self.stages = [[0.5, 1.0], [1.5, 2.0], [2.5]]
+        self.stage, self.best = self.stages[0], self.zero
+        self.noises = {"low": np.full(2, 0.5), "high": np.full(2, 1.5)}
+        self.table = torch.arange(1.0, 13.0).reshape(6, 2)
+        self.noise, self.pool, self.row = self.noises["low"], Meter(), self.table[0]
+        self.pool.history = self.stages[2]
+
+    def on_train_epoch_start(self):
+        self.stage = self.stages[self.current_epoch]
+        self.noise = self.noises["high" if self.current_epoch % 2 else "low"]
+
+    def training_step(self, batch, batch_idx):
+        self.best, self.zero = self.best + 0.1, self.zero + 0.2
+        self.row = self.table[self.global_step % 6]
+        self.pool.history = [*self.pool.history, float(batch[0].mean())]
+        scale = sum(self.stage) + self.noise[0] + float(self.best[0] + self.zero[1])
+        scale += sum(self.pool.history) + float(type(self).zero.sum()) + float(self.row[1])
+        return super().training_step(batch, batch_idx) * float(scale)
+
+
+class Late(Model):
+    """Uses objects that on_train_start assigns. Only one of them is changed in place."""
+
+    zero = torch.zeros(1)
+
+    def __init__(self):
+        super().__init__()
+        type(self).zero, self.total, self.history = torch.zeros(1), None, None
+
+    def on_train_start(self):
+        self.total, self.history = self.zero, [1.0]
+        self.find_last = partial(self.history.__getitem__, -1)
+
+    def training_step(self, batch, batch_idx):
+        self.total = self.total + 0.1
+        self.history.append(self.history[-1] + 0.1)
+        return super().training_step(batch, batch_idx) * float(self.total + self.zero) * self.find_last()
+
+
+class Handed(Model):
+    """Gives a new list to the sampler in each epoch, and changes the list in place."""
+
+    def __init__(self, sampler):
+        super().__init__()
+        self.weights = self.first = sampler.weights
+        self.replace = partial(setattr, sampler, "weights")
+
+    def on_train_epoch_end(self):
+        self.weights = [1.0 + weight for weight in self.first]
+        self.replace(self.weights)
+
+    def training_step(self, batch, batch_idx):
+        self.weights[int(batch[1][0])] += 1.0
+        return super().training_step(batch, batch_idx)
+
+
+class Running(Model):
+    """Scales its loss with metrics whose attributes share their default values."""
+
+    def __init__(self):
+        super().__init__()
+        self.running = RunningMean(3)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.running.update(loss.detach())
+        return loss * self.running.compute()
+
+    def on_train_epoch_end(self):
+        self.running.reset()
+
+
+class Orders:
+    """A sampler that chooses one of several orders in each epoch."""
+
+    def __init__(self):
+        self.orders = [list(range(16)), list(range(15, -1, -1)), [5 * i % 16 for i in range(16)]]
+        self.order = self.orders[0]
+
+    def __len__(self):
+        return 16
+
+    def set_epoch(self, epoch):
+        self.order = self.orders[epoch]
+
+    def __iter__(self):
+        return iter(list(self.order))
+
+
+class Grown(Model):
+    """Assigns a new tensor to one of two datasets that share a tensor."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def on_train_epoch_start(self):
+        self.first.scale = self.first.scale * 1.5
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.first.scale * self.second.scale
 
 
 class Weighted:
@@ -635,12 +765,34 @@ def shared(make_weights):
     return make
 
 
+def handed():
+    sampler = Weighted([1.0] * 16)
+    return Handed(sampler), DataLoader(make_data(16), 4, sampler=sampler)
+
+
+def ordered():
+    return Model(), DataLoader(make_data(16), 4, sampler=Orders())
+
+
+def grown():
+    first, second = Points(make_data(16)), Points(make_data(8))
+    first.scale = second.scale = torch.ones(1)
+    return Grown(first, second), DataLoader(first, 4, shuffle=True)
+
+
 CASES = {
     "optimizer": shuffled(Noisy),
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
     "values that cannot be changed in place": shuffled(Frozen),
+    "views that cannot be changed in place": shuffled(Views),
+    "constants": shuffled(Stages),
+    "objects of on_train_start": shuffled(Late),
+    "new list of a sampler": handed,
+    "running metric": shuffled(Running),
+    "orders of a sampler": ordered,
+    "tensor of two datasets": grown,
     "objects of a dataset": transformed,
     "sampler of torch": mining,
     "deleted attributes": shuffled(WarmUp),
@@ -667,13 +819,13 @@ CASES = {
 }
 
 
-def train(kind, root, make, kill_at=None, resume=None):
+def train(kind, root, make, kill_at=None, resume=None, **options):
     """Return the weights and the rows of a run."""
     seed_everything(1, verbose=False)
     model, loader = make()
     model.kill_at = kill_at
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    options = {**(quiet if kind is FabricLoop else {}), SAVES[kind]: 2, "max_epochs": 3}
+    options = {**(quiet if kind is FabricLoop else {}), SAVES[kind]: 2, "max_epochs": 3, **options}
     loop = kind(default_root_dir=str(root), accelerator="cpu", **options)
     loop.fit(model, loader, DataLoader(make_data(8), 4), resume=resume)
     text = next((root / "logs").rglob("metrics.csv")).read_text()
@@ -687,6 +839,18 @@ def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, na
     with pytest.raises(KilledError):
         train(kind, tmp_path / "cut", CASES[name], kill_at=batches)
     assert train(kind, tmp_path / "cut", CASES[name], resume="last") == whole
+
+
+@pytest.mark.parametrize("name", ["constants", "views that cannot be changed in place", "running metric"])
+@pytest.mark.parametrize("kinds", ["FF", "MM", "FM", "MF"])
+def test_a_resumed_run_can_be_resumed_again_in_both_loops(tmp_path, kinds, name):
+    first, second = [{"F": FabricLoop, "M": MiniLoop}[kind] for kind in kinds]
+    options = {"validate_every_n_steps": 2}
+    whole, _ = train(first, tmp_path / "whole", CASES[name], **options)
+    for kind, resume in ((first, None), (second, "last")):
+        with pytest.raises(KilledError):
+            train(kind, tmp_path / "cut", CASES[name], kill_at=4, resume=resume, **options)
+    assert train(first, tmp_path / "cut", CASES[name], resume="last", **options)[0] == whole
 
 
 class Curve(LambdaLR):

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
+from copy import copy, deepcopy
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,7 +18,7 @@ from torch.nn.utils import prune
 from fabric_template import FabricLoop
 from fabric_template.mini import is_same, mark_value
 from fabric_template.plain_state import Part, PlainState
-from fabric_template.plain_values import digest
+from fabric_template.plain_values import digest, replace_content
 from fabric_template.rng_state import find_generators, get_generator_state, set_generator_state
 
 
@@ -91,15 +92,46 @@ def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_pat
     """Other objects may refer to the containers and tensors, so they are not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
-    originals = dict(fresh)
+    originals, saved = dict(fresh), Holder(**{name: copy(value) for name, value in fresh.items()})
     after = {"list": [1], "dict": {"a": 1}, "tensor": torch.ones(3), "array": np.ones(2), "set": {1}}
     after["queue"], after["factory"] = deque([1, 2], maxlen=2), defaultdict(lambda: 7, {"a": 1})
-    new = restored({}, after, fresh, tmp_path)
+    saving, new = PlainState({"a": Part(saved)}), Holder(**fresh)
+    for name, value in after.items():
+        assert replace_content(getattr(saved, name), value)
+    PlainState({"a": Part(new)}).load_state_dict(saving.state_dict())
     assert all(getattr(new, name) is originals[name] for name in fresh)
     assert {name: repr(originals[name]) for name in after if name != "factory"} == {
         name: repr(value) for name, value in after.items() if name != "factory"
     }
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
+
+
+def test_a_rebound_attribute_is_restored_as_a_new_object(tmp_path):
+    """Other objects may refer to the old object, which the saved run has not changed."""
+    before = {"list": [0], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "same": [0]}
+    before["factory"] = defaultdict(lambda: 7)
+    fresh = deepcopy({**before, "factory": None}) | {"factory": defaultdict(lambda: 7)}
+    originals = dict(fresh)
+    after = {"list": [1], "dict": {"a": 1}, "tensor": torch.ones(3), "array": np.ones(2)}
+    after |= {"same": after["list"], "factory": defaultdict(lambda: 7, {"a": 1})}
+    new = restored(before, after, fresh, tmp_path)
+    assert not any(getattr(new, name) is originals[name] for name in fresh)
+    assert [originals["list"], originals["dict"], originals["factory"]] == [[0], {}, {}]
+    assert originals["tensor"].sum() == originals["array"].sum() == 0
+    assert new.list == [1]
+    assert new.same is new.list
+    assert (new.tensor.sum(), new.array.sum(), new.factory["a"], new.factory["b"]) == (3, 2, 1, 7)
+
+
+def test_a_checkpoint_without_the_ids_of_rebound_attributes_is_restored_in_place():
+    """Older checkpoints do not contain these ids."""
+    holder, new = Holder(value=[0]), Holder(value=[0])
+    saving, original = PlainState({"a": Part(holder)}), new.value
+    holder.value = [1]
+    state = saving.state_dict()
+    del state["rebound"]
+    PlainState({"a": Part(new)}).load_state_dict(state)
+    assert original == [1]
 
 
 def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_run(tmp_path):
