@@ -1794,7 +1794,7 @@ class MiniLoop:
         part = self._parts[place]
         file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
         is_object = place in self._object_places and not isinstance(part, nn.Module)
-        return is_object and "-packages" in (file or "")
+        return is_object and not is_hparams(part) and "-packages" in (file or "")
 
     def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
         """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
@@ -3304,9 +3304,15 @@ def is_own_object(value: Any) -> bool:
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, Enum, tuple))
     is_known = is_known or is_stateful(value) or is_loop(value)
     is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
+    is_library = is_library and not is_hparams(value)
     is_searched = not is_library or isinstance(value, torch_data.Dataset)
     has_namespace = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_namespace and is_searched and not is_known
+
+
+def is_hparams(value: Any) -> bool:
+    """Return whether a value is an AttributeDict of Lightning, such as ``self.hparams``."""
+    return isinstance(value, dict) and type(value).__name__ == "AttributeDict"
 
 
 def namespace_of(part: Any) -> dict[Any, Any]:

@@ -162,11 +162,17 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace
     # Use __package__, because users may rename this package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
+    is_library = is_library and not is_hparams(kind)
     # Search the attributes of torch's own dataset classes, because a Subset, for example, may wrap
     # a user's dataset.
     is_library = is_library and not isinstance(value, Dataset)
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and not (is_known or is_library)
+
+
+def is_hparams(kind: type) -> bool:
+    """Return whether a class is the AttributeDict of Lightning, the class of ``self.hparams``."""
+    return issubclass(kind, dict) and kind.__name__ == "AttributeDict"
 
 
 def is_library_iterator(value: Any) -> bool:
@@ -208,6 +214,8 @@ def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
 
 def is_installed(kind: type) -> bool:
     """Return whether a class comes from an installed package rather than from the user's code."""
+    if is_hparams(kind):
+        return False
     return "-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 

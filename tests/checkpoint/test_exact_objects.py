@@ -538,6 +538,19 @@ class AddsBuffers(Model):
         return super().training_step(batch, batch_idx) * (scale + self.net[0].count) / 10 * len(names)
 
 
+class ChangesHparams(Model):
+    """Changes its hyperparameters during training, also those in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"scale": 1.0, "loss": {"weights": [1.0, 2.0]}, "activation": torch.nn.ReLU})
+
+    def training_step(self, batch, batch_idx):
+        self.hparams.scale *= 0.9
+        self.hparams["loss"]["weights"][1] += 0.5
+        return super().training_step(batch, batch_idx) * self.hparams.scale * sum(self.hparams.loss["weights"])
+
+
 class WarmsUp(Model):
     """Freezes and changes its modules in on_train_start, and undoes these changes later."""
 
@@ -805,6 +818,7 @@ CASES = {
     "hidden modules": shuffled(HasHiddenModules),
     "changes of hidden modules": shuffled(ChangesLayers),
     "changes in on_train_start": shuffled(WarmsUp),
+    "hyperparameters": shuffled(ChangesHparams),
     "buffers that are registered late": shuffled(AddsBuffers),
     "hidden torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
@@ -1071,7 +1085,7 @@ class ChangesLate(Model):
 
 
 CROSSING = [HasHiddenModules, ChangesLayers, KeepsMetrics, AddsBuffers, ChangesLate, HasHook, HasMeters]
-CROSSING += [WarmUp, HasFlags]
+CROSSING += [WarmUp, HasFlags, ChangesHparams]
 
 
 @pytest.mark.parametrize("writer", SAVES)
