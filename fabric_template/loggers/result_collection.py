@@ -200,7 +200,7 @@ class LoopResults:
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
-        logged_names: The names of logged values that are columns of metrics.csv.
+        logged: The keys of the metrics that steps or hooks have logged, by column of metrics.csv.
         batch: The current batch.
         unchanged_batch: If the batch is a dict or a list, a shallow copy from before the step.
         batch_size: The size of the current batch, or None if no logged mean has needed it yet.
@@ -212,7 +212,7 @@ class LoopResults:
     """
 
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
-    logged_names: set[str] = field(default_factory=set)
+    logged: dict[str, set[tuple]] = field(default_factory=dict)
     batch: Any = None
     unchanged_batch: Any = None
     batch_size: int | None = None
@@ -228,6 +228,10 @@ class LoopResults:
         for metric in self.metrics.values():
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
+
+    def is_logged(self, name: str) -> bool:
+        """Return whether a step or a hook has logged a name in the current epoch."""
+        return any(self.metrics[key].has_value for key in self.logged.get(name, ()))
 
     def start_hook(self, hook: str | None) -> None:
         """Reset the values that ``hook`` logged in the previous epoch."""
@@ -420,7 +424,7 @@ class ResultCollection:
         has_own_row = self.run.row.is_step_based and results is self.train
         metric = results.metrics[key] = LoggedMetric(arguments, self._all_reduce, has_own_row)
         if arguments.on_epoch and arguments.logger and not metric.is_returned:
-            results.logged_names.add(metric.full_name())
+            results.logged.setdefault(metric.full_name(), set()).add(key)
         results.has_step_values |= arguments.on_step
         return metric
 
@@ -428,7 +432,7 @@ class ResultCollection:
         """Include scalars that a step returned, but did not log, in the epoch's means."""
         results = self.active
         for name, value in values.items():
-            if name in results.logged_names:
+            if name in results.logged and results.is_logged(name):
                 continue
             key = (RETURNED, name, None)
             metric = results.metrics.get(key)
@@ -586,6 +590,8 @@ class ResultCollection:
             arguments = metric.arguments
             name = metric.full_name()
             full_name = metric.full_name("_step" if is_step else "_epoch")
+            if metric.is_returned and results.is_logged(name):
+                continue
             if arguments.logger:
                 values.row[name] = value
             if metric.is_returned and self.run.is_lightning_module:
@@ -608,10 +614,13 @@ class ResultCollection:
             value = metric.compute(sums[metric])
             if metric.row is not None:
                 metric.row = Sums()
-            if value is not None and metric.arguments.logger:
+            if value is None or not metric.arguments.logger:
+                continue
+            if metric.is_returned:
+                self.returned[metric.arguments.name] = value
+                row.setdefault(metric.full_name(), value)
+            else:
                 row[metric.full_name()] = value
-                if metric.is_returned:
-                    self.returned[metric.arguments.name] = value
         return row
 
     def latest_means(self) -> dict[str, Tensor]:

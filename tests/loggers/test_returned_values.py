@@ -9,7 +9,7 @@ from runs import Plain, fit, val_loader
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric_template import read_logs
+from fabric_template import FabricLoop, MiniLoop, read_logs
 from fabric_template.loggers import row as rows
 
 
@@ -182,3 +182,58 @@ def test_the_time_of_a_resumed_epoch_includes_the_time_before_the_checkpoint(tmp
     fit(tmp_path, Slow, lambda: make_loader(8), max_steps=3, **options)
     resumed = fit(tmp_path, Slow, lambda: make_loader(8), resume="auto", **options)[2]
     assert resumed["time"].tolist() == [20.0, 20.0]
+
+
+class Interrupts(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["step", "hook"])
+@pytest.mark.parametrize("epochs", [{0}, {1}, {0, 2}, {1, 2, 3}], ids=str)
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_an_epoch_without_a_logged_value_has_the_mean_of_the_returned_value(tmp_path, kind, epochs, place):
+    """The first epochs and the epochs after a resume follow the same rule."""
+
+    class Model(nn.Linear):
+        def training_step(self, batch):
+            return self.compute("train_loss", batch)
+
+        def validation_step(self, batch):
+            return self.compute("val_loss", batch)
+
+        def compute(self, name, batch):
+            loss = (self(batch) - 1).square().mean()
+            if place == "step" and loop.current_epoch in epochs:
+                loop.log(name, loss.detach() + 100, on_step=False, on_epoch=True)
+            return loss
+
+        def on_validation_epoch_end(self):
+            if place == "hook" and loop.current_epoch in epochs:
+                loop.log("val_loss", torch.tensor(100.0))
+
+        def on_train_epoch_end(self):
+            if place == "hook" and loop.current_epoch in epochs:
+                loop.log("train_loss", torch.tensor(100.0))
+            if loop.current_epoch == stop:
+                raise Interrupts
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(folder, **options):
+        torch.manual_seed(1)
+        nonlocal loop
+        loop = kind(default_root_dir=tmp_path / folder, accelerator="cpu", max_epochs=4)
+        batches = [torch.ones(2, 1), torch.zeros(2, 1)]
+        history = loop.fit(Model(1, 1), batches, batches, **options)
+        return history[["train_loss", "val_loss"]].to_dict("list"), dict(loop.callback_metrics)
+
+    loop, stop = None, None
+    whole, metrics = run("whole")
+    for values in whole.values():
+        assert {epoch for epoch, value in enumerate(values) if value >= 100} == epochs
+    stop = 2
+    with pytest.raises(Interrupts):
+        run("cut")
+    stop = None
+    assert run("cut", resume="last") == (whole, metrics)
