@@ -169,7 +169,7 @@ EARLIER_FITS: dict[int, dict[str, Any]] = {}
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
     _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
-    _start_objects _restored_objects
+    _start_objects _restored_objects _recorded_objects
     _outputs _locks _starts _redo
 """
 # MiniLoop sets these attributes itself. If users add other attributes to the loop, checkpoints
@@ -417,12 +417,7 @@ class MiniLoop:
             logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
             before = self._mark_objects()
             self._call("on_train_start")
-            self._mark_changes()
-            # A resumed run calls on_train_start before it restores attributes. Treat objects that
-            # this hook assigns as objects from the start of the run.
-            for place, current in self._mark_objects().items():
-                changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
-                self._start_objects.setdefault(place, {}).update(changed)
+            self._mark_changes(before)
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums, self._torchmetrics = logged
@@ -1722,11 +1717,14 @@ class MiniLoop:
                 for old in [p for p in self._start_states if is_inside(p, place)]:
                     del self._start_states[old]
 
-    def _mark_changes(self) -> None:
+    def _mark_changes(self, before: dict[str, dict[Any, Any]]) -> None:
         """Mark what on_train_start has changed, so that checkpoints always contain it.
 
         A resumed run calls on_train_start again. If training changes a value back to its value from
         before on_train_start, the checkpoint must still contain this value.
+
+        Args:
+            before: References to the objects of all attributes before on_train_start.
         """
         self._find_objects()
         for kind, flags in flags_of(self._unwrapped).items():
@@ -1736,6 +1734,11 @@ class MiniLoop:
             start, state = self._start_states[place], self._plain_state(place)
             for name in changed_names({n: start.get(n, REMOVED) for n in state}, state):
                 start[name] = REMOVED
+        # A resumed run calls on_train_start before it restores attributes. Treat objects that this
+        # hook assigns as objects from the start of the run.
+        for place, current in self._mark_objects().items():
+            changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
+            self._start_objects.setdefault(place, {}).update(changed)
 
     def _plain_state(self, place: str) -> dict[str, Any]:
         """Return an object's encoded attributes, except those that ``encode`` does not support."""
@@ -1828,17 +1831,14 @@ class MiniLoop:
             create_item(self._parts, place)
         self._find_objects()
         states = {p: register_buffers(self._parts.get(p), state) for p, state in states.items()}
-        holders = self._find_holders(states, rebound)
+        differing = self._find_differing_values(states, rebound)
         shared: dict[int, Any] = {}
 
         def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
             """Return the object to assign, which is the current one if it was changed in place."""
             saved_id = rebound.get(place, {}).get(name)
             if saved_id is None:
-                # If several attributes refer to one list, changing the list changes all of them.
-                # Change the list only if the saved values of these attributes are equal.
-                first, *others = holders.get(id(current), [END])
-                is_target = all(is_same(first, other) for other in others)
+                is_target = id(current) not in differing
                 is_target = is_target and self._may_change_in_place(place, name, current)
                 return current if is_target and replace_content(current, value) else value
             # Attributes that shared an object in the saved run share it in this run.
@@ -1856,16 +1856,23 @@ class MiniLoop:
             text += " not created it. A resumed run may differ. Create it in __init__."
             warnings.warn(text, stacklevel=2)
 
-    def _find_holders(
+    def _find_differing_values(
         self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
-    ) -> dict[int, list[Any]]:
-        """Map the id of each attribute's value to the saved values of its attributes."""
+    ) -> set[int]:
+        """Return the ids of values that attributes share, although their saved values differ.
+
+        Changing such a list in place would change all of its attributes.
+        """
         holders: dict[int, list[Any]] = defaultdict(list)
         for place, part in self._parts.items():
             for name, value in namespace_of(part).items():
                 if name not in rebound.get(place, {}):
                     holders[id(value)].append(states.get(place, {}).get(name, END))
-        return holders
+        return {
+            number
+            for number, (first, *others) in holders.items()
+            if not all(is_same(first, other) for other in others)
+        }
 
     def _restore_rebound(self, saved_id: int, current: Any, value: Any) -> Any:
         # This resume may have assigned the object already, when it restored an earlier state.
@@ -1898,6 +1905,7 @@ class MiniLoop:
         self._start_states: dict[str, dict[str, Any]] = {}
         # A reference to each attribute's object at the start of the run.
         self._start_objects: dict[str, dict[Any, Any]] = {}
+        self._recorded_objects: dict[str, dict[Any, Any]] = {}
         # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
         self._restored_objects: dict[int, Any] = {}
         # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
@@ -1917,12 +1925,16 @@ class MiniLoop:
             self._parts.pop("training loop", None)
 
     def _record_end(self) -> None:
+        current = self._mark_objects()
         for place, owner, kind in self._record_keys() if self._starts else ():
             starts = self._starts.get((id(owner), kind), {})
             values = self._read_values(place, kind) if starts else None
             if values is not None:
                 newest = [*starts.values()][-1]
                 record_of(owner)[kind] = starts, share_equal_values(values, newest)
+                before = self._recorded_objects.get(place, {})
+                changed = changed_names(before, current.get(place, {})) if before else ()
+                record_of(owner).setdefault(f"rebound {kind}", set()).update(changed)
 
     def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
         """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
@@ -1942,6 +1954,7 @@ class MiniLoop:
             # Register _load_parts first, so that ExitStack calls it last, after attributes are
             # restored.
             self._redo.callback(self._load_parts, contents)
+            self._redo.callback(self._start_objects.clear)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
             values: Any = self._read_values(place, kind) if is_recorded else None
@@ -1954,7 +1967,11 @@ class MiniLoop:
                 self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
             elif start:
                 state = states[place] = self._choose_restorable(place, start, values, saved)
+                rebound = EARLIER_FITS[id(owner)].get(f"rebound {kind}", set())
+                # Others may refer to objects that earlier fits have assigned. Do not change them.
+                self._start_objects[place] = dict.fromkeys(rebound)
                 names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
+                names = [n for n in names if n not in rebound]
                 contents[place] = {name: values.get(name, REMOVED) for name in names}
                 part = self._parts[place]
                 for name in namespace_of(part).keys() & state:
@@ -2005,6 +2022,7 @@ class MiniLoop:
     def _record_start(self) -> None:
         """Record the attributes of the model, the loaders and the loop at the start of training."""
         self._redo.pop_all()
+        self._recorded_objects = self._mark_objects()
         run = self.checkpoint_dir.resolve()
         values = {"options": self._given_options, **self._start_flags}
         for place, owner, kind in self._record_keys():

@@ -354,10 +354,11 @@ def warn_of_callbacks(name: str, num_saved: int, num: int) -> None:
         )
 
 
-def keep_factory(current: Any, value: Any) -> None:
+def with_factory(current: Any, value: Any) -> Any:
     """Copy a defaultdict's factory to the restored defaultdict, if the factory was not saved."""
     if isinstance(value, defaultdict) and value.default_factory is None:
         value.default_factory = getattr(current, "default_factory", None)
+    return value
 
 
 class PlainState:
@@ -415,6 +416,10 @@ class PlainState:
         for place, value in self.attributes():
             if place[0] in parts:
                 self._start_objects[place] = Reference(value)
+
+    def record_objects(self) -> None:
+        """Treat the current objects of the attributes as those from the start of the run."""
+        self._start_objects = self._references()
 
     def _references(self) -> dict[Place, Reference]:
         return {place: Reference(value) for place, value in self.attributes()}
@@ -689,8 +694,7 @@ class PlainState:
                     load_object(namespace.get(attribute), *map(decoder.decode, encoded[1:]))
                 if is_object:
                     continue
-                value = decoder.decode(encoded)
-                keep_factory(namespace.get(attribute), value)
+                value = with_factory(namespace.get(attribute), decoder.decode(encoded))
                 namespace[attribute] = value
                 if (name, attribute) in rebound:
                     restored[rebound[name, attribute]] = value

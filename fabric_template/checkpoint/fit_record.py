@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of
 from ..plain_state import REMOVED, UNKNOWN, ListItem, Part, Place, PlainState
-from ..plain_values import Identity, replace_content, shares_memory
+from ..plain_values import Identity, Reference, replace_content, shares_memory
 from .start_point import StartPoint
 from .state import OPTION_TYPES, make_plain_state
 
@@ -49,11 +49,13 @@ class ObjectRecord:
     Attributes:
         starts: The values at the start of each run, keyed by the folders of the run's checkpoints.
         end: The digests of the values at the end of the latest call.
+        rebound: The names of attributes to which calls have assigned new objects.
     """
 
     def __init__(self) -> None:
         self.starts: dict[frozenset[Path], Values] = {}
         self.end: dict[Any, Any] = {}
+        self.rebound: set[str] = set()
 
     def find_start_values(self, checkpoint: str | None, values: Values) -> Values:
         """Return the original values of attributes that ``fit``, not the user, changed last.
@@ -126,6 +128,8 @@ class FitRecord:
         # Each entry holds a recorded object, a function that reads its attributes, and the
         # attributes' values before training.
         self._objects: dict[tuple[int, str], tuple[Any, Callable[[], Any], Values]] = {}
+        # The objects to which the attributes of each recorded object refer before training.
+        self._references: dict[tuple[int, str], tuple[Part, dict[str, Reference]]] = {}
         # If the run fails before the checkpoint is restored, these functions undo the attribute
         # changes that this FitRecord has made.
         self._reverts: list[Callable[[], Any]] = []
@@ -137,7 +141,9 @@ class FitRecord:
             state: A PlainState that has just been created.
         """
         changed: dict[Place, Any] = {}
-        for name, values in state.start_values(self._find_new_parts(state.parts)).items():
+        rebound: dict[Place, int] = {}
+        names = self._find_new_parts(state.parts)
+        for name, values in state.start_values(names).items():
             part = state.parts[name]
             owner, kind = find_object_and_kind(name, part, self._model)
             found = self._record(owner, kind, partial(state.digests_of, part), values)
@@ -145,9 +151,18 @@ class FitRecord:
                 current = values.get(attribute, _MISSING)[0]
                 if self._is_restorable(state, (name, attribute), value, current):
                     changed[name, attribute] = value
+                    record = find_record(owner, kind)
+                    if record is not None and attribute in record.rebound:
+                        # Others may refer to the current object, so do not change it in place.
+                        rebound[name, attribute] = len(rebound)
         if changed:
             self._reverts.append(make_restore_function(state, changed))
-            state.load_attributes(changed)
+            state.load_attributes(changed, rebound=rebound)
+            state.record_objects()
+        for name, part in names.items():
+            owner, kind = find_object_and_kind(name, part, self._model)
+            references = {name: Reference(value) for name, value in part.attributes().items()}
+            self._references[id(owner), kind] = part, references
 
     def reset_and_record_parts(self, parts: dict[str, Part]) -> None:
         """Call ``reset_and_record_attributes`` for objects that have not been recorded yet."""
@@ -246,13 +261,18 @@ class FitRecord:
             # The code of a user's class may raise any error.
             with suppress(Exception):
                 end = read()
+                part, references = self._references.get((id(owner), kind), (None, {}))
+                values = {} if part is None else part.attributes()
                 record = _EARLIER_FITS.setdefault(owner, {}).setdefault(kind, ObjectRecord())
+                record.rebound.update(
+                    n for n in references if not references[n].is_to(values.get(n))
+                )
                 if self._is_training:
                     record.add_fit(run, start, end)
                 else:
                     record.add_evaluation(start, end)
         # Remove the references to the model, so that Python can free its memory.
-        self._objects, self._reverts, self._model = {}, [], None
+        self._objects, self._references, self._reverts, self._model = {}, {}, [], None
 
 
 def find_record(owner: Any, kind: str) -> ObjectRecord | None:

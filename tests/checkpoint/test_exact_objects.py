@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import date
 from enum import Enum, Flag, IntFlag
-from functools import partial
+from functools import cache, partial
 from multiprocessing import Array, Value
 from pathlib import Path
 from types import SimpleNamespace
@@ -865,6 +865,16 @@ def test_a_resumed_run_can_be_resumed_again_in_both_loops(tmp_path, kinds, name)
         with pytest.raises(KilledError):
             train(kind, tmp_path / "cut", CASES[name], kill_at=4, resume=resume, **options)
     assert train(first, tmp_path / "cut", CASES[name], resume="last", **options)[0] == whole
+
+
+@pytest.mark.parametrize("name", ["constants", "orders of a sampler", "new list of a sampler"])
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_resume_with_the_objects_of_an_earlier_fit_changes_no_constants(tmp_path, kind, name):
+    whole = train(kind, tmp_path / "whole", CASES[name])
+    objects = cache(CASES[name])
+    with pytest.raises(KilledError):
+        train(kind, tmp_path / "cut", objects, kill_at=9)
+    assert train(kind, tmp_path / "cut", objects, resume="last") == whole
 
 
 class Curve(LambdaLR):
