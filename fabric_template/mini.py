@@ -697,11 +697,22 @@ class MiniLoop:
 
     def _move(self, batch: Any) -> Any:
         """Move a batch to the device, and convert it to a precision such as "bf16-true"."""
-        if self._is_one_cpu_in_32_bits:
-            return batch
         if self._converts_dtype:
             batch = self._precision.convert_input(batch)
-        return self.fabric.to_device(batch)
+        if not self._is_one_cpu_in_32_bits:
+            return self.fabric.to_device(batch)
+        # A fast path for the usual batch of a DataLoader, which is a list of tensors.
+        if type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}:
+            return type(batch)(batch)
+        try:
+            return self.fabric.to_device(batch)
+        except Exception as error:
+            # On the CPU, a step can also use a batch that cannot be copied, such as a dataclass
+            # with frozen=True.
+            text = f"loader: got a batch that cannot be moved to a device ({type(error).__name__}:"
+            text += f" {error}), so the step gets the loader's own object. Let the loader yield"
+            warnings.warn(f"{text} tensors in dicts, lists, tuples or dataclasses.", stacklevel=5)
+            return batch
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Call training_step or validation_step with the loop's precision and strategy."""

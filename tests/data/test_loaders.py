@@ -301,7 +301,8 @@ class Fits(pl.LightningModule):
 
 def train_on_stored(kind, make_loader, take, **options):
     pl.seed_everything(1, verbose=False)
-    module, loop = Fits(take), kind(**quiet(max_epochs=3, accelerator="cpu", **options))
+    options.update(max_epochs=3, accelerator="cpu")
+    module, loop = Fits(take), kind(**(options if kind is MiniLoop else quiet(**options)))
     loop.fit(module, make_loader(), make_loader())
     return module.net.weight.item(), float(loop.callback_metrics["val_loss"])
 
@@ -313,14 +314,16 @@ def train_on_stored(kind, make_loader, take, **options):
 def test_batches_are_copied_and_moved_on_a_cpu_as_with_trainer(name, precision):
     make, take = STORED[name]
     for make_loader in (lambda: Stores(make), lambda: DataLoader(Stores(make).batches, None, collate_fn=lambda x: x)):
-        results = [train_on_stored(kind, make_loader, take, precision=precision) for kind in (pl.Trainer, FabricLoop)]
-        assert results[0] == results[1]
+        kinds = (pl.Trainer, FabricLoop, MiniLoop)
+        results = [train_on_stored(kind, make_loader, take, precision=precision) for kind in kinds]
+        assert results[0] == results[1] == results[2]
 
 
-def test_a_batch_that_cannot_be_copied_reaches_the_step_with_a_warning():
-    expected = train_on_stored(FabricLoop, lambda: Stores(Fields), lambda batch: (batch.x, batch.y))
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_a_batch_that_cannot_be_copied_reaches_the_step_with_a_warning(kind):
+    expected = train_on_stored(kind, lambda: Stores(Fields), lambda batch: (batch.x, batch.y))
     with pytest.warns(UserWarning, match="a batch that cannot be moved to a device .*frozen dataclass"):
-        found = train_on_stored(FabricLoop, lambda: Stores(FrozenFields), lambda batch: (batch.x, batch.y))
+        found = train_on_stored(kind, lambda: Stores(FrozenFields), lambda batch: (batch.x, batch.y))
     assert found == expected
 
 
