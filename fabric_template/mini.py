@@ -126,6 +126,9 @@ SECOND_BACKWARD = "training_step: got a second backward pass through the same gr
 SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
 SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
 SECOND_BACKWARD += " state, call detach() on them."
+REMOVED_PARAMETER = "optimizer: a hook removed a parameter or a parameter group, expected the"
+REMOVED_PARAMETER += " parameters from the start of the run. To stop training a parameter, call its"
+REMOVED_PARAMETER += " method requires_grad_(False)."
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
 UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({}). Leave it out of"
@@ -600,7 +603,8 @@ class MiniLoop:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
         text = "optimizer: got a parameter group that a hook added, which MiniLoop cannot train."
-        check(len(self.optimizer.param_groups) == self._num_groups, f"{text} Use FabricLoop.")
+        check(len(self.optimizer.param_groups) <= self._num_groups, f"{text} Use FabricLoop.")
+        check(len(self.optimizer.param_groups) == self._num_groups, REMOVED_PARAMETER)
         text = "optimizers: a hook changed the list, which MiniLoop does not support. Use"
         check(self.optimizers == [self.optimizer], f"{text} FabricLoop.")
         try:
@@ -1159,7 +1163,11 @@ class MiniLoop:
         text = "optimizer: a hook replaced a parameter of the model, but the optimizer still trains"
         text += " the old one. Change the parameter's values in place, as with copy_()."
         current = {*self.network.parameters()}
-        check(trained <= current and current == self._start_parameters, text)
+        check(trained <= current, text)
+        text = "model: a hook added, removed or replaced a parameter of the model, which MiniLoop"
+        text += " does not support. Create all parameters before fit, and change their values in"
+        check(current == self._start_parameters, f"{text} place, as with copy_().")
+        check_removed_parameters(self.optimizer)
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -1861,11 +1869,14 @@ class MiniLoop:
         for place, state in states.items():
             part, restore = self._parts.get(place), partial(restore_value, place)
             load_plain_state(part, state, self.fabric.device, restore, weights)
+        self._warn_missing(states)
+
+    def _warn_missing(self, states: Iterable[str]) -> None:
         missing = [place.removesuffix(".") for place in states if place not in self._parts]
         if missing:
             text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
             text += " not created it. A resumed run may differ. Create it in __init__."
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=3)
 
     def _find_differing_values(
         self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
@@ -3001,6 +3012,14 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     text += " cannot restore. Write self.state[p] with tensors of its own, such as"
     text += " p.detach().clone()."
     check(not refers_to(state, ids, addresses), text)
+
+
+def check_removed_parameters(optimizer: Any) -> None:
+    """Raise an error if the optimizer has a state of a parameter that is in none of its groups."""
+    is_usual = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    states = [p for p in optimizer.state if isinstance(p, Tensor)] if is_usual else []
+    check(trained.issuperset(map(id, states)), REMOVED_PARAMETER)
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:

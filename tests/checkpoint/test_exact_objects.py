@@ -1016,7 +1016,7 @@ class UntiedModel(Model):
 
 
 def test_fit_or_resume_raises_an_error_if_a_hook_unties_shared_weights(tmp_path):
-    with pytest.raises(ValueError, match="a hook replaced a parameter"):
+    with pytest.raises(ValueError, match="a hook added, removed or replaced a parameter"):
         train(MiniLoop, tmp_path / "mini", shuffled(UntiedModel))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(UntiedModel), kill_at=10)
@@ -1044,6 +1044,41 @@ def test_fit_or_resume_raises_an_error_if_a_hook_replaces_a_layer(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), kill_at=10)
     with pytest.raises(CheckpointError, match="a hook of the saved run replaced the parameter"):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), resume="last")
+
+
+def with_removal(remove):
+    class Removes(Model):
+        def configure_optimizers(self):
+            groups = [{"params": list(self.net[index].parameters())} for index in (0, 3)]
+            return torch.optim.AdamW(groups, lr=0.1)
+
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 1:
+                remove(self.trainer.optimizers[0].param_groups)
+
+    return shuffled(Removes)
+
+
+REMOVALS = {
+    "parameter": lambda groups: groups[1]["params"].pop(0),
+    "group": lambda groups: groups.pop(0),
+    "parameters": lambda groups: groups[0].update(params=[]),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), once(REMOVALS, SAVES))
+def test_fit_refuses_a_hook_that_removes_a_trained_parameter_from_the_optimizer(tmp_path, name, kind):
+    with pytest.raises(ValueError, match="optimizer: a hook removed a parameter .* requires_grad_"):
+        train(kind, tmp_path, with_removal(REMOVALS[name]))
+
+
+def test_mini_loop_refuses_a_hook_that_adds_a_parameter_to_the_model(tmp_path):
+    class Grows(Model):
+        def on_train_epoch_start(self):
+            self.grown = torch.nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="model: a hook added, removed or replaced a parameter"):
+        train(MiniLoop, tmp_path, shuffled(Grows))
 
 
 class HasStrings(torch.nn.Module):
