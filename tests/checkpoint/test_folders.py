@@ -95,12 +95,12 @@ class Odd(Plain):
 
     def validation_step(self, batch, batch_idx):
         loss, _ = super().validation_step(batch, batch_idx)
-        return {'[a]*/..\\"%,ü\n': loss}
+        return {'[a]*/..\\"%,ü\nx': loss}
 
 
 @pytest.mark.parametrize("name", ["[1]", "a[b]c", "%s {0}", "ü ñ 漢字", "-x", "run.ckpt", "..."])
 def test_a_run_whose_name_has_special_characters_resumes_exactly(tmp_path, name):
-    monitor = 'val_[a]*/..\\"%,ü\n'
+    monitor = 'val_[a]*/..\\"%,ü\nx'
     options = {"name": name, "version": f"{name}-0", "monitor": monitor, "mode": "min", "save_top_k": 2}
     root = tmp_path / "[x] *" / name
     whole = fit(root / "whole", Odd, make_loader, make_loader, max_epochs=2, **options)

@@ -25,7 +25,7 @@ from fabric_template.lightning_compat import private
 
 PACKAGE = Path(fabric_template.__file__).parent
 # These names of the standard library start with an underscore, but are documented.
-DOCUMENTED = {"_exit", "_getframe", "_replace"}
+DOCUMENTED = {"_asdict", "_exit", "_getframe", "_replace"}
 
 
 class WithHyperparameters(pl.LightningModule):
@@ -62,6 +62,7 @@ OF_LIGHTNING = {
 
 # Names of Python, torch and torchmetrics that other files use, each with its purpose.
 NAMES_OF_OTHERS = {
+    "_base": "Whether a loss is a view, for example of a parameter.",
     "_forward_cache": "A metric's value for the current batch.",
     "_step_supports_amp_scaling": "Fused optimizers unscale the gradients themselves.",
     "_iterator": "The workers of a persistent loader.",
