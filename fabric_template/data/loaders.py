@@ -770,6 +770,10 @@ def move_to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
     """Copy the containers in a batch, as Trainer does, and call ``to(device)`` of the objects."""
+    # A fast path for the usual batch, which is a tuple or a list of tensors on the CPU.
+    kind = type(batch)
+    if kind in (tuple, list) and all(type(part) is Tensor and part.is_cpu for part in batch):
+        return batch if kind is tuple else list(batch)
     try:
         return copy_to_cpu(batch, device)
     except Exception as error:

@@ -673,6 +673,8 @@ def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:
 
 def copy_container(batch: Any) -> Any:
     """Copy a batch that is a dict or a list, but not the tensors inside."""
+    if type(batch) is tuple:
+        return batch
     if isinstance(batch, list):
         return list.copy(batch)
     # The tokenizers of transformers return a UserDict, which has its items in the attribute data.
