@@ -956,9 +956,10 @@ class MiniLoop:
         elif isinstance(output, tuple) and len(output) == 2:
             output = {"loss": output[0], "acc": output[1]}
         values = output if isinstance(output, Mapping) else {"loss": output}
-        if self._is_lightning_module and "loss" in values:
-            # A LightningModule logs its other values itself.
-            values = {"loss": values["loss"]}
+        if self._is_lightning_module:
+            # Read only the loss, because a LightningModule logs its other values itself.
+            losses = [name for name in ("loss", f"{prefix}loss") if name in values]
+            values = {name: values[name] for name in losses[:1]}
         columns = set()
         for key, value in values.items():
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
@@ -968,8 +969,7 @@ class MiniLoop:
                 raise ValueError(f"{text} Return only one of them.")
             columns.add(name)
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-            is_read = name == f"{prefix}loss" or not self._is_lightning_module
-            if is_number and is_read and not self._is_logged(name):
+            if is_number and not self._is_logged(name):
                 sizes = (self._logged_batch_size, self._batch_size, 1)
                 weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)

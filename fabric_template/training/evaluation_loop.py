@@ -116,8 +116,9 @@ def name_step_values(
 ) -> dict[str, torch.Tensor]:
     """Convert the output of a validation or test step to a dict from CSV column names to values."""
     prefix = "test" if run.progress.stage == "test" else "val"
-    if run.is_lightning_module and isinstance(output, Mapping) and "loss" in output:
-        output = output["loss"]
+    if run.is_lightning_module and isinstance(output, Mapping):
+        losses = [output[name] for name in ("loss", f"{prefix}_loss") if name in output]
+        output = losses[0] if losses else None
     values = name_outputs(output, prefix)
     # Use only the loss that a LightningModule's step returned, because the step logs other values
     # with self.log.
