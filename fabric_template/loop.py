@@ -43,7 +43,7 @@ from .lightning_compat.callbacks import add_model_callbacks, parse_callbacks
 from .lightning_compat.overrides import as_list, has_state, is_instance_of
 from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
-from .loggers.log_arguments import check_name
+from .loggers.log_arguments import check_metric_name
 from .loggers.logger_connector import make_logger
 from .loggers.run_config import (
     call_or_none,
@@ -413,7 +413,7 @@ class FabricLoop(TrainerAPI):
             text = f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict."
             raise TypeError(f"{text} Write loop.log_dict(values).")
         for name in dictionary:
-            check_name(name)
+            check_metric_name(name)
         scalars = {name: to_cell(name, value) for name, value in dictionary.items()}
         if sync_dist and self.fabric.world_size > 1:
             scalars |= mean_over_processes(self.fabric, without_coordinates(scalars))

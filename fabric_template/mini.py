@@ -894,7 +894,7 @@ class MiniLoop:
         """Log a value to steps.csv (on_step) and its mean to metrics.csv (on_epoch)."""
         check_log_arguments(options)
         if name not in self.callback_metrics:
-            check_name(name)
+            check_metric_name(name)
         if self._hook in ("", "on_train_end"):
             place = "in on_train_end" if self._hook else "outside of the model's steps and hooks"
             text = f"log: got {name!r} {place}, expected a call in a step, or in a hook such as"
@@ -907,7 +907,7 @@ class MiniLoop:
         check(on_epoch or (on_step and is_in_batch), text)
         # A batch_size of 0 excludes this batch from the metric's mean.
         if batch_size is not None:
-            batch_size = self._logged_batch_size = to_weight(name, batch_size)
+            batch_size = self._logged_batch_size = convert_batch_size(name, batch_size)
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
             # Use a private attribute, because torchmetrics has no public one for a batch's value.
@@ -988,7 +988,7 @@ class MiniLoop:
             raise ValueError(f"{text} Write self.log(name, value, batch_size=...).")
         for sums in self._sums:
             if key not in sums:
-                check_name(key[1])
+                check_metric_name(key[1])
                 self._warn_if_not_synced(key[1], is_synced)
                 sums[key] = [torch.zeros((), device=value.device), 0, is_synced]
             total, total_weight, _ = sums[key]
@@ -2655,8 +2655,12 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     names = [p.name for p in places]
     is_bound = "batch_idx" in getattr(step, "keywords", {})
     is_misplaced = "batch_idx" in parameters and names[1:2] != ["batch_idx"] and not is_bound
-    has_more = any(p.default is p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
-    is_refused = "dataloader_iter" in parameters or (is_misplaced and first == "model") or has_more
+    needs_keyword = any(
+        p.default is p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY
+    )
+    is_refused = (
+        "dataloader_iter" in parameters or (is_misplaced and first == "model") or needs_keyword
+    )
     if len(required) > 2 or not places or is_refused:
         written = str(inspect.signature(getattr(step, "func", step)))
         if first == "self":
@@ -2722,7 +2726,7 @@ def check_log_arguments(given: dict[str, Any]) -> None:
             raise TypeError(text)
 
 
-def check_name(name: Any) -> None:
+def check_metric_name(name: Any) -> None:
     """Refuse the name of a metric that a CSV file cannot contain."""
     is_text = isinstance(name, str) and 0 < len(name) == len(name.strip())
     text = f"log: got the name {name!r}, expected text without line breaks and outer spaces, for"
@@ -2745,7 +2749,7 @@ def to_metric(name: str, value: Any) -> Tensor:
     return torch.as_tensor(number, dtype=dtype).detach().reshape(())
 
 
-def to_weight(name: str, batch_size: Any) -> Any:
+def convert_batch_size(name: str, batch_size: Any) -> Any:
     """Convert a batch_size to a Python number or, if it is a tensor, to a 0-dimensional tensor."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         # Clone the tensor, because the step may later change it in place.
@@ -3228,12 +3232,12 @@ def objects_in(owner: Any, known: set[int], network: set[int] | None = None) -> 
     while waiting and len(found) < 500:
         path, part = waiting.popleft()
         is_list = isinstance(part, list | tuple | deque)
-        items = dict(enumerate(part)) if is_list else searched_attributes(part)
+        items = dict(enumerate(part)) if is_list else find_attributes_to_search(part)
         for name, value in items.items():
             place = f"{path}.{name_of_key(name)}".removeprefix(".")
             if id(value) in seen or type(value) in ATOMS:
                 continue
-            for module_place, module in modules_outside(place, value, network):
+            for module_place, module in find_outside_modules(place, value, network):
                 if id(module) not in seen:
                     modules[module_place] = module
                     waiting.append((module_place, module))
@@ -3250,7 +3254,7 @@ def objects_in(owner: Any, known: set[int], network: set[int] | None = None) -> 
     return {**found, **modules}
 
 
-def searched_attributes(part: Any) -> dict[Any, Any]:
+def find_attributes_to_search(part: Any) -> dict[Any, Any]:
     """Return an object's attributes and, for a module or an optimizer, also its hooks."""
     items = {**namespace_of(part)}
     if isinstance(part, nn.Module):
@@ -3266,7 +3270,7 @@ def searched_attributes(part: Any) -> dict[Any, Any]:
     return items
 
 
-def modules_outside(
+def find_outside_modules(
     place: str, value: Any, network: set[int] | None
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield a value and its submodules, with their paths, if they are not part of the model."""

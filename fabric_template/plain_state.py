@@ -425,14 +425,14 @@ class PlainState:
         return {place: Reference(value) for place, value in self.attributes()}
 
     @contextmanager
-    def starting_hook(self) -> Iterator[None]:
+    def accepting_new_objects(self) -> Iterator[None]:
         """Treat objects that a hook such as on_train_start assigns as objects from the start."""
         # A resumed run calls the hook before it restores attributes, so it has these objects, too.
         before = self._references()
         yield
         self._find_objects()
         for place, value in self.attributes():
-            if place not in before or not before[place].is_to(value):
+            if place not in before or not before[place].refers_to_object(value):
                 self._start_objects[place] = Reference(value)
 
     def _find_objects(self) -> None:
@@ -533,7 +533,7 @@ class PlainState:
         for place, value in self.attributes() if saved else ():
             if place in saved and type(value) not in ATOMS:
                 start = self._start_objects.get(place)
-                if start is None or not start.is_to(value):
+                if start is None or not start.refers_to_object(value):
                     found[place] = id(value)
         return found
 
@@ -719,7 +719,7 @@ class PlainState:
             # the saved run.
             is_alone = len(replacements.get(id(current), ())) <= 1
             start = self._start_objects.get(place)
-            is_start = start is None or start.is_to(current)
+            is_start = start is None or start.refers_to_object(current)
             if is_alone and is_start and not shares_memory(current, covered):
                 targets.setdefault(id(encoded), current)
         return targets

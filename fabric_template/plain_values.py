@@ -201,7 +201,7 @@ class Reference:
         # A new tensor may get the id of a deleted one whose views still exist.
         self._reference = weakref.ref(value) if type(value).__weakrefoffset__ else None
 
-    def is_to(self, value: Any) -> bool:
+    def refers_to_object(self, value: Any) -> bool:
         is_alive = self._reference is None or self._reference() is value
         return id(value) == self._id and is_alive
 

@@ -265,7 +265,7 @@ class FitRecord:
                 values = {} if part is None else part.attributes()
                 record = _EARLIER_FITS.setdefault(owner, {}).setdefault(kind, ObjectRecord())
                 record.rebound.update(
-                    n for n in references if not references[n].is_to(values.get(n))
+                    n for n in references if not references[n].refers_to_object(values.get(n))
                 )
                 if self._is_training:
                     record.add_fit(run, start, end)

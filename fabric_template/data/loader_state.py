@@ -427,10 +427,10 @@ class ResumableLoader:
             captured["model"] = self._model_state.state_dict()
         return captured
 
-    def starting_hook(self, stack: ExitStack) -> None:
+    def accepting_new_objects(self, stack: ExitStack) -> None:
         """Treat objects that on_train_start assigns to the loader as objects from the start."""
         for part in self._plain_states.values():
-            stack.enter_context(part.starting_hook())
+            stack.enter_context(part.accepting_new_objects())
 
     def keep_start_values(self) -> None:
         """Copy the loader's attributes, because a hook such as on_train_start may change them."""

@@ -168,7 +168,7 @@ class DataConnector:
                 stack.enter_context(unchanged_rng_state())
                 stack.enter_context(plain_state.replaced(saved["plain"]))
                 restore_rng_state(saved["rng"])
-            stack.enter_context(plain_state.starting_hook())
+            stack.enter_context(plain_state.accepting_new_objects())
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class DataConnector:
             self._is_train_started = is_first and not restarts_epoch
 
     @contextmanager
-    def starting_hook(self) -> Iterator[None]:
+    def accepting_new_objects(self) -> Iterator[None]:
         """Treat objects that on_train_start assigns to loaders as objects from the start."""
         with ExitStack() as stack:
             for loaders in self.created.values():
                 for loader in loaders.resumable:
-                    loader.starting_hook(stack)
+                    loader.accepting_new_objects(stack)
             yield
 
     def start_train_batches(self) -> None:

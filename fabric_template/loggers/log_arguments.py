@@ -55,7 +55,7 @@ class LogArguments:
     dataloader_idx: int | None = None
 
 
-def check_name(name: Any) -> None:
+def check_metric_name(name: Any) -> None:
     """Refuse the name of a metric that a CSV file cannot contain."""
     is_text = isinstance(name, str) and 0 < len(name) == len(name.strip())
     if not is_text or re.search("[\0\ud800-\udfff]", name):
@@ -66,7 +66,7 @@ def check_name(name: Any) -> None:
 
 def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArguments:
     """Check the arguments of ``self.log``, and choose default values as Trainer does."""
-    check_name(name)
+    check_metric_name(name)
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..distributed.launch import gather_objects
 from ..errors import ConfigurationError
-from .log_arguments import REDUCTIONS, LogArguments, check_arguments, check_name, value_error
+from .log_arguments import REDUCTIONS, LogArguments, check_arguments, check_metric_name, value_error
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -344,7 +344,7 @@ class ResultCollection:
         if results.last_hook != hook:
             results.start_hook(hook)
         if batch_size is not None:
-            batch_size = results.logged_batch_size = to_weight(name, batch_size)
+            batch_size = results.logged_batch_size = convert_batch_size(name, batch_size)
         if not isinstance(value, Tensor) and is_torchmetric(value):
             self._log_torchmetric(metric, value, metric_attribute)
             return
@@ -437,7 +437,7 @@ class ResultCollection:
             key = (RETURNED, name, None)
             metric = results.metrics.get(key)
             if metric is None:
-                check_name(name)
+                check_metric_name(name)
                 arguments = LogArguments(RETURNED, name, sync_dist=True, add_dataloader_idx=False)
                 arguments.dataloader_idx = results.dataloader_idx
                 metric = self._add_metric(results, key, arguments)
@@ -747,7 +747,7 @@ def to_scalar(name: str, value: Any) -> Tensor:
     return value.to(float_type())
 
 
-def to_weight(name: str, batch_size: Any) -> Any:
+def convert_batch_size(name: str, batch_size: Any) -> Any:
     """Convert a batch_size to a Python number. A one-element tensor stays on its device."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         # Clone the tensor, because the step may later change it in place.

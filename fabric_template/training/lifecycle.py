@@ -159,7 +159,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     # Record attributes before on_fit_start, because a checkpoint contains only attributes that
     # change afterwards.
     run.reset_and_record_attributes()
-    with run.plain_state.starting_hook():
+    with run.plain_state.accepting_new_objects():
         run.optimization.configure()
         names = [name for name, _ in run.network.named_parameters()]
         run.hooks.call("on_fit_start")

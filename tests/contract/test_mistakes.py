@@ -625,6 +625,41 @@ def test_the_fields_of_a_returned_named_tuple_are_read_by_name(name):
     assert named["train_extra"].tolist() == [7.0]
 
 
+@both_loops
+def test_validation_reads_the_fields_of_a_named_tuple_by_name(name):
+    def step(net, batch):
+        return Output(torch.tensor(7.0), loss_of(net, batch))
+
+    _, pair = fit(name, val=make_loader())
+    _, named = fit(name, val_dataloaders=make_loader(), validation_step=step)
+    assert named["val_loss"].tolist() == pair["val_loss"].tolist()
+    assert named["val_extra"].tolist() == [7.0]
+    with pytest.raises(ValueError, match=r"validation_step: got the keys .*, of which two name the same column"):
+        fit(name, val_dataloaders=make_loader(), validation_step=lambda net, batch: {"acc": 1.0, "val_acc": 2.0})
+
+
+def log_in_process(rank, name):
+    """Log the rank with a weight that differs between the processes, as a number and as a tensor."""
+
+    def step(net, batch):
+        value = torch.tensor(float(rank))
+        loop.log("number", value, on_epoch=True, sync_dist=True, batch_size=1 + 2 * rank)
+        loop.log("tensor", value, on_epoch=True, sync_dist=True, batch_size=torch.tensor(1 + 2 * rank))
+        return loss_of(net, batch)
+
+    net = make_net()
+    loop = make_loop(name, devices=2, strategy="ddp")
+    row = loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step).iloc[0]
+    assert row["number"] == row["tensor"] == 0.75
+
+
+@pytest.mark.usefixtures("quick_spawn")
+@both_loops
+def test_two_processes_average_with_a_tensor_as_batch_size(name):
+    codes, errors = run_processes(log_in_process, name)
+    assert codes == [0, 0], errors
+
+
 @pytest.mark.parametrize("keys", [("loss", "train_loss"), ("acc", "train_acc"), (1, "1")])
 @both_loops
 def test_two_returned_keys_that_name_the_same_column_are_refused(name, keys):
