@@ -126,6 +126,10 @@ SECOND_BACKWARD = "training_step: got a second backward pass through the same gr
 SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
 SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
 SECOND_BACKWARD += " state, call detach() on them."
+ADDED_GROUP = "optimizer: got a parameter group that a hook added, which MiniLoop cannot train. Use"
+ADDED_GROUP += " FabricLoop."
+CHANGED_OPTIMIZERS = "optimizers: a hook changed the list, which MiniLoop does not support. Use"
+CHANGED_OPTIMIZERS += " FabricLoop."
 REMOVED_PARAMETER = "optimizer: a hook removed a parameter or a parameter group, expected the"
 REMOVED_PARAMETER += " parameters from the start of the run. To stop training a parameter, call its"
 REMOVED_PARAMETER += " method requires_grad_(False)."
@@ -539,7 +543,8 @@ class MiniLoop:
             step = self.global_step + 1
             self._step_optimizer()
             self.global_step, self._batches_in_window = step, 0
-            self._learning_rate = copy.deepcopy(self.optimizer.param_groups[0].get("lr", math.nan))
+            rate = self.optimizer.param_groups[0].get("lr", math.nan)
+            self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
             self._step_schedulers("step", is_plateau=False)
             if self._is_last:
                 self._step_schedulers("epoch", is_plateau=False)
@@ -602,11 +607,10 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        text = "optimizer: got a parameter group that a hook added, which MiniLoop cannot train."
-        check(len(self.optimizer.param_groups) <= self._num_groups, f"{text} Use FabricLoop.")
-        check(len(self.optimizer.param_groups) == self._num_groups, REMOVED_PARAMETER)
-        text = "optimizers: a hook changed the list, which MiniLoop does not support. Use"
-        check(self.optimizers == [self.optimizer], f"{text} FabricLoop.")
+        number = len(self.optimizer.param_groups)
+        if number != self._num_groups:
+            raise ValueError(ADDED_GROUP if number > self._num_groups else REMOVED_PARAMETER)
+        check(self.optimizers == [self.optimizer], CHANGED_OPTIMIZERS)
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -902,9 +906,10 @@ class MiniLoop:
         is_in_batch = self._step_values is not None
         on_step = is_in_batch if on_step is None else on_step
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
-        text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in {self._hook},"
-        text += " which logs nothing in MiniLoop. Write on_epoch=True, or use FabricLoop."
-        check(on_epoch or (on_step and is_in_batch), text)
+        if not (on_epoch or (on_step and is_in_batch)):
+            text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in"
+            text += f" {self._hook}, which logs nothing in MiniLoop. Write on_epoch=True, or use"
+            raise ValueError(f"{text} FabricLoop.")
         # A batch_size of 0 excludes this batch from the metric's mean.
         if batch_size is not None:
             batch_size = self._logged_batch_size = convert_batch_size(name, batch_size)
@@ -958,8 +963,8 @@ class MiniLoop:
         values = output if isinstance(output, Mapping) else {"loss": output}
         if self._is_lightning_module:
             # Read only the loss, because a LightningModule logs its other values itself.
-            losses = [name for name in ("loss", f"{prefix}loss") if name in values]
-            values = {name: values[name] for name in losses[:1]}
+            name = "loss" if "loss" in values else f"{prefix}loss"
+            values = {name: values[name]} if name in values else {}
         columns = set()
         for key, value in values.items():
             name = key if str(key).startswith(prefix) else f"{prefix}{key}"
@@ -977,7 +982,7 @@ class MiniLoop:
     def _is_logged(self, name: str) -> bool:
         """Return whether a step or a hook of this epoch has logged a value under the name."""
         sums = self._sums[0]
-        if ("returned", name) in sums:
+        if ("returned", name) in sums or (self._hook, name) in sums:
             return (self._hook, name) in sums
         return any(logged == name for _, logged in sums)
 
@@ -2704,8 +2709,8 @@ def find_batch_size(batch: Any) -> Any:
     """Return the length of the first tensor in a batch, or None if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() > 0 else 1
-    # A fast path for the usual batch of a DataLoader, which is a list of tensors.
-    if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):
+    # A fast path for the usual batch, which is a list or a tuple of tensors.
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor):
         return find_batch_size(batch[0])
     if isinstance(batch, Iterator):
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, count, islice, repeat
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ _ACTIONS = {
     "train": "[_TrainingEpochLoop].train_dataloader_next",
     "predict": "[_PredictionLoop].predict_next",
 }
+_IS_CPU = attrgetter("is_cpu")
 _IMMUTABLE_TYPES = frozenset([type(None), bool, int, float, str, bytes, range])
 # A list of objects that have one of these attributes is a list of loaders.
 _NAMES_IN_LOADERS = ("batch_size", "dataset", "sampler", "batch_sampler", "__next__")
@@ -772,7 +774,7 @@ def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
     """Copy the containers in a batch, as Trainer does, and call ``to(device)`` of the objects."""
     # A fast path for the usual batch, which is a tuple or a list of tensors on the CPU.
     kind = type(batch)
-    if kind in (tuple, list) and all(type(part) is Tensor and part.is_cpu for part in batch):
+    if kind in (tuple, list) and {*map(type, batch)} == {Tensor} and all(map(_IS_CPU, batch)):
         return batch if kind is tuple else list(batch)
     try:
         return copy_to_cpu(batch, device)
