@@ -561,38 +561,81 @@ def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -
 def predict_command(
     loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
 ) -> int:
-    import torch
-
-    if out is not None and Path(out).suffix not in (".csv", ".pt"):
+    if out is not None and (Path(out).suffix not in (".csv", ".pt") or Path(out).is_dir()):
         raise ValueError(f"--out: got {out}, expected a file name that ends in .csv or .pt.")
+    size = loop.fabric.world_size
+    if out is not None and size > 1:
+        text = f"--out: got {size} processes, each of which predicts only a part of the samples."
+        raise ValueError(f"{text} Add --devices 1.")
     batches = loop.predict(model, data, load=load) or []
+    has_several = len(loop.predict_loop.epoch_batch_indices) > 1
+    number = sum(map(len, batches)) if has_several else len(batches)
     if loop.fabric.is_global_zero:
-        print(f"predicted   {len(batches)} batches, first: {str(batches[:1])[1:200]}")
+        print(f"predicted   {number} batches, first: {str(batches[:1])[1:200]}")
         if out is not None:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            if out.endswith(".csv"):
-                make_table(batches).to_csv(out, index=False)
-            else:
-                torch.save(batches, out)
+            save_predictions(batches, has_several, out)
             print(f"saved       {out}")
     return 0
+
+
+def save_predictions(batches: list[Any], has_several: bool, out: str) -> None:
+    """Save predictions as a CSV file with one row per sample, or unchanged as a .pt file.
+
+    Args:
+        batches: The predictions of each batch or, if ``has_several`` is True, a list per loader.
+    """
+    import pandas as pd
+    import torch
+
+    if out.endswith(".pt"):
+        torch.save(batches, out)
+        return
+    try:
+        if has_several:
+            tables = [make_table(of_loader) for of_loader in batches]
+            table = pd.concat(tables, keys=range(len(tables)), names=["loader"])
+            table = table.reset_index("loader")
+        else:
+            table = make_table(batches)
+    except (TypeError, ValueError) as error:
+        saved = Path(out).with_suffix(".pt")
+        torch.save(batches, saved)
+        text = f"--out: got predictions that a CSV file cannot contain ({error}). Return a tensor,"
+        text += " or a tuple or dict of tensors, with one value per sample from predict_step. The"
+        raise ValueError(f"{text} predictions of this run are in {saved}.") from error
+    table.to_csv(out, index=False)
 
 
 def make_table(batches: list[Any]) -> Any:
     """Convert predictions to a DataFrame with one row per sample."""
     import pandas as pd
     import torch
+    from lightning_utilities.core.apply_func import apply_to_collection
 
     tables = []
     for batch in batches:
         columns = []
-        for name, value in (batch if isinstance(batch, dict) else {"prediction": batch}).items():
-            is_tensor = isinstance(value, torch.Tensor)
-            column = pd.DataFrame(torch.atleast_1d(value).tolist() if is_tensor else value)
+        for name, value in name_predictions(batch).items():
+            if not isinstance(value, torch.Tensor | list):
+                raise TypeError(f"a value of the type {type(value).__name__}")
+            values = torch.atleast_1d(value) if isinstance(value, torch.Tensor) else value
+            column = pd.DataFrame(apply_to_collection(values, torch.Tensor, torch.Tensor.tolist))
             names = [f"{name}_{i}" for i in column] if column.shape[1] > 1 else [name]
             columns.append(column.set_axis(names, axis=1))
+        lengths = sorted({len(column) for column in columns} - {1})
+        if len(lengths) > 1:
+            raise ValueError(f"values of the lengths {lengths} in one batch")
         tables.append(pd.concat(columns, axis=1))
     return pd.concat(tables)
+
+
+def name_predictions(batch: Any) -> dict[str, Any]:
+    """Return the parts of a batch's predictions, keyed by column name."""
+    if isinstance(batch, tuple):
+        fields = getattr(batch, "_fields", [f"prediction_{i}" for i in range(len(batch))])
+        return dict(zip(fields, batch, strict=True))
+    return batch if isinstance(batch, dict) else {"prediction": batch}
 
 
 def verify_command(path: str) -> int:
@@ -604,7 +647,7 @@ def verify_command(path: str) -> int:
     if files[0].is_dir():
         found = [folder / name for folder, names in walk(files[0]) for name in names]
         files = sorted(f for f in found if f.suffix in SUFFIXES and not f.name.startswith("."))
-    if not files or not files[0].exists():
+    if not files or not Path(path).exists():
         raise ValueError(f"verify: got {path}, expected a folder with {', '.join(SUFFIXES)} files.")
     exit_code = 0
     for file in files:
@@ -614,5 +657,9 @@ def verify_command(path: str) -> int:
         except CheckpointError as error:
             is_damaged = isinstance(error, DamagedCheckpointError)
             print(f"{'damaged' if is_damaged else 'unreadable':<11} {error}")
+            exit_code = 1
+        except OSError as error:
+            # A link may point to a deleted file, and other files may belong to another user.
+            print(f"unreadable  {file}: {error.strerror}")
             exit_code = 1
     return exit_code

@@ -26,6 +26,7 @@ from fabric_template.tools.plots import save_picture
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
 import signal
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -83,6 +84,36 @@ class Wide(Lit):
         return {"score": self.net(batch[0])[:, 0], "both": batch[0][:, :2].double(), "name": ["a"] * len(batch[0])}
 
 
+class Pair(NamedTuple):
+    label: torch.Tensor
+    logits: torch.Tensor
+
+
+class Shaped(Lit):
+    '''Returns predictions of the given shape.'''
+
+    def __init__(self, shape: str):
+        super().__init__()
+        self.shape = shape
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        logits = batch[0]
+        label = logits.argmax(1) + 10 * dataloader_idx
+        shapes = {
+            "tuple": (label, logits[:, :2]),
+            "fields": Pair(label, logits[:, 0]),
+            "dicts": [{"box": row[:2], "score": row[0]} for row in logits],
+            "mean": float(logits.mean()),
+            "lengths": (label, logits[0, :2]),
+        }
+        return shapes.get(self.shape, label)
+
+
+class TwoLoaders(Data):
+    def predict_dataloader(self):
+        return [self.val_dataloader(), self.val_dataloader()]
+
+
 class Stops(Lit):
     def training_step(self, batch):
         signal.raise_signal(signal.SIGINT)
@@ -125,6 +156,7 @@ def typed(monkeypatch):
 
 FIT = ["fit", "--model", "lit:Lit", "--data", "lit:Data", "--accelerator", "cpu", "--devices", "1"]
 QUIET = ["--enable_model_summary", "false"]
+PREDICT = ["predict", "--model", "lit:Shaped", *FIT[3:]]
 
 
 def run(capsys, *argv):
@@ -455,6 +487,45 @@ def test_the_predict_command_writes_its_results_to_a_csv_or_pt_file(capsys):
     assert refused(capsys, *argv, "x.json") == "--out: got x.json, expected a file name that ends in .csv or .pt."
 
 
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [
+        ("tuple", "prediction_0,prediction_1_0,prediction_1_1"),
+        ("fields", "label,logits"),
+        ("dicts", "prediction_box,prediction_score"),
+    ],
+)
+def test_predictions_of_several_values_have_one_row_per_sample(shape, columns, capsys):
+    code, *_ = run(capsys, *PREDICT, "--model.shape", shape, "--out", "preds.csv")
+    header, *rows = Path("preds.csv").read_text().splitlines()
+    assert (code, header, len(rows)) == (0, columns, 32)
+    assert "tensor" not in "".join(rows)
+
+
+def test_predictions_of_several_loaders_have_a_column_with_the_loader(capsys):
+    two = ["--model.shape", "label", "--data", "lit:TwoLoaders", "--out", "preds.csv"]
+    code, out, _ = run(capsys, *PREDICT, *two)
+    header, *rows = Path("preds.csv").read_text().splitlines()
+    loaders, labels = zip(*(map(int, row.split(",")) for row in rows), strict=True)
+    assert (code, header, loaders) == (0, "loader,prediction", (0,) * 32 + (1,) * 32)
+    assert [label // 10 for label in labels] == [*loaders]
+    assert f"predicted   {2 * 32 // 8} batches" in out
+
+
+@pytest.mark.parametrize("shape", ["mean", "lengths"])
+def test_predictions_that_a_csv_file_cannot_contain_are_saved_to_a_pt_file(shape, capsys):
+    code, _, error = run(capsys, *PREDICT, "--model.shape", shape, "--out", "preds.csv")
+    assert code == 2
+    assert "--out: got predictions that a CSV file cannot contain" in error
+    assert len(torch.load("preds.pt")) == 32 // 8
+
+
+def test_predictions_of_several_processes_are_refused(capsys):
+    where = ["--devices", 2, "--strategy", "ddp_fork", "--out", "preds.csv"]
+    error = refused(capsys, *PREDICT, "--model.shape", "label", *where)
+    assert error.endswith("predicts only a part of the samples. Add --devices 1.")
+
+
 def test_the_verify_command_reports_damaged_checkpoints(capsys):
     run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--monitor", "val_loss")
     folder = Path("checkpoints/run/version_0")
@@ -469,6 +540,10 @@ def test_the_verify_command_reports_damaged_checkpoints(capsys):
     code, out, _ = run(capsys, "verify", folder)
     assert code == 1
     assert out.startswith(f"{best}damaged     {folder}/last.ckpt: the file is damaged")
+    Path("saved/deleted.ckpt").symlink_to("nothing.ckpt")
+    code, out, _ = run(capsys, "verify", "saved")
+    assert (code, out.count("saved/")) == (1, 3)
+    assert out.startswith("unreadable  saved/deleted.ckpt: No such file or directory\n")
     assert run(capsys, "verify", "nothing.ckpt")[0] == 2
     Path("empty").mkdir()
     assert refused(capsys, "verify", "empty").startswith("verify: got empty, expected a folder with .ckpt")
