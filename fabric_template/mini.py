@@ -1173,6 +1173,7 @@ class MiniLoop:
         text += " does not support. Create all parameters before fit, and change their values in"
         check(current == self._start_parameters, f"{text} place, as with copy_().")
         check_removed_parameters(self.optimizer)
+        self._check_learning_rates()
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -1193,6 +1194,14 @@ class MiniLoop:
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
         own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
+
+    def _check_learning_rates(self) -> None:
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
+        text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
+        text += " equal values, because the weights of the processes would differ. If"
+        text += " ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True."
+        check(found.count(found[0]) == len(found), text)
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
         """Raise an error if values that users add to a checkpoint cannot be saved or loaded."""
@@ -2963,7 +2972,9 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     text = "optimizer: got an optimizer with its own zero_grad(), which may keep gradients."
     text += " MiniLoop does not save gradients. Use FabricLoop."
     check(is_usual, text)
-    if type(optimizers[0]).state_dict is not torch.optim.Optimizer.state_dict:
+    # In a ZeroRedundancyOptimizer, state_dict() fails until all processes have sent their states.
+    is_sharded = hasattr(optimizers[0], "consolidate_state_dict")
+    if type(optimizers[0]).state_dict is not torch.optim.Optimizer.state_dict and not is_sharded:
         text = "optimizer: got an optimizer whose state_dict() has no dict 'state' or no list"
         text += " 'param_groups'. MiniLoop cannot restore such a state. Use FabricLoop."
         check(has_format_of_torch(optimizers[0].state_dict()), text)

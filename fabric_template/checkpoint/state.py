@@ -21,7 +21,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..distributed.launch import gather_objects
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
@@ -92,6 +92,7 @@ def training_state(run: Run) -> dict[str, Any]:
     strategy, optimization = run.fabric.strategy, run.optimization
     for optimizer in optimization.optimizers:
         check_removed_parameters(optimizer)
+    check_learning_rates(run)
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
@@ -119,6 +120,21 @@ def check_removed_parameters(optimizer: Any) -> None:
             "optimizer: a hook removed a parameter or a parameter group, but the optimizer still"
             " has the state of a removed parameter, which a checkpoint cannot contain. To stop"
             " training a parameter, call its method requires_grad_(False)."
+        )
+
+
+def check_learning_rates(run: Run) -> None:
+    """Raise an error if learning rates differ between processes, because weights would, too."""
+    groups = [group for item in run.optimization.optimizers for group in item.param_groups]
+    rates = [group.get("lr") for group in groups]
+    found = gather_objects(
+        run, str([r.tolist() if isinstance(r, torch.Tensor) else r for r in rates])
+    )
+    if found.count(found[0]) != len(found):
+        raise ConfigurationError(
+            f"optimizer: got the learning rates {', '.join(found)} in the processes, expected equal"
+            " values, because the weights of the processes would differ. If ReduceLROnPlateau"
+            " monitors a metric, log this metric with sync_dist=True."
         )
 
 

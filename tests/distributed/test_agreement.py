@@ -262,6 +262,93 @@ def test_a_metric_that_only_one_process_returns_is_refused(kind):
     assert all(message in error for error in errors), errors
 
 
+# Learning rates and optimizer states
+
+
+class RatePerRank(Classifier):
+    """Ends up with another learning rate in rank 1, by ReduceLROnPlateau or by a hook."""
+
+    def __init__(self, cause):
+        super().__init__()
+        self.cause = cause
+
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        patience = 0 if self.cause == "unsynced metric" else 5
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_score"}
+
+    def validation_step(self, batch, batch_idx):
+        rank, epoch = torch.distributed.get_rank(), self.current_epoch
+        is_synced = self.cause != "unsynced metric"
+        self.log("val_score", float(epoch * (2 * rank - 1)), sync_dist=is_synced, on_epoch=True)
+
+    def on_train_epoch_start(self):
+        optimizer = self.optimizers()
+        if self.cause == "hook" and self.current_epoch == 1:
+            optimizer.param_groups[0]["lr"] *= 1 + torch.distributed.get_rank()
+
+
+def fit_with_rates(rank, kind, cause):
+    torch.manual_seed(0)
+    loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=3)
+    loop.fit(RatePerRank(cause), DataLoader(make_data(16), 4), DataLoader(make_data(18), 4))
+
+
+@both_loops
+@pytest.mark.parametrize("cause", ["unsynced metric", "hook", "none"])
+def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
+    """Otherwise, the weights of the processes differ, and a resumed run has only those of rank 0."""
+    codes, errors = run_processes(fit_with_rates, kind, cause)
+    if cause == "none":
+        assert codes == [0, 0], errors
+        return
+    assert codes == [1, 1]
+    rates = "[0.1], [0.010000000000000002]" if cause == "unsynced metric" else "[0.1], [0.2]"
+    assert all(f"Error: optimizer: got the learning rates {rates} in the processes" in error for error in errors)
+    assert read_checkpoint(LAST)["optimizer_states"][0]["param_groups"][0]["lr"] == 0.1
+
+
+class ShardedState(Classifier):
+    """Trains with an optimizer whose state is divided among the processes."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def configure_optimizers(self):
+        with warnings.catch_warnings():
+            # Importing the optimizer calls torch.jit.script, which is deprecated.
+            warnings.simplefilter("ignore")
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.02)
+
+    def on_train_epoch_end(self):
+        if self.current_epoch == 1 and self.fails:
+            raise ValueError("killed")
+
+
+def fit_with_sharded_state(kind, name, fails=False, resume=None):
+    torch.manual_seed(0)
+    module = ShardedState(fails)
+    loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=3, name=name)
+    loop.fit(module, DataLoader(make_data(16), 4), resume=resume)
+    return module.state_dict()
+
+
+def resume_with_sharded_state(rank, kind):
+    expected = fit_with_sharded_state(kind, "straight")
+    with pytest.raises(ValueError, match="killed"):
+        fit_with_sharded_state(kind, "stopped", fails=True)
+    assert same(expected, fit_with_sharded_state(kind, "stopped", resume="last"))
+
+
+@both_loops
+def test_a_run_with_a_zero_redundancy_optimizer_resumes_exactly(kind):
+    codes, errors = run_processes(resume_with_sharded_state, kind)
+    assert codes == [0, 0], errors
+
+
 # A validation interval that is a time
 
 
