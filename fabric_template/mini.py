@@ -224,7 +224,12 @@ class MiniLoop:
     fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
     # Trainer also has the following attributes, and LightningModules may read them.
-    sanity_checking, logger, loggers = False, None, ()
+    sanity_checking, logger, loggers, progress_bar_callback = False, None, (), None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
+            return getattr(self.fabric, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -2513,6 +2518,7 @@ class MiniLoop:
         trainer = None
         if self._is_lightning_module:
             added |= {"optimizers": self._get_optimizer, "lr_schedulers": self._get_schedulers}
+            added["all_gather"] = self.fabric.all_gather
             trainer = vars(self.model).get("_trainer")
             self.model.trainer = self
         modules = [m for m in self.network.modules() if hasattr(type(m), "trainer")]

@@ -349,6 +349,36 @@ def test_a_run_with_a_zero_redundancy_optimizer_resumes_exactly(kind):
     assert codes == [0, 0], errors
 
 
+# Attributes of Trainer that a LightningModule reads
+
+
+class ReadsRank(Classifier):
+    def training_step(self, batch, batch_idx):
+        trainer, rank = self.trainer, torch.tensor(float(self.global_rank))
+        self.found = [self.global_rank, self.local_rank, trainer.world_size, trainer.is_global_zero]
+        self.found += [self.all_gather({"rank": rank})["rank"].tolist()]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.print("printed by rank", self.global_rank, file=sys.stderr)
+
+
+def fit_and_read_ranks(rank, kind, devices):
+    module = ReadsRank()
+    strategy = "ddp" if devices == 2 else "auto"
+    kind(accelerator="cpu", strategy=strategy, devices=devices, max_epochs=1).fit(module, DataLoader(make_data(16), 4))
+    assert module.found == [rank, rank, devices, rank == 0, [0.0, 1.0] if devices == 2 else 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather is deprecated")
+@both_loops
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_module_can_read_its_rank_and_gather_tensors(kind, devices):
+    codes, errors = run_processes(fit_and_read_ranks, kind, devices, ranks=devices)
+    assert codes == [0] * devices, errors
+    assert [error.count("printed by rank") for error in errors] == [1, 0][:devices]
+
+
 # A validation interval that is a time
 
 
