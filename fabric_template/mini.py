@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# Copyright (c) 2026 the fabric_template authors
 """Train PyTorch models with a training loop in one file that you can read, copy and change.
 
 This file is part of fabric_template, under the MIT License (see LICENSE). To run a copy of this
@@ -264,7 +265,11 @@ class MiniLoop:
         root = Path(folder).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
         started, machines = started_processes()
+        expected = 'expected a single device, or "ddp" in a script. For others, use FabricLoop.'
         if self.fabric is None:
+            # Fabric would ask users to install a package, such as deepspeed, or would need a GPU.
+            is_refused = str(self.strategy).startswith(("deepspeed", "fsdp", "xla"))
+            check(not is_refused, f"strategy: got {self.strategy!r}, {expected}")
             names = ("accelerator", "strategy", "devices", "precision")
             options = {name: getattr(self, name) for name in names}
             if self.devices == "auto" and started > 1:
@@ -275,8 +280,7 @@ class MiniLoop:
         check(started in (1, size), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
-        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single"
-        text += ' device, or "ddp" in a script. Use FabricLoop for other strategies.'
+        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), {expected}"
         check(is_one_device or (type(strategy) is DDPStrategy and is_script), text)
         self._precision = strategy.precision
         precision = str(self._precision.precision)

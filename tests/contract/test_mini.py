@@ -1203,6 +1203,12 @@ def test_each_error_of_mini_loop_mentions_the_argument_and_the_fix(case):
         assert os.listdir(".") == []
 
 
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "fsdp", "ddp_spawn"])
+def test_mini_loop_refuses_strategies_other_than_ddp(strategy):
+    with pytest.raises(ValueError, match=f'strategy: got {strategy!r}.*, expected a single device, or "ddp"'):
+        MiniLoop(strategy=strategy, devices=2, accelerator="cpu")
+
+
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
 def test_mini_loop_refuses_launchers_other_than_torchrun(monkeypatch, name):
     monkeypatch.setenv(name, "2")
