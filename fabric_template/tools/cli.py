@@ -156,6 +156,7 @@ CLASS_OPTIONS = {
     ),
 }
 SUFFIXES = (".ckpt", ".pt", ".pth")  # The suffixes of checkpoint files.
+SUFFIXES_OF_OUTPUT = {"predict": (".csv", ".pt"), "profile": (".png", ".pdf", ".svg")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -226,6 +227,7 @@ def run_command(name: str, argv: list[str]) -> int:
     if name in LOOP_COMMANDS:
         if settings.model is None:
             raise ValueError("--model: got no class, expected --model package.module:Class.")
+        check_output(name, settings.get("out"))
         # Commands that train or evaluate a model need a loop, a model and data.
         parts = build(parser, settings)
     module = importlib.import_module(f".{COMMANDS[name][0]}", __package__)
@@ -236,6 +238,18 @@ def run_command(name: str, argv: list[str]) -> int:
         hint = "the weights were untrained. To use the weights of the last fit, add --load best"
         print(f"{program()}: {hint}", file=sys.stderr)
     return exit_code
+
+
+def check_output(command: str, out: str | None) -> None:
+    """Before a command runs, check the file that it writes, and create the file's folder."""
+    if out is None:
+        return
+    suffixes = SUFFIXES_OF_OUTPUT.get(command, (Path(out).suffix,))
+    if Path(out).suffix not in suffixes or Path(out).is_dir():
+        expected = f"a file name that ends in {', '.join(suffixes[:-1])} or {suffixes[-1]}"
+        expected = expected if len(suffixes) > 1 else "the name of a file"
+        raise ValueError(f"--out: got {out}, expected {expected}.")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
 
 
 def put_paths_first(argv: list[str]) -> list[str]:
@@ -289,11 +303,21 @@ def resolve_config(path: str) -> str:
     check_config(path, text)
     start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
     resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
+    start, end = r"""(\bclass_path["']?:\s*["']?)""", r"""(?=["'\s,}]|$)"""
+    resolved = re.sub(rf"{start}([A-Z]\w*){end}", name_callback, resolved)
     return path if resolved == text else resolved
 
 
+def name_callback(match: re.Match[str]) -> str:
+    """As in LightningCLI, complete the name of a Lightning callback without a module."""
+    start, name = match.groups()
+    package = "lightning.pytorch.callbacks"
+    is_callback = hasattr(importlib.import_module(package), name)
+    return f"{start}{package}.{name}" if is_callback else match[0]
+
+
 def check_config(path: str, text: str) -> None:
-    """Raise an error if a config file contains no options or repeats an option."""
+    """Raise an error if a config file contains no options, a wrong section or an option twice."""
     import yaml
 
     try:
@@ -302,6 +326,9 @@ def check_config(path: str, text: str) -> None:
         raise ValueError(f"--config: got {path}, expected YAML ({error}).") from error
     if not isinstance(nodes[0], yaml.MappingNode):
         raise ValueError(f"--config: got {path}, expected options such as max_epochs: 5.")
+    if "trainer" in [key.value for key, _ in nodes[0].value]:
+        problem = f"got {path} with the section trainer, which only LightningCLI reads"
+        raise ValueError(f"--config: {problem}. Write its options at the top level of the file.")
     for node in nodes:
         if isinstance(node, yaml.MappingNode):
             keys = [key.value for key, _ in node.value]
@@ -391,6 +418,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten an error message from jsonargparse to one line that starts with the option's name."""
     text = " ".join(message.split())
     # Versions of jsonargparse capitalize "unrecognized arguments" differently.
+    # jsonargparse reports an unknown option of a config file without its "--".
+    text = re.sub(r"^Option '([\w.]+)' is not accepted$", r"unrecognized arguments: --\1", text)
     if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
         options = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1)
@@ -398,7 +427,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         return f"{unknown[1]}: {parser.prog} has no such option. {hint}"
     keys = re.findall(r'Parser key "([\w.]+)": ', text)
     text = re.sub(r'Parser key "[\w.]+": ', "", text)
-    if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*: (.*)", text):
+    if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*?: (.*)", text):
         # jsonargparse lists one error for each type that an option accepts. Drop errors such as
         # "Expected a bool", and keep the error that the constructor of the user's class raised.
         reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
@@ -561,8 +590,6 @@ def test_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -
 def predict_command(
     loop: FabricLoop, model: Any, data: Any, *, load: str | None, out: str | None
 ) -> int:
-    if out is not None and (Path(out).suffix not in (".csv", ".pt") or Path(out).is_dir()):
-        raise ValueError(f"--out: got {out}, expected a file name that ends in .csv or .pt.")
     size = loop.fabric.world_size
     if out is not None and size > 1:
         text = f"--out: got {size} processes, each of which predicts only a part of the samples."
@@ -573,7 +600,6 @@ def predict_command(
     if loop.fabric.is_global_zero:
         print(f"predicted   {number} batches, first: {str(batches[:1])[1:200]}")
         if out is not None:
-            Path(out).parent.mkdir(parents=True, exist_ok=True)
             save_predictions(batches, has_several, out)
             print(f"saved       {out}")
     return 0

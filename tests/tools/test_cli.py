@@ -424,6 +424,8 @@ def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
         (["fit", "--config", "no.yaml"], "--config: File does not exist"),
         (["fit", "--run", "none"], "none, expected the folder of a run"),
+        (["profile", *FIT[1:], "--out", "new/x.txt"], "--out: got new/x.txt, expected a file name that ends in .png, .pdf or"),
+        (["tune", *FIT[1:], "--out", "."], "--out: got ., expected the name of a file."),
         ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
          "EarlyStopping': "),
     ],
@@ -442,6 +444,7 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
         ("seed: {1\n", "expected YAML (while parsing a flow mapping"),
         ("# nothing\n", "expected options such as max_epochs: 5."),
         ("max_epochs=3\n", "expected options such as max_epochs: 5."),
+        ("trainer:\n  max_epochs: 3\n", "with the section trainer, which only LightningCLI reads."),
     ],
 )
 def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, text, expected):
@@ -449,6 +452,35 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
     error = refused(capsys, *FIT, "--config", "mine.yaml")
     assert "--config: got mine.yaml" in error
     assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_epoch: 3\n", "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
+        (
+            "callbacks:\n- class_path: Nope\n  init_args: {a: 1}\n",
+            "--callbacks: got [{'class_path': 'Nope', 'init_args'",
+        ),
+    ],
+)
+def test_an_error_about_an_option_in_a_config_file_names_the_option(capsys, text, expected):
+    Path("mine.yaml").write_text(text)
+    assert expected in refused(capsys, *FIT, "--config", "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "callbacks:\n- class_path: Timer\n- class_path: 'lit:Hears'\n",
+        '{"callbacks": [{"class_path": "Timer"}, {"class_path": "lit.Hears", "init_args": {}}]}',
+    ],
+)
+def test_a_config_file_may_contain_the_name_of_a_lightning_callback(capsys, text):
+    Path("mine.yaml").write_text(text)
+    assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--config", "mine.yaml")[0] == 0
+    names = [callback["class_path"] for callback in config_of("run/version_0")["callbacks"]]
+    assert names == ["lightning.pytorch.callbacks.Timer", "lit.Hears"]
 
 
 def test_the_fit_command_names_a_default_argument_that_jsonargparse_cannot_read(capsys):
