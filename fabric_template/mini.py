@@ -154,7 +154,7 @@ HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Do not save these attributes of an optimizer, because a resumed run sets them anyway.
-OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
+OPTIMIZER_ATTRIBUTES = {"_opt_called", "_step_count", *vars(torch.optim.Optimizer([Tensor(1)], {}))}
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NUMPY: Any = (np.generic, np.ndarray)
 # Do not save objects from these packages, because they may hold open files or processes.
@@ -402,8 +402,11 @@ class MiniLoop:
             stack.enter_context(self._recorded_values())
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
             stack.enter_context(self._prepared_model("fit", path, checkpoint))
+            self._find_objects()
+            is_created = optimizer is None or inspect.isroutine(optimizer)
+            before = {p: self._marked_state(p) for p in self._parts} if is_created else None
             self._set_up_optimizer(optimizer, scheduler)
-            self._prepare_training(resumed)
+            self._prepare_training(resumed, before)
             try:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
@@ -2278,7 +2281,11 @@ class MiniLoop:
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Set up the optimizer and schedulers from the arguments or from configure_optimizers()."""
         if optimizer is None:
+            names = {*self._unwrapped.state_dict()}
             optimizer = self.model.configure_optimizers()
+            new = sorted({*self._unwrapped.state_dict()} - names)
+            text = f"configure_optimizers: got the new weights {new}, expected no new weights."
+            check(not new, f"{text} Create them in __init__, or use FabricLoop.")
         elif inspect.isroutine(optimizer):
             optimizer = optimizer(self.model)
         optimizers, schedulers = split_optimizers(optimizer)
@@ -2316,8 +2323,12 @@ class MiniLoop:
         if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
             self._parts["fit optimizer"] = optimizer
 
-    def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the state before training, and check whether a checkpoint can be resumed."""
+    def _prepare_training(self, resumed: dict[str, Any], before: Any = None) -> None:
+        """Record the state before training, and check whether a checkpoint can be resumed.
+
+        Args:
+            before: The attributes before configure_optimizers, or None if it was not called.
+        """
         # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
         # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
@@ -2331,6 +2342,14 @@ class MiniLoop:
         self._settings = {**saved, **own}
         self._find_objects()
         self._start_states = {place: self._marked_state(place) for place in self._parts}
+        ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
+        for place, state in self._start_states.items() if before is not None else ():
+            # A resumed run calls configure_optimizers after it has loaded the weights, so always
+            # save the attributes that this method sets, except ids. They may be copies of weights.
+            values = namespace_of(self._parts[place])
+            plain = {n: v for n, v in state.items() if not isinstance(v, ObjectMark)}
+            unsaved = {n: v for n, v in plain.items() if refers_to(values.get(n), ids)}
+            self._start_states[place] = {**before.get(place, {}), **unsaved}
         self._start_objects.update(self._mark_objects())
         for place, name in self._not_reset:
             # Always save an attribute whose value at the start of the run is unknown.

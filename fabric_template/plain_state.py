@@ -401,21 +401,25 @@ class PlainState:
         containers = ((p, value) for p, value in self.attributes() if type(value) in CONTAINERS)
         self._lengths = {place: len(value) for place, value in containers}
 
-    def add(self, parts: dict[str, Part], saved: Iterable[Any]) -> None:
+    def add(self, parts: dict[str, Part], saved: Iterable[Any], is_always_saved: bool) -> None:
         """Also save the attributes of the given objects, such as optimizers.
 
         Args:
             saved: Objects to skip, because other checkpoint keys contain their state.
+            is_always_saved: Whether to save the attributes even if they never change.
         """
         self._saved = {id(part): part for part in saved}
         self._given |= parts
         self._find_objects()
-        for place, found in self.digests().items():
-            if place[0] in parts:
-                self._at_start[place] = found
+        digests, ids = self.digests(), self._ids()
         for place, value in self.attributes():
             if place[0] in parts:
                 self._start_objects[place] = Reference(value)
+            is_compared = place[0] in parts and not is_always_saved
+            # configure_optimizers creates a dict of ids again in a resumed run, so warn only if
+            # training changes this dict.
+            if place in digests and (is_compared or refers_to(value, ids)):
+                self._at_start[place] = digests[place]
 
     def record_objects(self) -> None:
         """Treat the current objects of the attributes as those from the start of the run."""
@@ -540,9 +544,7 @@ class PlainState:
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
         encoder = Encoder(self._device, self.addresses_of_network())
-        attributes, network = dict(self.attributes()), self._network
-        parts = [] if network is None else [*network.modules(), *network.parameters()]
-        ids = set(map(id, parts))
+        attributes, ids = dict(self.attributes()), self._ids()
         places = [place for place in self._at_start if place[0] in self._parts]
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
@@ -580,6 +582,12 @@ class PlainState:
             if self._iterators.get(place) is value and value is not None:
                 reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
                 self._warn(f"the attribute {'.'.join(place)}", reason)
+
+    def _ids(self) -> set[int]:
+        """Return the ids of the network's modules and parameters."""
+        network = self._network
+        parts = [] if network is None else [*network.modules(), *network.parameters()]
+        return set(map(id, parts))
 
     def _has_new_objects(self, place: Place, value: Any) -> bool:
         """Return whether training added objects to a list or dict of a loader."""

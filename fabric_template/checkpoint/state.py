@@ -46,7 +46,8 @@ _OF_DATAMODULE = frozenset(vars(LightningDataModule()))
 # Do not save these optimizer attributes. state_dict() already contains "state" and "param_groups".
 # The attribute "defaults" may share tensors with "param_groups". "_opt_called" and "_step_count"
 # are used only to warn the user.
-_OF_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called", "_step_count")
+_OF_OPTIMIZER = {"_opt_called", "_step_count"}
+_OF_OPTIMIZER |= vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys()
 # Do not save BatchNorm's momentum, which StochasticWeightAveraging changes only temporarily.
 _OF_AVERAGING = _OF_MODULE | {"momentum"}
 _HYPERPARAMETERS = re.compile("hyper_parameters|hparams")
@@ -494,7 +495,7 @@ def make_plain_state(run: Run) -> PlainState:
 def reset_and_record_optimizers(run: Run) -> None:
     """Include the attributes of the optimizers in checkpoints."""
     optimization = run.optimization
-    optimizers, schedulers = optimization.optimizers, optimization.lr_schedulers
+    optimizers = optimization.optimizers
     parts = {
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
@@ -503,7 +504,11 @@ def reset_and_record_optimizers(run: Run) -> None:
     # the values at the start of the run.
     run.fit_record.reset_and_record_parts(parts)
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
-    run.plain_state.add(parts, [*saved, *(config.scheduler for config in schedulers)])
+    # configure_optimizers runs after the weights of a checkpoint are loaded. If it copies weights,
+    # the copies in a resumed run differ from those of the saved run.
+    is_created = run.plan.optimizer is None or callable(run.plan.optimizer)
+    schedulers = [config.scheduler for config in optimization.lr_schedulers]
+    run.plain_state.add(parts, [*saved, *schedulers], is_always_saved=is_created)
 
 
 def has_own_state(optimizer: Any) -> bool:
