@@ -230,7 +230,8 @@ class MiniLoop:
     def __getattr__(self, name: str) -> Any:
         if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
             return getattr(self.fabric, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        text = f"{type(self).__name__!r} object has no attribute {name!r}."
+        raise AttributeError(f"{text} For Trainer's other attributes, use FabricLoop.")
 
     def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -1234,7 +1235,6 @@ class MiniLoop:
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
-        self._warn_of_iterators()
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._state(), "epoch_start": epoch_start}
@@ -1269,6 +1269,7 @@ class MiniLoop:
             "arguments": self._arguments,
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
+            "iterators": self._find_lasting_iterators(),
             "ranks": self._gather(of_process),
         }
 
@@ -1543,7 +1544,7 @@ class MiniLoop:
             objects = {id(value): value for value in chain.from_iterable(values)}
             kept = self._restore_epoch_start(state["parts"])
         # Remember the iterators that are attributes of the loader. If iter(loader) does not replace
-        # an iterator, `_warn_of_iterators` warns that checkpoints do not contain its position.
+        # an iterator, `_find_lasting_iterators` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if length == math.inf and self.fabric.world_size > 1:
@@ -1656,18 +1657,22 @@ class MiniLoop:
 
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
         """Return the iterators that the training loader and its dataset hold in attributes."""
-        parts = ((place, part) for place, part in self._parts.items() if place.startswith("train "))
+        # Worker processes start each epoch with a new copy of the dataset.
+        start = "train sampler" if getattr(self.train_loader, "num_workers", 0) else "train "
+        parts = ((place, part) for place, part in self._parts.items() if place.startswith(start))
         found: dict[tuple[str, str], Any] = {}
         for place, part in parts:
             found.update(((place, name), value) for name, value in namespace_of(part).items())
         return {key: value for key, value in found.items() if is_library_iterator(value)}
 
-    def _warn_of_iterators(self) -> None:
+    def _find_lasting_iterators(self) -> list[str]:
         """Warn about iterators in the loader that do not start again in each epoch."""
-        for (place, name), value in self._find_iterators().items():
-            if self._iterators.get((place, name)) is value:
-                reason = f"the position of a {type(value).__name__} cannot be saved"
-                self._warn_unsaved(place, name, reason)
+        current = self._find_iterators()
+        lasting = [key for key in current if self._iterators.get(key) is current[key]]
+        for place, name in lasting:
+            kind = type(current[place, name]).__name__
+            self._warn_unsaved(place, name, f"the position of a {kind} cannot be saved")
+        return [f"{place}.{name}" for place, name in lasting]
 
     def _state(self, places: set[str] | None = None) -> dict[str, Any]:
         """Return the RNG states, and the attributes that have changed since the start of the run.
@@ -2387,6 +2392,10 @@ class MiniLoop:
         check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
             self._convert_attributes(ranks)
+        found = own.get("iterators", [])
+        text = f"resume: got an iterator in the loader ({found}), whose position after the first"
+        text += " epoch is not saved. Create the iterator in __iter__, or use load= to start a new"
+        check(not (found and epochs), f"{text} run from the weights.")
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
         text = "resume: got a checkpoint from the middle of an epoch, without the state of the"
         text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint from the end of"
@@ -2853,7 +2862,11 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and the objects in it, such as its sampler and dataset, keyed by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
-    parts = {name: getattr(loader, name, None) for name in names}
+    # Checkpoints contain the attributes of a loader, but a list has no attributes. If the loader is
+    # a list, assign the list to an attribute of a SimpleNamespace.
+    is_list = type(loader) is list
+    parts = {"loader": SimpleNamespace(items=loader) if is_list else loader}
+    parts |= {name: getattr(loader, name, None) for name in names}
     collate = parts["collate_fn"]
     if isinstance(collate, partial):
         arguments = (collate.func, *collate.args, *collate.keywords.values())
@@ -2865,10 +2878,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
         known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
-    # Checkpoints contain the attributes of a loader, but a list has no attributes. If the loader is
-    # a list, assign the list to an attribute of a SimpleNamespace.
-    is_list = type(loader) is list
-    return {"loader": SimpleNamespace(items=loader) if is_list else loader, **parts}
+    return parts
 
 
 def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:

@@ -787,6 +787,35 @@ def ordered():
     return Model(), DataLoader(make_data(16), 4, sampler=Orders())
 
 
+class Reader:
+    def __init__(self):
+        self.place = SimpleNamespace(position=0, seen=[])
+
+    def read(self):
+        self.place.position += 1
+        self.place.seen.append(self.place.position % 3)
+        return default_collate(list(make_data(4))), sum(self.place.seen) / 100
+
+
+class OwnLoader:
+    """A loader without a DataLoader, whose objects change in each batch."""
+
+    def __init__(self):
+        self.reader = Reader()
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for _ in range(4):
+            (x, y), shift = self.reader.read()
+            yield x + shift, y
+
+
+def owned():
+    return Model(), OwnLoader()
+
+
 def grown():
     first, second = Points(make_data(16)), Points(make_data(8))
     first.scale = second.scale = torch.ones(1)
@@ -805,6 +834,7 @@ CASES = {
     "new list of a sampler": handed,
     "running metric": shuffled(Running),
     "orders of a sampler": ordered,
+    "objects of an own loader": owned,
     "tensor of two datasets": grown,
     "objects of a dataset": transformed,
     "sampler of torch": mining,

@@ -1203,6 +1203,11 @@ def test_each_error_of_mini_loop_mentions_the_argument_and_the_fix(case):
         assert os.listdir(".") == []
 
 
+def test_an_attribute_of_trainer_that_mini_loop_lacks_raises_an_error_that_names_fabric_loop():
+    with pytest.raises(AttributeError, match="'MiniLoop' object has no attribute 'fit_loop'. .* use FabricLoop"):
+        MiniLoop(max_epochs=1).fit_loop.max_epochs  # noqa: B018
+
+
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "fsdp", "ddp_spawn"])
 def test_mini_loop_refuses_strategies_other_than_ddp(strategy):
     with pytest.raises(ValueError, match=f'strategy: got {strategy!r}.*, expected a single device, or "ddp"'):

@@ -186,6 +186,16 @@ def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_
         fit(tmp_path, train=make, max_epochs=2, resume="last")
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
+@pytest.mark.parametrize("make", [Slices, Nested, cycle])
+def test_mini_loop_cannot_resume_after_epoch_0_if_the_loader_contains_an_iterator(tmp_path, make):
+    options = {"name": "run", "default_root_dir": tmp_path, "accelerator": "cpu"}
+    loop = MiniLoop(max_epochs=1, **options)
+    loop.fit(Classifier(), make())
+    with pytest.raises(ValueError, match=r"resume: got an iterator in the loader .* load= to start a new run"):
+        MiniLoop(max_epochs=2, **options).fit(Classifier(), make(), resume="last")
+
+
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 def test_resuming_after_epoch_0_is_refused_for_a_stateful_loader_with_persistent_workers(tmp_path):
     def make():
