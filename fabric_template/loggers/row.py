@@ -48,6 +48,8 @@ class RowWriter:
         self.rows: list[dict[str, Any]] = []
         self.is_step_based = False
         self.learning_rates: list[Any] = []
+        # The optimizer step of ``learning_rates``.
+        self._recorded_step: int | None = None
         self.step_values: dict[str, Any] = {}
         # Results of evaluations and values from loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
@@ -131,8 +133,10 @@ class RowWriter:
         self.step_values[name] = value
 
     def record_learning_rates(self) -> None:
-        """Record the learning rates of an optimizer step, before the schedulers change them."""
-        self.learning_rates = learning_rates(self.run)
+        """Record the learning rates of a step, before schedulers or hooks change them."""
+        step = self.run.progress.global_step
+        if self._recorded_step != step:
+            self.learning_rates, self._recorded_step = learning_rates(self.run), step
 
     def collect(self, values: Mapping[str, Any]) -> None:
         """Add values to the next row of metrics.csv."""
@@ -147,9 +151,8 @@ class RowWriter:
         return {**self.step_values, **self._named_rates()}
 
     def _named_rates(self) -> dict[str, float]:
-        rates = (
-            self.learning_rates if self.run.optimization.lr_schedulers else learning_rates(self.run)
-        )
+        self.record_learning_rates()
+        rates = self.learning_rates
         names = ["lr", *(f"lr_{index}" for index in range(1, len(rates)))]
         return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
 
@@ -255,6 +258,7 @@ class RowWriter:
     # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
+        self.record_learning_rates()
         loggers = self.run.loggers.csv_loggers
         folders = [Path(logger.log_dir) for logger in loggers]
         return {
@@ -275,6 +279,8 @@ class RowWriter:
         self._collected = dict(state["collected"])
         self.step_values = dict(state["step_values"])
         self.learning_rates = list(state["learning_rates"])
+        # Older checkpoints of runs without schedulers contain no learning rates.
+        self._recorded_step = self.run.progress.global_step if self.learning_rates else None
         self._is_validated = state["is_validated"]
         self._num_samples = state["num_samples"] if self.counts_steps else 0
         names = ("seconds", "seconds_waited", "excluded_seconds")

@@ -137,7 +137,8 @@ def train_batches(run: Run) -> None:
 def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
     """After a training batch, step schedulers, call hooks, log, validate and save."""
     run.progress.enter("log_batch")
-    if run.optimization.lr_schedulers:
+    # The hook may change the learning rate, so record it before.
+    if run.optimization.lr_schedulers or run.hooks.is_used("on_train_batch_end"):
         step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
     run.results.end_batch()
@@ -163,6 +164,7 @@ def log_batch(run: Run) -> str:
 
 def validate(run: Run) -> str:
     free_gradients(run)
+    run.row.record_learning_rates()
     # If this validation runs only because should_stop is True, restore the RNG state afterwards. A
     # resumed run then draws the same random numbers as a run that never stopped.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
@@ -227,6 +229,7 @@ def end_epoch(run: Run) -> None:
     if progress.phase != "end_epoch":
         run.results.end_batches()
         progress.enter("end_epoch")
+        run.row.record_learning_rates()
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
             # A run with a higher max_steps can resume from this checkpoint and finish the epoch.
