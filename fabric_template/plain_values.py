@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -529,7 +530,9 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     # old ones. Copy the loaded content into the old lists and dicts.
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    optimizer.load_state_dict(saved)
+    # torch cannot load NumPy arrays. The end of this function restores them.
+    without_arrays = apply_to_collection(saved, np.ndarray, lambda array: None)
+    optimizer.load_state_dict(without_arrays if is_usual else saved)
     if is_usual and isinstance(groups, list):
         for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
             _replace_items(group, loaded)

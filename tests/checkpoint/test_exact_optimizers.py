@@ -1,4 +1,4 @@
-"""Test that a resumed run ends like an uninterrupted run if configure_optimizers copies weights.
+"""Test that runs resume exactly with optimizers that copy weights or store NumPy arrays.
 
 In a resumed run, configure_optimizers runs after the loop has loaded the weights of the checkpoint.
 """
@@ -7,6 +7,7 @@ import copy
 import warnings
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from modules import make_data, quiet
@@ -147,3 +148,34 @@ def test_mini_loop_refuses_modules_that_configure_optimizers_creates(tmp_path):
         train(MiniLoop, tmp_path, Grows)
     assert not list(tmp_path.rglob("*.ckpt"))
     train(FabricLoop, tmp_path, Grows)
+
+
+class WithArrays(torch.optim.SGD):
+    """Keeps its momentum in NumPy arrays."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            first = {"array": np.zeros(tuple(parameter.shape)), "all": []}
+            state["momentum"] = momentum = state.get("momentum", first)
+            momentum["array"] = 0.9 * momentum["array"] + parameter.grad.numpy()
+            momentum["all"] = [*momentum["all"][-2:], momentum["array"]]
+            parameter -= 0.05 * torch.from_numpy(sum(momentum["all"])).float()
+        return loss
+
+
+class LitWithArrays(Lit):
+    def configure_optimizers(self):
+        return WithArrays(self.net.parameters(), lr=0.1)
+
+
+def test_fabric_loop_restores_numpy_arrays_in_the_state_of_an_optimizer(tmp_path):
+    expected = train(FabricLoop, tmp_path / "whole", LitWithArrays)
+    with pytest.raises(Stop):
+        train(FabricLoop, tmp_path / "cut", LitWithArrays, stops_at=7)
+    assert same(train(FabricLoop, tmp_path / "cut", LitWithArrays), expected)
+    assert same(train(pl.Trainer, tmp_path, LitWithArrays), expected)
+    with pytest.raises(ValueError, match="checkpoint: got the NumPy value"):
+        train(MiniLoop, tmp_path / "mini", LitWithArrays)
