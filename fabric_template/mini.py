@@ -136,8 +136,10 @@ REMOVED_PARAMETER += " parameters from the start of the run. To stop training a 
 REMOVED_PARAMETER += " method requires_grad_(False)."
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
-UNREADABLE_STATE = "optimizer: got a state that a checkpoint cannot contain ({}). Leave it out of"
-UNREADABLE_STATE += " state_dict()."
+UNREADABLE_STATE = (
+    "optimizer or scheduler: got a state that a checkpoint cannot contain ({}). Leave"
+)
+UNREADABLE_STATE += " it out of state_dict()."
 UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
 UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
 # The keys that MiniLoop writes to a checkpoint. To add keys, edit `_build_checkpoint`.
@@ -1065,6 +1067,9 @@ class MiniLoop:
         fix += "." if self._saved_step is None else ", and continue with resume='last'."
         names = ", ".join(sorted(self.callback_metrics)) or "none"
         text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}"
+        if option == "scheduler":
+            text += ' With interval="step", a metric is missing until the first epoch or validation'
+            text += " has ended."
         check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
@@ -2314,8 +2319,12 @@ class MiniLoop:
 
     def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
         """Return pairs (object, constructor arguments) for the optimizer and each scheduler."""
-        schedulers = [(c["scheduler"], describe_scheduler(c)) for c in self.schedulers]
-        return [(self.optimizer, describe_optimizer(self.optimizer)), *schedulers]
+        described = [(self.optimizer, describe_optimizer(self.optimizer))]
+        for config in self.schedulers:
+            options = {name: config[name] for name in ("interval", "frequency")}
+            scheduler = config["scheduler"]
+            described.append((scheduler, describe_scheduler(scheduler, **options)))
+        return described
 
     def _record_arguments(self) -> None:
         """Record the constructor arguments of the optimizer and the schedulers for later fits."""
@@ -3044,8 +3053,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
     text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     check(is_own, text)
-    is_usual = config["interval"] in ("step", "epoch") and is_strict
-    text = f'scheduler: got {config}, expected interval="step" or "epoch", and strict=True.'
+    is_usual = config["interval"] in ("step", "epoch") and is_strict and config["frequency"] >= 1
+    text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
+    text += " strict=True."
     text += " For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
     has_interval = isinstance(item, Mapping) and "interval" in item
@@ -3108,15 +3118,25 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return to_plain(described)
 
 
-def describe_scheduler(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's class, interval and JSON-serializable arguments."""
-    scheduler = config["scheduler"]
-    described = {"class": type(scheduler).__name__, "interval": config["interval"]}
+def describe_scheduler(scheduler: Any, **options: Any) -> dict[str, Any]:
+    """Return a scheduler's class, the given options and its JSON-serializable arguments."""
+    described = {"class": type(scheduler).__name__, **options}
     for name in inspect.signature(type(scheduler).__init__).parameters:
-        if name in vars(scheduler) and name not in ("optimizer", "last_epoch"):
+        # SequentialLR stores its arguments as _schedulers and _milestones.
+        value = vars(scheduler).get(name, vars(scheduler).get(f"_{name}", END))
+        if name not in ("optimizer", "last_epoch"):
             with suppress(TypeError, ValueError):
-                described[name] = json.loads(json.dumps(vars(scheduler)[name]))
+                value = [*map(describe_scheduler, value)] if name == "schedulers" else value
+                described[name] = json.loads(json.dumps(value))
     return described
+
+
+def describe_kind(scheduler: dict[str, Any]) -> str:
+    """Return the parts of a scheduler's description that must not change when a run resumes."""
+    classes = ", ".join(describe_kind(item) for item in scheduler.get("schedulers", ()))
+    options = [f"{n}={scheduler[n]!r}" for n in ("interval", "frequency") if n in scheduler]
+    name = f"{scheduler['class']}({classes})" if classes else scheduler["class"]
+    return f"{name} with {', '.join(options)}" if options else name
 
 
 def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
@@ -3127,11 +3147,14 @@ def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
     """Warn about changed arguments. Raise an error for a scheduler's new class or interval."""
+    # FabricLoop does not convert arguments to JSON. Older checkpoints contain fewer arguments.
+    old = to_plain(old)
+    new = {name: value for name, value in new.items() if name in old}
     names = [name for name in old if name in new and old[name] != new[name]]
     if kind == "schedulers":
         # torch does not check a scheduler's class and interval. Raise an error if they differ from
         # those of the saved run.
-        kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
+        kinds = [describe_kind(new), describe_kind(old)]
         text = f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
         text += " Create the same scheduler, or use load= to start a new run from the weights."
         check(kinds[0] == kinds[1], text)

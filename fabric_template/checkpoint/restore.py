@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -532,9 +533,13 @@ def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
     for old, new in islice(pairs, num_saved):
         if not old or not new:
             continue
-        names = [name for name in old if name in new and old[name] != new[name]]
-        if kind == "schedulers" and {"class", "interval"} & set(names):
-            kinds = [f"{item['class']} with interval={item['interval']!r}" for item in (new, old)]
+        # Older checkpoints contain fewer arguments.
+        new = {name: value for name, value in new.items() if name in old}
+        # Convert both to JSON, because MiniLoop stores the arguments as JSON.
+        values = [json.loads(json.dumps(i, default=str, skipkeys=True)) for i in (new, old)]
+        names = [name for name in new if values[0][name] != values[1][name]]
+        kinds = [describe_kind(item) for item in (new, old)] if kind == "schedulers" else []
+        if len(set(kinds)) > 1:
             raise CheckpointError(
                 f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
                 " Create the same scheduler, or use load= to start a new run from the weights."
@@ -547,15 +552,25 @@ def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
             )
 
 
+def describe_kind(scheduler: dict[str, Any]) -> str:
+    """Return the parts of a scheduler's description that must not change when a run resumes."""
+    classes = ", ".join(describe_kind(item) for item in scheduler.get("schedulers", ()))
+    options = [f"{n}={scheduler[n]!r}" for n in ("interval", "frequency") if n in scheduler]
+    name = f"{scheduler['class']}({classes})" if classes else scheduler["class"]
+    return f"{name} with {', '.join(options)}" if options else name
+
+
 def add_missing_groups(run: Run, states: list[Any]) -> None:
     """Add parameter groups that hooks added in the saved run, for example for unfrozen layers."""
     parameters = run.optimization.named_parameters()
     saved = run.plan.start.own.get("parameter_groups", ())
     for optimizer, state, names in zip(run.optimization.optimizers, states, saved, strict=False):
         known = len(optimizer.param_groups)
+        trained = {id(p) for group in optimizer.param_groups for p in group.get("params", ())}
+        new = {name for name, parameter in parameters.items() if id(parameter) not in trained}
         added = zip(groups_of_state(state)[known:], names[known:], strict=False)
         for group, group_names in added:
-            if all(name in parameters for name in group_names):
+            if new.issuperset(group_names):
                 group = {**group, "params": [parameters[name] for name in group_names]}
                 optimizer.add_param_group(group)
 

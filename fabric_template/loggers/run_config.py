@@ -181,17 +181,29 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def describe_scheduler(config: Any) -> dict[str, Any]:
-    """Return a scheduler's class, interval ("step" or "epoch") and arguments.
+    """Return a scheduler's class, interval ("step" or "epoch"), frequency and arguments.
 
     Args:
         config: Lightning's LRSchedulerConfig.
     """
-    scheduler = config.scheduler
-    described = {"class": type(scheduler).__name__, "interval": config.interval}
+    options = {"interval": config.interval, "frequency": config.frequency}
+    return {**_describe_arguments(config.scheduler), **options}
+
+
+def _describe_arguments(scheduler: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"class": type(scheduler).__name__}
+    attributes = vars(scheduler)
     for name in inspect.signature(type(scheduler).__init__).parameters:
-        if name in vars(scheduler) and name not in ("optimizer", "last_epoch"):
-            with suppress(TypeError):
-                described[name] = to_yaml_value(vars(scheduler)[name], is_strict=True)
+        # SequentialLR stores its arguments as _schedulers and _milestones.
+        name_of_attribute = name if name in attributes else f"_{name}"
+        if name_of_attribute not in attributes or name in ("optimizer", "last_epoch"):
+            continue
+        with suppress(TypeError):
+            value = attributes[name_of_attribute]
+            if name == "schedulers":
+                described[name] = [_describe_arguments(inner) for inner in value]
+            else:
+                described[name] = to_yaml_value(value, is_strict=True)
     return described
 
 

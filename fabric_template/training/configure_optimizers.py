@@ -197,6 +197,11 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
             'The "interval" key in lr scheduler dict must be "step" or "epoch" but is'
             f' "{config.interval}"'
         )
+    if not isinstance(config.frequency, int | float) or config.frequency < 1:
+        raise ConfigurationError(
+            f"frequency: got {config.frequency!r} in the lr scheduler dict, expected a number of"
+            f' {config.interval}s (int >= 1). Write "frequency": 1.'
+        )
     if config.reduce_on_plateau and config.monitor is None:
         raise _missing_monitor(where)
     if isinstance(config.scheduler, OneCycleLR) and "interval" not in item:
@@ -229,6 +234,11 @@ def check_scheduler(scheduler: Any) -> None:
         raise ConfigurationTypeError(
             f"scheduler: got {describe(scheduler)}, expected a scheduler. Pass a"
             " scheduler, such as torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
+        )
+    if isinstance(scheduler, list | tuple):
+        raise ConfigurationTypeError(
+            f"scheduler: got a {type(scheduler).__name__}, expected one scheduler. To use several"
+            " schedulers, write [optimizer], [first, second]."
         )
 
 

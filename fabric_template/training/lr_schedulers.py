@@ -50,7 +50,11 @@ def step_scheduler(run: Run, config: LRSchedulerConfig) -> None:
                 f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available"
             )
             if config.strict:
-                raise ConfigurationError(f"{text}. Available metrics are: {sorted(metrics)}.")
+                text += f". Available metrics are: {sorted(metrics)}."
+                if config.interval == "step":
+                    text += ' With interval="step", the metric is missing until the first epoch or'
+                    text += " validation has ended."
+                raise ConfigurationError(text)
             run.warn_once(f"{text} but strict is set to `False`.", category=RuntimeWarning)
             return
     module_step = run.hooks.module_method("lr_scheduler_step")

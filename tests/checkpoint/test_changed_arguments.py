@@ -10,6 +10,7 @@ from parameters import halve, once
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
     CyclicLR,
@@ -71,10 +72,10 @@ UNCHANGED += [
 ]
 
 
-@pytest.mark.parametrize(("kind", "make_scheduler"), once(BOTH, UNCHANGED))
-def test_resume_does_not_warn_about_an_unchanged_scheduler(tmp_path, kind, make_scheduler):
+@pytest.mark.parametrize(("kind", "make_scheduler", "writer"), halve(BOTH, UNCHANGED, BOTH))
+def test_resume_does_not_warn_about_an_unchanged_scheduler(tmp_path, kind, make_scheduler, writer):
     whole = fit(kind, tmp_path / "whole", 4, make_scheduler)
-    fit(kind, tmp_path / "parts", 2, make_scheduler)
+    fit(writer, tmp_path / "parts", 2, make_scheduler)
     assert fit(kind, tmp_path / "parts", 4, make_scheduler, resume="last") == whole
 
 
@@ -92,6 +93,64 @@ def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(t
             fit(kind, tmp_path, 4, other, resume="last")
     # The failed attempt has not changed the run.
     assert fit(kind, tmp_path, 3, exponential, resume="last")[-1] == 0.025
+
+
+def by_two_epochs(optimizer):
+    return {"scheduler": exponential(optimizer), "frequency": 2}
+
+
+def chained(optimizer, *others):
+    return ChainedScheduler([ConstantLR(optimizer), *[make(optimizer) for make in others or [exponential]]])
+
+
+OTHER_PARTS = {
+    "part": (sequential, lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [1])),
+    "inner part": (
+        lambda o: chained(o, sequential),
+        lambda o: chained(o, lambda o: SequentialLR(o, [StepLR(o, 2), exponential(o)], [1])),
+    ),
+    "number of parts": (chained, lambda o: chained(o, exponential, exponential)),
+    "frequency": (exponential, by_two_epochs),
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "writer"), halve(BOTH, OTHER_PARTS, BOTH))
+def test_resuming_with_other_parts_or_another_frequency_of_a_scheduler_raises_an_error(tmp_path, kind, name, writer):
+    first, second = OTHER_PARTS[name]
+    fit(writer, tmp_path, 2, first)
+    with pytest.raises(ValueError, match="resume: got .* as a scheduler, expected .*LR.* as in the saved run"):
+        fit(kind, tmp_path, 4, second, resume="last")
+    fit(kind, tmp_path, 3, first, resume="last")
+
+
+@pytest.mark.parametrize(("kind", "writer"), halve(BOTH, BOTH))
+def test_resume_warns_about_changed_arguments_of_the_parts_of_a_scheduler(tmp_path, kind, writer):
+    def slower(optimizer):
+        return SequentialLR(optimizer, [ConstantLR(optimizer, 0.1), ExponentialLR(optimizer, 0.5)], [2])
+
+    rates = fit(writer, tmp_path / "whole", 4, sequential)
+    fit(writer, tmp_path, 2, sequential)
+    match = r"got SequentialLR with schedulers=.*'factor': 0.1.*saved: .*, milestones=\[2\] \(saved: \[1\]\)"
+    with pytest.warns(UserWarning, match=match):
+        assert fit(kind, tmp_path, 4, slower, resume="last") == rates
+
+
+@both_loops
+def test_a_frequency_of_zero_is_refused(tmp_path, kind):
+    with pytest.raises(ValueError, match="frequency"):
+        fit(kind, tmp_path, 2, lambda optimizer: {"scheduler": exponential(optimizer), "frequency": 0})
+
+
+@both_loops
+def test_resuming_with_fewer_parameter_groups_is_refused(tmp_path, kind):
+    def in_groups(net):
+        return torch.optim.SGD([{"params": [net.weight]}, {"params": [net.bias]}], lr=0.1)
+
+    fit(kind, tmp_path, 1, make_optimizer=in_groups)
+    with pytest.raises(
+        ValueError, match=r"got .*optimizer.*\[1, 1\].* load= to start a new run|got \[2\] as the number"
+    ):
+        fit(kind, tmp_path, 2, resume="last")
 
 
 @both_loops

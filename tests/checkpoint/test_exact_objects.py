@@ -974,7 +974,7 @@ def test_mini_loop_refuses_custom_objects_in_the_optimizer_state(tmp_path):
     """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
-    with pytest.raises(ValueError, match="optimizer: got a state that a checkpoint cannot contain .*Note"):
+    with pytest.raises(ValueError, match="optimizer or scheduler: got a state that a checkpoint cannot contain .*Note"):
         train(MiniLoop, tmp_path / "mini", shuffled(ModelWithNotingSGD))
 
 
