@@ -2996,6 +2996,7 @@ def clear_gradients(optimizer: Any) -> None:
 def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
     """Split the return value of configure_optimizers() into optimizers and schedulers."""
     if isinstance(given, Mapping):
+        warn_of_keys("optimizer configuration", given, "optimizer lr_scheduler monitor frequency")
         scheduler = given.get("lr_scheduler")
         config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
         schedulers = [] if scheduler is None else [{"monitor": given.get("monitor"), **config}]
@@ -3005,6 +3006,11 @@ def split_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
         first, second = [list(p) if isinstance(p, list | tuple) else [p] for p in parts]
         return first, second
     return parts, []
+
+
+def warn_of_keys(what: str, given: Mapping[str, Any], known: str) -> None:
+    if unknown := {*given} - {*known.split()}:
+        warnings.warn(f"Found unsupported keys in the {what}: {unknown}", stacklevel=6)
 
 
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
@@ -3043,6 +3049,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     """Return Lightning's scheduler dict for a scheduler, with all defaults filled in."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
+    known = "scheduler interval frequency monitor strict reduce_on_plateau name"
+    warn_of_keys("lr scheduler dict", config, known)
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler):
         kind = type(scheduler).__name__

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
 
 
@@ -333,3 +333,45 @@ def test_the_lr_column_contains_the_learning_rate_of_the_first_parameter_group(t
     history = loop.fit(net, make_loader(), optimizer=optimizer, scheduler=scheduler, training_step=step)
     assert history["lr"].tolist() == [0.3, 0.15, 0.075]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.1 * 0.1**3)
+
+
+@pytest.mark.parametrize("loop_class", [pl.Trainer, FabricLoop, MiniLoop])
+@pytest.mark.parametrize("place", ["optimizer configuration", "lr scheduler dict"])
+def test_unsupported_keys_in_the_dicts_of_configure_optimizers_cause_a_warning(tmp_path, loop_class, place):
+    class Misspelled(Lit):
+        def configure_optimizers(self):
+            optimizer = make_sgd(self, 0.1)
+            scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+            if place == "optimizer configuration":
+                return {"optimizer": optimizer, "scheduler": scheduler}
+            return {"optimizer": optimizer, "lr_scheduler": {**scheduler, "intervall": "step"}}
+
+    options = quiet(max_epochs=1) if loop_class is pl.Trainer else {"max_epochs": 1, "default_root_dir": tmp_path}
+    key = "scheduler" if place == "optimizer configuration" else "intervall"
+    with pytest.warns(Warning, match=f"Found unsupported keys in the {place}: {{'{key}'}}"):
+        loop_class(**options).fit(Misspelled(None), make_loader())
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("monitor", ["train_loss", "val_loss"])
+def test_an_error_explains_that_a_metric_is_missing_in_the_first_steps(tmp_path, loop_class, monitor):
+    net = make_net()
+    optimizer = make_sgd(net, 0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    given = {"scheduler": {"scheduler": plateau, "interval": "step", "monitor": monitor}, "optimizer": optimizer}
+    steps = {"training_step": step, "validation_step": step}
+    loop = loop_class(max_epochs=1, default_root_dir=tmp_path)
+    match = f'\'?{monitor}.*With interval="step", .* metric is missing until the first epoch or validation has ended'
+    with pytest.raises(ValueError, match=match):
+        loop.fit(net, make_loader(), make_loader(), **given, **steps)
+
+
+def test_fabric_loop_refuses_a_list_of_schedulers_in_a_dict(tmp_path):
+    class Several(Lit):
+        def configure_optimizers(self):
+            optimizer = make_sgd(self, 0.1)
+            schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2)]
+            return {"optimizer": optimizer, "lr_scheduler": schedulers}
+
+    with pytest.raises(TypeError, match=r"scheduler: got a list, expected one scheduler. .* \[optimizer\], \[first,"):
+        FabricLoop(**with_files(tmp_path, max_epochs=1)).fit(Several(None), make_loader())
