@@ -13,6 +13,7 @@ If a sampler draws random numbers between batches, a resumed run may read differ
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -536,6 +537,10 @@ class WorkerRecorder:
         self._plain_state = PlainState({})
 
     def start_worker(self, worker: int) -> None:
+        # Ctrl-C and the timeout command send a signal to the whole process group. Leave the group,
+        # because the main process can save a checkpoint only if the workers keep running.
+        with suppress(AttributeError, OSError):
+            os.setpgid(0, 0)
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
         self._worker = (worker + self._first) % len(self._states)

@@ -149,5 +149,5 @@ def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[s
         with suppress(Exception):
             gain = compare(trial, {}, {name: value})
             if gain >= MIN_GAIN:
-                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value)}"] = gain
+                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value, bool(value))}"] = gain
     return sorted(gains, key=gains.__getitem__, reverse=True)

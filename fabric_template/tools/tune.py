@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_loader": ((True,), "TensorLoader(x, y, ...) instead of the DataLoader"),
     "num_workers": (
         (0, 1, 2, 4, 8),
-        "DataLoader(..., num_workers={0}, persistent_workers={0} > 0)",
+        "DataLoader(..., num_workers={0}, persistent_workers={1})",
     ),
     "fused": ((True,), "fused=True for the optimizer, as in torch.optim.Adam(..., fused=True)"),
     "precision": (("bf16-mixed",), "FabricLoop(precision={0!r})"),
@@ -47,7 +47,8 @@ class Tuned(NamedTuple):
 
     def __str__(self) -> str:
         writes = [
-            f"write       {SETTINGS[name][1].format(self.choice[name])}" for name in self.choice
+            f"write       {SETTINGS[name][1].format(self.choice[name], bool(self.choice[name]))}"
+            for name in self.choice
         ]
         return "\n".join([f"result      {self.gain:.2f}x: {label(self.choice)}", *writes])
 

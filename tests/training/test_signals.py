@@ -167,6 +167,34 @@ def test_a_script_stopped_by_a_signal_exits_with_the_code_of_the_signal(tmp_path
     assert_resumes(tmp_path, whole, max_epochs=3)
 
 
+SIGNALS_GROUP = """
+import os, signal
+from runs import fit
+from modules import Classifier, make_loader
+
+class SignalsGroup(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3:
+            os.killpg(os.getpgrp(), signal.{number})
+        return super().training_step(batch, batch_idx)
+
+options = {{"num_workers": 2, "multiprocessing_context": {context!r}}}
+fit({root!r}, SignalsGroup, train=lambda: make_loader(80, **options), max_epochs=3)
+"""
+
+
+@pytest.mark.parametrize(("context", "number", "codes"), [("fork", "SIGTERM", (143,)), ("spawn", "SIGINT", (130, -2))])
+def test_a_signal_to_the_whole_process_group_does_not_end_the_workers(tmp_path, context, number, codes):
+    """The timeout command and Ctrl-C in a terminal send such a signal."""
+    code = SIGNALS_GROUP.format(root=str(tmp_path / "cut"), context=context, number=number)
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "start_new_session": True}
+    command = [sys.executable, "-c", python_command("", __file__)[-1] + code]
+    done = subprocess.run(command, **options)
+    assert done.returncode in codes, done.stderr
+    assert done.stderr.count("stopping after this step") == 1
+    assert saved_step(tmp_path / "cut") == 4
+
+
 # Handlers of the user
 
 
