@@ -276,10 +276,22 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
             recording = Path(training)
         else:
             run_script(str(training), recording, steps, is_shown)
-        recorded: list[Record] = json.loads(recording.read_text(encoding="utf-8"))[:steps]
+        recorded = read_recording(recording)[:steps]
     if not recorded:
         expected = "expected training in one process with an optimizer of torch.optim"
         raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
+    return recorded
+
+
+def read_recording(path: Path) -> list[Record]:
+    try:
+        recorded: list[Record] = json.loads(path.read_text(encoding="utf-8"))
+        is_recording = all("quantities" in record for record in recorded)
+    except (OSError, TypeError, ValueError):
+        is_recording = False
+    if not is_recording:
+        expected = "expected a script with the suffix .py, or a file written by record_training"
+        raise ValueError(f"compare: got the file {str(path)!r}, {expected}.")
     return recorded
 
 

@@ -540,6 +540,13 @@ def test_the_compare_command_passes_arguments_to_the_compared_scripts(tmp_path, 
     )
 
 
+@pytest.mark.parametrize("text", ["import torch\n", "[1, 2]", '{"steps": 3}', "\0\xff"])
+def test_the_compare_command_refuses_a_file_that_is_neither_a_script_nor_a_recording(text, tmp_path, capsys):
+    (tmp_path / "train").write_text(text)
+    assert main(["compare", "train", "train"]) == 2
+    assert "compare: got the file 'train', expected a script with the suffix .py" in capsys.readouterr().err
+
+
 def test_the_path_of_a_script_may_contain_spaces(tmp_path, capsys, quick_scripts):
     folder = tmp_path / "old version"
     folder.mkdir()
