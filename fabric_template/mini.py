@@ -434,8 +434,10 @@ class MiniLoop:
             if is_resumed:
                 self._copy_large_values()
             else:
+                self._call_iter_like_trainer(self.train_loader)
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
+                self._call_iter_like_trainer(self.val_loader)
             logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
             before = self._mark_objects()
             self._call("on_train_start")
@@ -663,6 +665,8 @@ class MiniLoop:
         if not is_started:
             self._start_batches()
         if self.batches_done == 0:
+            if is_started and self._is_lightning_module:
+                set_epoch(self.train_loader, self.current_epoch)
             first = self._loader_state() if is_started else get_rng_state()
             # Save the loaders' attributes again if a hook such as on_train_start has changed them.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
@@ -683,7 +687,7 @@ class MiniLoop:
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in this epoch, but the loader's"
         text += f" length is {length}. Return the correct length in __len__."
-        if length == math.inf:
+        if length == math.inf or self.batches_done == 0:
             text = f"The train loader ({type(self.train_loader).__name__}) yielded no batch in this"
             text += " epoch. An iterator yields its batches only once. Pass an object that starts"
             text += " again with each iter(), such as a DataLoader or a list."
@@ -697,6 +701,9 @@ class MiniLoop:
                 if (batch := next(batches, END)) is END:
                     return
                 yield number == length, batch
+            if not self._is_lightning_module:
+                # Unlike Trainer, a for loop runs the loader's code after the last batch.
+                next(batches, END)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
         for number in count(1):
@@ -709,6 +716,12 @@ class MiniLoop:
             self._before_next = get_rng_state()
             following = next(batches, END)
             yield following is END, batch
+
+    def _read_all(self, loader: Any) -> Iterable[Any]:
+        length = sized_len(loader)
+        if length is None:
+            return islice(loader, None)
+        return (batch for _, batch in self._mark_last(iter(loader), length))
 
     def _timed(self, batches: Iterable[Any]) -> Generator[Any]:
         """Yield batches, and add up the seconds spent waiting for them."""
@@ -848,6 +861,8 @@ class MiniLoop:
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
+        if self._is_last and self._batches_read == self.num_training_batches:
+            next(self._batches, END)
         state = get_rng_state()
         # validate() must not clear gradients, because a hook may call it before optimizer.step().
         self.network.zero_grad()
@@ -873,9 +888,8 @@ class MiniLoop:
         try:
             with torch.no_grad():
                 set_epoch(self.val_loader, self.current_epoch)
-                length = sized_len(self.val_loader)
                 # If an error occurs, closing() ends the worker processes.
-                with closing(self._timed(islice(self.val_loader, length))) as batches:
+                with closing(self._timed(self._read_all(self.val_loader))) as batches:
                     self._call("on_validation_epoch_start")
                     for batch_idx, batch in enumerate(batches):
                         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -1541,7 +1555,9 @@ class MiniLoop:
         """Create the iterator over the epoch's remaining training batches."""
         # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
         state = self._state() if self.batches_done > 0 else {}
-        set_epoch(self.train_loader, self.current_epoch)
+        # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
+        if self.current_epoch > 0 or not self._is_lightning_module:
+            set_epoch(self.train_loader, self.current_epoch)
         if self.batches_done == 0:
             self._epoch_start = self._loader_state()
         else:
@@ -1577,6 +1593,12 @@ class MiniLoop:
             self._load_state(state)
         self._large_values.clear()
         self._restored_objects.clear()
+
+    def _call_iter_like_trainer(self, loader: Any) -> None:
+        """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
+        is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
+        if self._is_lightning_module and not is_known:
+            iter(loader)
 
     def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
         """Reset the loaders to the start of the epoch, to read the same batches as the saved run.

@@ -313,6 +313,9 @@ class HandLoop:
         if length < float("inf"):
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
+            if limit == length:
+                # A for loop also runs the loader's code after the last batch.
+                next(iterator, None)
             return
         # Without a length, only reading the next batch shows whether the current batch is the last one.
         batch, batch_idx = next(iterator, None), 0

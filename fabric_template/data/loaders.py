@@ -69,7 +69,7 @@ class DataConnector:
         # The seconds that the run spent waiting for batches in all stages.
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
-        self._is_train_started = False
+        self._is_train_started = self._is_epoch_set = False
         # Maps each stage to the RNG states and the model's attributes just before the stage's
         # loaders were created.
         self._loads: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class DataConnector:
                 self._check_validation_loaders(combined.flattened)
                 if not self.run.is_lightning_module:
                     check_loader_names(combined)
-            for loader in combined.flattened:
+            for loader in combined.flattened if self.run.is_lightning_module else ():
                 # Some loaders draw random numbers in iter(loader). Trainer calls iter(loader) here.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
@@ -202,6 +202,10 @@ class DataConnector:
         for loader in self.train.resumable if is_resumed and run.progress.is_in_epoch else ():
             loader.keep_start_values()
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
+            if not is_resumed and not run.is_lightning_module and run.progress.epochs_done == 0:
+                # Unlike Trainer, a hand-written loop calls set_epoch() before iter(loader).
+                self.train.set_epoch()
+                self._is_epoch_set = True
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
@@ -217,6 +221,12 @@ class DataConnector:
                 for loader in loaders.resumable:
                     loader.accepting_new_objects(stack)
             yield
+
+    def set_train_epoch(self) -> None:
+        """Call set_epoch() of the training samplers, unless setup_train_loader() has called it."""
+        if not self._is_epoch_set:
+            self.train.set_epoch()
+        self._is_epoch_set = False
 
     def start_train_batches(self) -> None:
         """Start an epoch's training iterator, unless setup_train_loader has already started it."""
@@ -486,6 +496,7 @@ class StageLoaders:
                 batch, batch_idx, dataloader_idx = item
                 yield transfer(batch, dataloader_idx), batch_idx, dataloader_idx
             requested = now()
+        self.read_to_end()
         self.end_pass()
         self._check_empty_loaders()
 
@@ -534,6 +545,17 @@ class StageLoaders:
             if self.stage == "train" and (is_used_up or self.run.stop.max_epochs == -1):
                 raise ConfigurationError(message)
             self.run.warn_once(message)
+
+    def read_to_end(self) -> None:
+        """After the last batch, run the rest of a loader's code, as a hand-written loop does.
+
+        Trainer does not run this code if the loader has a length.
+        """
+        if self.run.is_lightning_module or self.as_given is not self.loaders[0]:
+            return
+        loader = self.resumable[0]
+        if not loader.is_finished and loader.batches == sized_len(loader.loader):
+            next(self.iterator, END)
 
     def end_pass(self) -> None:
         for loader in self.resumable:

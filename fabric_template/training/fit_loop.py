@@ -92,7 +92,7 @@ def start_epoch(run: Run) -> None:
     """Create the training loader if necessary, and call the hooks at the start of an epoch."""
     run.data.setup_train_loader()
     run.validation_schedule.count_batches()
-    run.data.train.set_epoch()
+    run.data.set_train_epoch()
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")
     run.data.start_train_batches()
@@ -165,6 +165,7 @@ def log_batch(run: Run) -> str:
 def validate(run: Run) -> str:
     free_gradients(run)
     run.row.record_learning_rates()
+    run.data.train.read_to_end()
     # If this validation runs only because should_stop is True, restore the RNG state afterwards. A
     # resumed run then draws the same random numbers as a run that never stopped.
     rng_state = None if run.validation_schedule.is_planned() else capture_rng_state()
@@ -226,6 +227,7 @@ def end_short_epoch(run: Run) -> None:
 def end_epoch(run: Run) -> None:
     """At the end of an epoch, call hooks, step schedulers, log values, and save a checkpoint."""
     progress = run.progress
+    run.data.train.read_to_end()
     if progress.phase != "end_epoch":
         run.results.end_batches()
         progress.enter("end_epoch")

@@ -918,16 +918,30 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
-def test_fabric_loop_warns_if_set_epoch_shuffles_the_sampler_of_a_loader_with_workers(tmp_path):
-    def run(**options):
-        loader = DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
-        train("FabricLoop", tmp_path, lambda: loader, max_epochs=2)
+class Plain(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
 
+    def training_step(self, batch, batch_idx):
+        return step(self.net, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def test_fabric_loop_warns_if_set_epoch_shuffles_the_sampler_of_a_loader_with_workers(tmp_path):
+    def make(**options):
+        return DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
+
+    loop = FabricLoop(max_epochs=2, default_root_dir=tmp_path, accelerator="cpu", enable_progress_bar=False)
     with pytest.warns(UserWarning, match=r"set_epoch\(\) changes the sampler"):
-        run(num_workers=1)
+        loop.fit(Plain(), make(num_workers=1))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*set_epoch")
-        run()
+        loop.fit(Plain(), make())
+        # For a model that is no LightningModule, the loop calls set_epoch() before the workers start.
+        train("FabricLoop", tmp_path, lambda: make(num_workers=1), max_epochs=2)
 
 
 class ReadsList:

@@ -889,9 +889,8 @@ SECOND_VALIDATION = {
         self._second_loader = self._share(self.second_val, False)
 """,
     """                set_epoch(self.val_loader, self.current_epoch)
-                length = sized_len(self.val_loader)
                 # If an error occurs, closing() ends the worker processes.
-                with closing(self._timed(islice(self.val_loader, length))) as batches:
+                with closing(self._timed(self._read_all(self.val_loader))) as batches:
                     self._call("on_validation_epoch_start")
                     for batch_idx, batch in enumerate(batches):
                         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -901,7 +900,7 @@ SECOND_VALIDATION = {
 """: """                self._call("on_validation_epoch_start")
                 for self._suffix, loader in ("", self.val_loader), ("_second", self._second_loader):
                     set_epoch(loader, self.current_epoch)
-                    for batch_idx, batch in enumerate(self._timed(islice(loader, sized_len(loader)))):
+                    for batch_idx, batch in enumerate(self._timed(self._read_all(loader))):
                         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
                         output = self._run_step("validation_step", self._move(batch), batch_idx)
                         self._log_output(output, "val_")

@@ -1,0 +1,318 @@
+"""Test that both loops call iter() and set_epoch() in the order of Trainer or of a hand-written loop."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from modules import assert_same_weights, quiet
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric_template import FabricLoop, MiniLoop
+
+LOOPS = {
+    "FabricLoop": (FabricLoop, {"num_sanity_val_steps": 0, "enable_progress_bar": False}),
+    "MiniLoop": (MiniLoop, {}),
+}
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X)
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+
+def compute_loss(net, batch):
+    return (net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def training_step(self, batch, batch_idx):
+        return compute_loss(self.net, batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", compute_loss(self.net, batch))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Shuffles:
+    """A loader that shuffles its batches in __iter__, before the first batch is requested."""
+
+    def __init__(self, num=5):
+        self.num = num
+
+    def __len__(self):
+        return self.num
+
+    def __iter__(self):
+        return iter([(X[4 * index : 4 * index + 4],) for index in torch.randperm(self.num).tolist()])
+
+
+class ShufflesItself(Shuffles):
+    """A loader that is its own iterator, and counts the calls of __iter__."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        self.order = np.random.permutation(self.num).tolist()
+        return self
+
+    def __next__(self):
+        if not self.order:
+            raise StopIteration
+        index = self.order.pop()
+        return (X[4 * index : 4 * index + 4] * self.passes,)
+
+
+class ShufflesInSetEpoch:
+    """A sampler that shuffles in set_epoch()."""
+
+    def __init__(self, generator=None):
+        self.order, self.generator = list(range(20)), generator
+
+    def set_epoch(self, epoch):
+        self.order = torch.randperm(20, generator=self.generator).tolist()
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def shuffled_in_set_epoch(seed=None, **options):
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(generator), **options)
+
+
+LOADERS = {
+    "shuffles in iter": Shuffles,
+    "is its own iterator": ShufflesItself,
+    "set_epoch draws from the global generator": shuffled_in_set_epoch,
+    "set_epoch has its own generator, workers": lambda: shuffled_in_set_epoch(3, num_workers=2),
+}
+
+
+class CountsEpochs:
+    """A sampler that counts its epochs after the last index."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        yield from torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+
+
+class CountsBatches(CountsEpochs):
+    """A batch sampler that chooses larger indices after each epoch."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        yield from ([4 * index + self.epoch % 4] * 2 for index in range(4))
+        self.epoch += 1
+
+
+class Resets:
+    """A loader that is its own iterator, and returns to its first batch only after the last one."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.position = (self.position + 1) % 6
+        if self.position == 0:
+            raise StopIteration
+        return (X[4 * self.position - 4 : 4 * self.position],)
+
+
+class Continues:
+    """A loader that stores its position, and resets it after the last batch."""
+
+    def __init__(self):
+        self.position, self.order = 0, []
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        if self.position == 0:
+            self.order = torch.randperm(5).tolist()
+        while self.position < 5:
+            self.position += 1
+            index = self.order[self.position - 1]
+            yield (X[4 * index : 4 * index + 4],)
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.position, self.order = state["position"], list(state["order"])
+
+
+# Loaders that run code after their last batch.
+ENDS = {
+    "sampler": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
+    "sampler, workers": lambda: DataLoader(DATA, 4, sampler=CountsEpochs(), num_workers=2),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=CountsBatches()),
+    "iterator": Resets,
+    "state_dict": Continues,
+}
+
+
+def read_with_for(loader, val, net, optimizer, epochs=3):
+    """Train with a hand-written loop."""
+    for epoch in range(epochs):
+        net.train()
+        sampler = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            compute_loss(net, batch).backward()
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            for batch in val:
+                compute_loss(net, batch)
+
+
+def train(loop, name, is_lightning_module=False, root=".", resume=None, seed=1, **options):
+    """Train for three epochs, and return the network."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    module, loader = Module(), {**LOADERS, **ENDS}[name]()
+    # Also validate on the loaders that run code after their last batch.
+    val = loader if name in ENDS else Shuffles(2)
+    optimizer = module.configure_optimizers()
+    if loop == "hand":
+        read_with_for(loader, val, module.net, optimizer)
+    elif loop == "Trainer":
+        pl.Trainer(**quiet(max_epochs=3, num_sanity_val_steps=0)).fit(module, loader, val)
+    else:
+        kind, defaults = LOOPS[loop]
+        loop = kind(max_epochs=3, accelerator="cpu", default_root_dir=root, **defaults, **options)
+        if is_lightning_module:
+            loop.fit(module, loader, val, resume=resume)
+        else:
+            steps = {"training_step": compute_loss, "validation_step": compute_loss}
+            loop.fit(module.net, loader, val, optimizer=optimizer, resume=resume, **steps)
+    return module.net
+
+
+@functools.cache
+def train_oracle(name, is_lightning_module):
+    return train("Trainer" if is_lightning_module else "hand", name)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
+@pytest.mark.parametrize("is_lightning_module", [True, False])
+@pytest.mark.parametrize(("loop", "name"), itertools.product(LOOPS, LOADERS))
+def test_both_loops_call_iter_and_set_epoch_like_their_oracle(tmp_path, loop, name, is_lightning_module):
+    net = train(loop, name, is_lightning_module, tmp_path)
+    assert_same_weights(train_oracle(name, is_lightning_module), net)
+
+
+KILLED = """
+import os, sys
+sys.path[:0] = [{tests!r}, {support!r}]
+import test_loader_calls as tests
+steps, compute_loss = [], tests.compute_loss
+def kill(net, batch):
+    steps.append(net.training)
+    if sum(steps) == {steps}:
+        os._exit(9)
+    return compute_loss(net, batch)
+tests.compute_loss = kill
+tests.train({loop!r}, {name!r}, {is_lightning_module}, {root!r}, "auto", **{options})
+"""
+
+
+def kill_and_resume(root, loop, name, is_lightning_module, steps, **options):
+    """Kill a run in a training step, and resume it in this process."""
+    tests = Path(__file__).parent
+    folders = {"tests": str(tests), "support": str(tests.parent / "support"), "root": str(root)}
+    code = KILLED.format(**{**locals(), **folders})
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ, check=False)
+    assert ended.returncode == 9
+    assert list(root.rglob("last.ckpt"))
+    return train(loop, name, is_lightning_module, root, "auto", 9, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler", "ignore:resume. .* are read again")
+@pytest.mark.parametrize(
+    ("loop", "name", "is_lightning_module", "steps"),
+    [
+        ("FabricLoop", "shuffles in iter", False, 4),
+        ("MiniLoop", "shuffles in iter", True, 4),
+        ("MiniLoop", "is its own iterator", True, 9),
+        ("FabricLoop", "set_epoch draws from the global generator", False, 4),
+        ("MiniLoop", "set_epoch draws from the global generator", True, 4),
+        ("FabricLoop", "set_epoch has its own generator, workers", False, 4),
+        ("MiniLoop", "set_epoch has its own generator, workers", True, 4),
+    ],
+)
+def test_a_killed_run_calls_iter_and_set_epoch_as_before(tmp_path, loop, name, is_lightning_module, steps):
+    options = {"validate_every_n_steps": 2}
+    expected = train(loop, name, is_lightning_module, tempfile.mkdtemp(), **options)
+    resumed = kill_and_resume(tmp_path, loop, name, is_lightning_module, steps, **options)
+    assert_same_weights(expected, resumed)
+
+
+@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", ENDS)
+def test_both_loops_read_a_loader_to_its_end_like_a_for_loop(tmp_path, loop, name):
+    assert_same_weights(train_oracle(name, False), train(loop, name, False, tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name in ENDS if "sampler" in name])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_both_loops_end_an_epoch_of_a_lightning_module_like_trainer(tmp_path, loop, name):
+    assert_same_weights(train_oracle(name, True), train(loop, name, True, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize(
+    ("loop", "name", "steps"),
+    [
+        ("FabricLoop", "sampler", 9),
+        ("MiniLoop", "sampler", 10),
+        ("FabricLoop", "batch sampler", 7),
+        ("MiniLoop", "batch sampler", 11),
+        ("MiniLoop", "iterator", 8),
+        ("FabricLoop", "state_dict", 14),
+        ("MiniLoop", "state_dict", 9),
+    ],
+)
+def test_a_killed_run_on_a_loader_that_is_read_to_its_end_resumes_exactly(tmp_path, loop, name, steps):
+    options = {"save_every_n_steps": 1} if loop == "FabricLoop" else {"validate_every_n_steps": 3}
+    expected = train(loop, name, False, tempfile.mkdtemp(), **options)
+    assert_same_weights(expected, kill_and_resume(tmp_path, loop, name, False, steps, **options))
