@@ -1568,6 +1568,8 @@ class MiniLoop:
         # an iterator, `_find_lasting_iterators` warns that checkpoints do not contain its position.
         self._iterators = self._find_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
+        if self.batches_done > 1:
+            batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
@@ -2975,6 +2977,24 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
         text += " so the rest of this epoch may have different samples. Draw all random numbers in"
         text += " __iter__ before the first yield."
         warnings.warn(text, stacklevel=2)
+
+
+def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> Iterator[Any]:
+    """Yield batches. Warn if an iterable draws random numbers in the first ``done`` batches."""
+    dataset = getattr(loader, "dataset", loader)
+    is_plain = getattr(type(loader), "__iter__", None) is torch_data.DataLoader.__iter__
+    is_indexed = is_plain and not isinstance(dataset, torch_data.IterableDataset)
+    for number in count(1):
+        if (batch := next(batches, END)) is END:
+            return
+        if number == 1:
+            state = {**get_rng_state(), "cuda": None}
+        elif number == done and not is_indexed and {**get_rng_state(), "cuda": None} != state:
+            text = f"resume: {type(dataset).__name__} draws random numbers during the"
+            text += " epoch, so the rest of this epoch may have different samples. If random"
+            text += " numbers choose the samples, use a random generator that is an attribute."
+            warnings.warn(text, stacklevel=2)
+        yield batch
 
 
 def warn_of_weights(loader: Any) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
@@ -244,8 +245,7 @@ class ResumableLoader:
                 stacklevel=2,
             )
         reader = self._read(iterator)
-        for _ in islice(reader, done - self.batches):
-            pass
+        drop_batches(reader, done - self.batches, self.loader)
         return reader
 
     def _read(self, iterator: Any) -> Generator[Any]:
@@ -482,8 +482,7 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
     drawn += islice(indices, number - 1)
-    names = ("torch", "python", "numpy")
-    if any(capture_rng_state()[name] != state[name] for name in names):
+    if has_drawn(state):
         own = loader.batch_sampler
         if own is None or is_of_library(own):
             own = getattr(loader.sampler, "given_sampler", loader.sampler)
@@ -494,6 +493,26 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
             stacklevel=2,
         )
     return drawn
+
+
+def drop_batches(reader: Iterator[Any], number: int, loader: Any) -> None:
+    """Read a loader's next batches again, and warn if it draws random numbers after the first."""
+    deque(islice(reader, min(number, 1)), maxlen=0)
+    state = capture_rng_state()
+    deque(islice(reader, max(number - 1, 0)), maxlen=0)
+    if has_drawn(state):
+        warnings.warn(
+            f"resume: {type(getattr(loader, 'dataset', loader)).__name__} draws random numbers"
+            " during the epoch, so the rest of this epoch may have different samples. If random"
+            " numbers choose the samples, use a random generator that is an attribute.",
+            stacklevel=2,
+        )
+
+
+def has_drawn(state: dict[str, Any]) -> bool:
+    """Return whether random numbers have been drawn since ``state`` was captured."""
+    current = capture_rng_state()
+    return any(current[name] != state[name] for name in ("torch", "python", "numpy"))
 
 
 class SkippingSampler:

@@ -9,9 +9,9 @@ from modules import Classifier, make_data, make_loader
 from parameters import halve
 from resume_loaders import Stream, loader, streams
 from runs import Record, Snapshots, fit, same
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from fabric_template import MiniLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.data.loader_state import ResumableLoader
 from fabric_template.errors import CheckpointError
 
@@ -198,3 +198,63 @@ def test_mini_loop_warns_about_samplers_that_draw_random_numbers_during_the_epoc
         train(20, resume="last")
     found = [one for one in caught if "the sampler ShufflesChunks draws" in str(one.message)]
     assert len(found) == is_lazy
+
+
+class ShufflesBuffer(IterableDataset):
+    """An iterable dataset that draws each sample from a buffer."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+        self.data = make_data(24)
+
+    def __iter__(self):
+        buffer = []
+        for sample in self.data:
+            buffer.append(sample)
+            if len(buffer) > 6:
+                yield buffer.pop(int(torch.randint(len(buffer), (), generator=self.generator)))
+        yield from buffer
+
+
+class PicksBatches:
+    """A loader with a length, which draws the next of the remaining batches."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        left = list(make_loader(24, shuffle=False))
+        while left:
+            yield left.pop(int(torch.randint(len(left), (), generator=self.generator)))
+
+
+STREAMS = {
+    "ShufflesBuffer": lambda generator: DataLoader(ShufflesBuffer(generator), 4),
+    "PicksBatches": PicksBatches,
+}
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.parametrize("has_generator", [True, False])
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("name", STREAMS)
+def test_resume_warns_about_streams_that_draw_random_numbers_during_the_epoch(tmp_path, kind, name, has_generator):
+    def train(root, max_epochs=2, seed=1, **options):
+        torch.manual_seed(seed)
+        module = Classifier()
+        loader = STREAMS[name](torch.Generator().manual_seed(2) if has_generator else None)
+        loop = kind(max_epochs=max_epochs, accelerator="cpu", default_root_dir=root, max_steps=options.pop("steps", -1))
+        loop.fit(module, loader, **options)
+        return module
+
+    expected = train(tmp_path / "whole")
+    train(tmp_path / "cut", steps=9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = train(tmp_path / "cut", seed=9, resume="last")
+    found = [one for one in caught if f"{name} draws random numbers" in str(one.message)]
+    assert len(found) == (not has_generator)
+    assert not has_generator or same(expected.state_dict(), resumed.state_dict())
