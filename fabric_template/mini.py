@@ -1340,7 +1340,8 @@ class MiniLoop:
         """Restore everything except the weights from a checkpoint."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
         progress, best, row = own["progress"], own["checkpoints"], own["row"]
-        of_process = own["ranks"][self.fabric.global_rank % len(own["ranks"])]
+        rank, ranks = self.fabric.global_rank, own["ranks"]
+        of_process = ranks[rank % len(ranks)]
         load_optimizer(self.optimizer, checkpoint["optimizer_states"][0])
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
@@ -1352,7 +1353,8 @@ class MiniLoop:
         self._restore_options(self._resumed_options)
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
-        self._resumed_state, self._epoch_start = of_process["rng"], of_process.get("epoch_start")
+        self._epoch_start = of_process.get("epoch_start")
+        self._resumed_state = {**of_process["rng"], "is_of_other_process": rank >= len(ranks)}
         # Restore the loop's numbers and lists now, because a user's `_is_done` may read them.
         # `_train` later restores objects with a state_dict(), because a user's `_restore` may
         # create them.
@@ -1892,6 +1894,12 @@ class MiniLoop:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state)
+        if state.get("is_of_other_process"):
+            # The saved run had fewer processes, so this process draws its own random numbers.
+            seed = int(torch.randint(2**31, ())) + self.fabric.global_rank
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
         self._load_parts(state.get("parts", {}), state.get("rebound"))
 
     def _load_parts(

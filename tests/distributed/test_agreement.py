@@ -1,7 +1,9 @@
 """Test that processes must agree on their checkpoint and on the length of their loaders."""
 
 import copy
+import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -9,6 +11,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from clock import Clock
@@ -85,6 +88,34 @@ def test_a_run_saved_after_an_epoch_resumes_with_a_different_number_of_processes
     assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)
+
+
+class DrawsNumbers(Classifier):
+    def on_train_epoch_start(self):
+        drawn = [torch.rand(1).item(), float(np.random.rand()), random.random()]
+        Path(f"drawn{self.current_epoch}_{torch.distributed.get_rank()}").write_text(str(drawn))
+
+
+def fit_in_processes(rank, kind, devices, resume):
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank)
+    loop = kind(accelerator="cpu", strategy="ddp", devices=devices, max_epochs=devices - 1)
+    loop.fit(DrawsNumbers(), DataLoader(make_data(48), 4), resume=resume)
+
+
+@pytest.mark.filterwarnings("ignore:.*number of processes was 2 and is now 3")
+def test_additional_processes_of_a_resumed_run_draw_their_own_random_numbers():
+    """Both loops draw the same numbers."""
+    found = []
+    for kind in (FabricLoop, MiniLoop):
+        shutil.rmtree("checkpoints", ignore_errors=True)
+        for devices, resume in ((2, None), (3, "last")):
+            codes, errors = run_processes(fit_in_processes, kind, devices, resume, ranks=devices)
+            assert codes == [0] * devices, errors
+        found.append([Path(f"drawn1_{rank}").read_text() for rank in range(3)])
+        numbers = zip(*map(json.loads, found[-1]), strict=True)
+        assert [len(set(of_ranks)) for of_ranks in numbers] == [3, 3, 3]
+    assert found[0] == found[1]
 
 
 def train_with(processes, **options):
