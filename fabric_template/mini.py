@@ -650,7 +650,8 @@ class MiniLoop:
             if config["interval"] != interval or not is_of_kind or done % config["frequency"] != 0:
                 continue
             if is_plateau:
-                self._check_is_logged(monitor, "scheduler", "Use one of them as the monitor")
+                fix = "Use one of them as the monitor"
+                self._check_is_logged(monitor, "scheduler", fix, is_by_step=interval == "step")
                 scheduler.step(self.callback_metrics[monitor])
             else:
                 scheduler.step()
@@ -1072,7 +1073,7 @@ class MiniLoop:
             metric.reset()
         self._torchmetrics, self._sums[0] = {}, {}
 
-    def _check_is_logged(self, name: str, option: str, fix: str) -> None:
+    def _check_is_logged(self, name: str, option: str, fix: str, is_by_step: bool = False) -> None:
         is_of_validation = name.startswith("val")
         is_silent = not (self._validation_names if is_of_validation else self.callback_metrics)
         step = "validation_step" if is_of_validation else "training_step"
@@ -1081,7 +1082,7 @@ class MiniLoop:
         fix += "." if self._saved_step is None else ", and continue with resume='last'."
         names = ", ".join(sorted(self.callback_metrics)) or "none"
         text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}"
-        if option == "scheduler":
+        if is_by_step:
             text += ' With interval="step", a metric is missing until the first epoch or validation'
             text += " has ended."
         check(name in self.callback_metrics, text)
@@ -3066,8 +3067,8 @@ def warn_of_keys(what: str, given: Mapping[str, Any], known: str) -> None:
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        text = f"optimizer: got {kinds}, expected one optimizer. For several optimizers, use"
-        text += " FabricLoop."
+        text = f"optimizer: got {kinds}, expected one optimizer, such as SGD(model.parameters())."
+        text += " For several optimizers or none, use FabricLoop."
         raise TypeError(text)
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
@@ -3111,7 +3112,9 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
     text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     check(is_own, text)
-    is_usual = config["interval"] in ("step", "epoch") and is_strict and config["frequency"] >= 1
+    is_usual = config["interval"] in ("step", "epoch") and is_strict
+    is_number = isinstance(config["frequency"], int | float)
+    is_usual = is_usual and is_number and config["frequency"] >= 1
     text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
     text += " strict=True."
     text += " For other values, use FabricLoop."

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
             'The "interval" key in lr scheduler dict must be "step" or "epoch" but is'
             f' "{config.interval}"'
         )
-    if not isinstance(config.frequency, int | float) or config.frequency < 1:
+    if not isinstance(config.frequency, Real) or not config.frequency >= 1:
         raise ConfigurationError(
             f"frequency: got {config.frequency!r} in the lr scheduler dict, expected a number of"
             f' {config.interval}s (int >= 1). Write "frequency": 1.'
@@ -230,15 +231,16 @@ def _missing_monitor(where: str) -> ConfigurationError:
 
 def check_scheduler(scheduler: Any) -> None:
     """Raise an error if ``scheduler`` is a class or a function instead of a scheduler object."""
-    if isinstance(scheduler, type | partial) or inspect.isroutine(scheduler):
-        raise ConfigurationTypeError(
-            f"scheduler: got {describe(scheduler)}, expected a scheduler. Pass a"
-            " scheduler, such as torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
-        )
     if isinstance(scheduler, list | tuple):
         raise ConfigurationTypeError(
             f"scheduler: got a {type(scheduler).__name__}, expected one scheduler. To use several"
             " schedulers, write [optimizer], [first, second]."
+        )
+    is_created = not isinstance(scheduler, type | partial) and hasattr(scheduler, "step")
+    if not is_created or inspect.isroutine(scheduler):
+        raise ConfigurationTypeError(
+            f"scheduler: got {describe(scheduler)}, expected a scheduler. Pass a"
+            " scheduler, such as torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
         )
 
 
