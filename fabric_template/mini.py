@@ -1827,7 +1827,11 @@ class MiniLoop:
         device, found = self.fabric.device, {}
         # Do not save a module in a loader's attributes, because the module may be the model itself.
         is_loader = place.startswith(("train ", "val "))
+        groups = getattr(getattr(self, "optimizer", None), "param_groups", END)
         for name, value in self._find_attributes(place).items():
+            if value is groups:
+                # The state of the optimizer already contains its parameter groups.
+                continue
             with suppress(TypeError):
                 if isinstance(value, GENERATORS):
                     found[name] = random_state(value)

@@ -101,6 +101,19 @@ class WithTeacher(Lit):
         pull(self.net.parameters(), self.teachers["first"].parameters())
 
 
+class WithGroups(Lit):
+    """Changes the learning rate and the weight decay through a list of the optimizer's groups."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.groups = optimizer.param_groups
+        return optimizer
+
+    def on_train_batch_end(self, *args):
+        self.groups[0]["lr"] *= 0.9
+        self.groups[0]["weight_decay"] += 0.01
+
+
 def train(loop_class, root, make, stops_at=None, is_given=False):
     torch.manual_seed(1)
     module = make()
@@ -117,8 +130,8 @@ def train(loop_class, root, make, stops_at=None, is_given=False):
 
 
 @pytest.mark.parametrize("loop_class", LOOPS)
-@pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithTeacher, "function"])
-def test_copies_of_weights_from_configure_optimizers_are_restored(tmp_path, loop_class, make):
+@pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithTeacher, WithGroups, "function"])
+def test_attributes_from_configure_optimizers_are_restored(tmp_path, loop_class, make):
     is_given, make = make == "function", Lit if make == "function" else make
     expected = train(loop_class, tmp_path / "whole", make, is_given=is_given)
     for stops_at in (7, 10):
