@@ -1929,6 +1929,8 @@ class MiniLoop:
         def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
             """Return the object to assign, which is the current one if it was changed in place."""
             saved_id = rebound.get(place, {}).get(name)
+            if current is getattr(self.optimizer, "param_groups", END):
+                return current
             if saved_id is None:
                 is_target = id(current) not in differing
                 is_target = is_target and self._may_change_in_place(place, name, current)
@@ -2495,7 +2497,9 @@ class MiniLoop:
     def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
-        is_complete = not self._state()["parts"]
+        parts = self._state()["parts"]
+        values = [namespace_of(self._parts[p]).get(name) for p in parts for name in parts[p]]
+        is_complete = not self._not_reset and not any(isinstance(v, GENERATORS) for v in values)
         for of_process in ranks:
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -2504,7 +2508,9 @@ class MiniLoop:
             rebound = of_process["plain_state"].get("rebound", {})
             for (path, name), value in of_process["plain_state"]["attributes"].items():
                 root, _, place = path.partition(".")
-                is_complete = is_complete and root == "model"
+                if root == "optimizer":
+                    place = path.replace("optimizer.0", "fit optimizer", 1)
+                is_complete = is_complete and root in ("model", "optimizer")
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
                 of_module = re.sub(r"(^|\.)buffers$", "", place)
                 if place not in self._parts and place != of_module and value != REMOVED:

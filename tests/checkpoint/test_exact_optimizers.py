@@ -143,6 +143,15 @@ def test_attributes_from_configure_optimizers_are_restored(tmp_path, loop_class,
         assert same(train(pl.Trainer, tmp_path, make), expected)
 
 
+@pytest.mark.parametrize(("first", "second"), [LOOPS, LOOPS[::-1]])
+@pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithGroups])
+def test_each_loop_restores_the_attributes_that_the_other_loop_saved(tmp_path, first, second, make):
+    expected = train(second, tmp_path / "whole", make)
+    with pytest.raises(Stop):
+        train(first, tmp_path / "cut", make, stops_at=7)
+    assert same(train(second, tmp_path / "cut", make), expected)
+
+
 @pytest.mark.parametrize("loop_class", LOOPS)
 def test_unchanged_dicts_of_parameter_ids_cause_no_warning(tmp_path, loop_class):
     with warnings.catch_warnings(record=True) as found:
