@@ -313,7 +313,7 @@ class HandLoop:
         if length < float("inf"):
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
-            if limit == length:
+            if limit == length and not isinstance(loader, CombinedLoader):
                 # A for loop also runs the loader's code after the last batch.
                 next(iterator, None)
             return

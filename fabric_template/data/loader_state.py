@@ -22,6 +22,7 @@ from copy import copy
 from itertools import chain, islice
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import CheckpointError
@@ -157,6 +158,12 @@ class ResumableLoader:
     def is_used(self) -> bool:
         """Return whether a batch has been requested from the current iterator."""
         return self.batches > 0 or self.is_finished
+
+    def read_to_end(self) -> None:
+        """Run the loader's code after the last batch, if exactly len(loader) batches were read."""
+        reader, is_at_end = self._reader, self.batches == sized_len(self.loader)
+        if reader is not None and is_at_end and not self.is_finished:
+            next(reader, END)
 
     def end_pass(self) -> None:
         """Read all prefetched batches to get the latest RNG states of persistent workers."""

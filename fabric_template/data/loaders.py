@@ -547,15 +547,14 @@ class StageLoaders:
             self.run.warn_once(message)
 
     def read_to_end(self) -> None:
-        """After the last batch, run the rest of a loader's code, as a hand-written loop does.
+        """After the last batch, run the rest of the loaders' code, as a hand-written loop does.
 
-        Trainer does not run this code if the loader has a length.
+        Trainer does not run this code if a loader has a length.
         """
-        if self.run.is_lightning_module or self.as_given is not self.loaders[0]:
-            return
-        loader = self.resumable[0]
-        if not loader.is_finished and loader.batches == sized_len(loader.loader):
-            next(self.iterator, END)
+        is_combined = len(self.loaders) > 1 and self._mode != "sequential"
+        if not self.run.is_lightning_module and not is_combined:
+            for loader in self.resumable:
+                loader.read_to_end()
 
     def end_pass(self) -> None:
         for loader in self.resumable:

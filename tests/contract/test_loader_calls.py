@@ -299,6 +299,16 @@ def test_both_loops_end_an_epoch_of_a_lightning_module_like_trainer(tmp_path, lo
     assert_same_weights(train_oracle(name, True), train(loop, name, True, tmp_path))
 
 
+def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_path):
+    net, batches = make_net(), []
+    loop = FabricLoop(max_epochs=2, default_root_dir=tmp_path, accelerator="cpu", **LOOPS["FabricLoop"][1])
+    loaders = {"first": Continues(), "second": Resets()}
+    steps = {"training_step": compute_loss, "validation_step": lambda net, batch: batches.append(batch)}
+    with pytest.warns(UserWarning, match="returned no value"):
+        loop.fit(net, DataLoader(DATA, 4), loaders, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **steps)
+    assert len(batches) == 20
+
+
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(
     ("loop", "name", "steps"),

@@ -163,7 +163,7 @@ def cycle():
 CONTINUED = {Slices: {}, Nested: {}, cycle: {}, Queue: {"limit_train_batches": 5, "limit_val_batches": 2}}
 
 
-@pytest.mark.filterwarnings("ignore:resume. .* are read again")
+@pytest.mark.filterwarnings("ignore:resume. .* (are read again|draws random numbers)")
 @pytest.mark.parametrize("make", CONTINUED)
 def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_epoch(tmp_path, make):
     options = {"train": make, "max_epochs": 3, "save_every_n_steps": 1, **CONTINUED[make]}
