@@ -567,10 +567,15 @@ class WorkerRecorder:
         # because the main process can save a checkpoint only if the workers keep running.
         with suppress(AttributeError, OSError):
             os.setpgid(0, 0)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
         self._worker = (worker + self._first) % len(self._states)
-        dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        # In a resumed run, this worker has the id of the worker whose batches it loads. WorkerInfo
+        # forbids assignments.
+        object.__setattr__(info, "seed", info.seed + self._worker - worker)
+        object.__setattr__(info, "id", self._worker)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(self._worker)
+        dataset: Any = info.dataset
         # Also record random generators in the dataset and the collate_fn.
         objects = objects_of_samples(dataset, self._collate_fn)
         parts = {

@@ -258,3 +258,26 @@ def test_resume_warns_about_streams_that_draw_random_numbers_during_the_epoch(tm
     found = [one for one in caught if f"{name} draws random numbers" in str(one.message)]
     assert len(found) == (not has_generator)
     assert not has_generator or same(expected.state_dict(), resumed.state_dict())
+
+
+class AddsWorker:
+    """A dataset whose samples depend on the worker's id and seed, and on an attribute."""
+
+    offset = 0
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        return torch.tensor([index, info.id, info.seed, self.offset])
+
+
+def set_offset(worker):
+    torch.utils.data.get_worker_info().dataset.offset = 10 * worker
+
+
+@pytest.mark.parametrize("done", [1, 2, 5])
+def test_a_resumed_worker_has_the_id_of_the_worker_that_it_replaces(done):
+    expected, resumed = resume_at(lambda: DataLoader(AddsWorker(), 3, num_workers=2, worker_init_fn=set_offset), done)
+    assert same(list(resumed), expected)
