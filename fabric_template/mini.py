@@ -1690,8 +1690,10 @@ class MiniLoop:
     def _find_iterators(self) -> dict[tuple[str, str], Any]:
         """Return the iterators that the training loader and its dataset hold in attributes."""
         # Worker processes start each epoch with a new copy of the dataset.
-        start = "train sampler" if getattr(self.train_loader, "num_workers", 0) else "train "
-        parts = ((place, part) for place, part in self._parts.items() if place.startswith(start))
+        has_workers = getattr(self.train_loader, "num_workers", 0) > 0
+        skipped = ("train dataset", "train collate_fn") if has_workers else ()
+        places = [p for p in self._parts if p.startswith("train ") and not p.startswith(skipped)]
+        parts = ((place, self._parts[place]) for place in places)
         found: dict[tuple[str, str], Any] = {}
         for place, part in parts:
             found.update(((place, name), value) for name, value in namespace_of(part).items())

@@ -326,3 +326,29 @@ def test_a_killed_run_on_a_loader_that_is_read_to_its_end_resumes_exactly(tmp_pa
     options = {"save_every_n_steps": 1} if loop == "FabricLoop" else {"validate_every_n_steps": 3}
     expected = train(loop, name, False, tempfile.mkdtemp(), **options)
     assert_same_weights(expected, kill_and_resume(tmp_path, loop, name, False, steps, **options))
+
+
+class KeepsIterator(DataLoader):
+    """A loader whose worker processes continue in the next epoch, as in a loader that repeats its sampler."""
+
+    def __init__(self, **options):
+        super().__init__(DATA, 4, sampler=torch.randperm(100) % 20, **options)
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return itertools.islice(self.iterator, 5)
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint. .* cannot be saved")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_mini_loop_refuses_to_resume_a_loader_that_keeps_an_iterator(tmp_path, workers):
+    def fit(epochs, **options):
+        loop = MiniLoop(max_epochs=epochs, default_root_dir=tmp_path, accelerator="cpu")
+        loop.fit(Module(), KeepsIterator(num_workers=workers), **options)
+
+    fit(2)
+    with pytest.raises(ValueError, match="got an iterator in the loader"):
+        fit(3, resume="last")
