@@ -21,8 +21,10 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-Checkpoints also contain attributes that you add to the loop. Create additional modules, optimizers
-and loaders in `_reset` or `_set_up_optimizer`, because resuming restores only existing objects.
+You can make these changes without reading `SavedAttributes`, the class for state that state_dict()
+does not contain. Checkpoints also contain attributes that you add to the loop. Create additional
+modules, optimizers and loaders in `_reset` or `_set_up_optimizer`, because resuming restores only
+existing objects.
 """
 
 from __future__ import annotations
@@ -177,10 +179,8 @@ OPEN_LOCKS: list[IO[str]] = []
 EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
-    model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped _parts
-    _step_module _start_states _start_parameters _large_values _iterators _weights _hparams _loss
-    _start_objects _restored_objects _recorded_objects
-    _outputs _locks _starts _redo
+    model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
+    _attributes _step_module _start_parameters _hparams _loss _outputs _locks
 """
 # MiniLoop sets these attributes itself. If users add other attributes to the loop, checkpoints
 # contain the added attributes.
@@ -190,12 +190,12 @@ LOOP_ATTRIBUTES = f"""
     strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
     _batches_read _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
     _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
-    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _not_reset
-    _num_groups _object_places _precision _read_places _resumed_flags _resumed_options
-    _resumed_state _row_started _sampler_seed _saved_ids _start_flags _started_at _step_values
-    _sums _tables _torchmetrics _unsaved _validated _validation_names _waited _window_size
-    active_stage batches_done best_score callback_metrics checkpoint_dir current_epoch global_step
-    history log_dir num_training_batches should_stop _created_with _saved_step _settings
+    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _num_groups
+    _precision _resumed_flags _resumed_options _resumed_state _row_started _sampler_seed
+    _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
+    _window_size active_stage batches_done best_score callback_metrics checkpoint_dir
+    current_epoch global_step history log_dir num_training_batches should_stop _created_with
+    _saved_step _settings
 """.split()
 
 
@@ -402,12 +402,11 @@ class MiniLoop:
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
         with ExitStack() as stack:
-            stack.enter_context(self._recorded_values())
+            self._attributes = stack.enter_context(SavedAttributes(self))
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
             stack.enter_context(self._prepared_model("fit", path, checkpoint))
-            self._find_objects()
             is_created = optimizer is None or inspect.isroutine(optimizer)
-            before = {p: self._marked_state(p) for p in self._parts} if is_created else None
+            before = self._attributes.marked_states() if is_created else None
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed, before)
             try:
@@ -415,7 +414,9 @@ class MiniLoop:
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
-                    self._record_start()
+                    self._attributes.record_start(
+                        self.checkpoint_dir.resolve(), self._given_options
+                    )
                     self._train()
             except KeyboardInterrupt:
                 self._print_interruption()
@@ -432,30 +433,30 @@ class MiniLoop:
         # If a limit is reached before the first batch, call no hooks.
         if not is_done:
             if is_resumed:
-                self._copy_large_values()
+                self._attributes.copy_large_values()
             else:
                 self._call_iter_like_trainer(self.train_loader)
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
                 self._call_iter_like_trainer(self.val_loader)
             logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
-            before = self._mark_objects()
+            before = self._attributes.mark_objects()
             self._call("on_train_start")
-            self._mark_changes(before)
+            self._attributes.mark_changes(before)
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums, self._torchmetrics = logged
         if is_resumed:
-            self._set_flags(self._resumed_flags)
+            set_flags(self._unwrapped, self._resumed_flags)
             # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
             saved = self._resumed_state["parts"]
             # To resume within an epoch, `_start_batches` needs the loaders as they were before
             # on_train_start.
-            self._reset_loaders({} if self.batches_done > 0 else saved)
-            self._keep_start_values(saved)
+            self._attributes.reset_loaders({} if self.batches_done > 0 else saved)
+            self._attributes.keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
-            self._load_state(self._resumed_state)
+            self._attributes.load_state(self._resumed_state)
         while not self._is_done():
             self._train_epoch()
         if not is_done:
@@ -668,7 +669,7 @@ class MiniLoop:
         if self.batches_done == 0:
             if is_started and self._is_lightning_module:
                 set_epoch(self.train_loader, self.current_epoch)
-            first = self._loader_state() if is_started else get_rng_state()
+            first = self._attributes.loader_state() if is_started else get_rng_state()
             # Save the loaders' attributes again if a hook such as on_train_start has changed them.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
                 del first["parts"], first["rebound"]
@@ -693,6 +694,44 @@ class MiniLoop:
             text += " epoch. An iterator yields its batches only once. Pass an object that starts"
             text += " again with each iter(), such as a DataLoader or a list."
         check(self._is_last, text)
+
+    def _start_batches(self) -> None:
+        """Create the iterator over the epoch's remaining training batches."""
+        attributes = self._attributes
+        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
+        state = attributes.state() if self.batches_done > 0 else {}
+        # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
+        if self.current_epoch > 0 or not self._is_lightning_module:
+            set_epoch(self.train_loader, self.current_epoch)
+        if self.batches_done == 0:
+            self._epoch_start = attributes.loader_state()
+        else:
+            attributes.restore_epoch_start(self._epoch_start, state["parts"])
+        attributes.mark_iterators()
+        batches, length = iter(self.train_loader), self.num_training_batches
+        if self.batches_done > 1:
+            batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
+        if length == math.inf and self.fabric.world_size > 1:
+            batches = until_first_end(batches, self.fabric)
+        self._batches = self._mark_last(batches, length)
+        if self.batches_done > 0:
+            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
+            first_batch = self._epoch_start["first_batch"]
+            if "parts" in first_batch:
+                attributes.reset_loaders(first_batch["parts"])
+            attributes.load_state(first_batch)
+            warn_of_lazy_sampler(self.train_loader, self.batches_done)
+            warn_of_weights(self.train_loader)
+            for _ in range(self.batches_done):
+                next(self._batches)
+            attributes.restore_after_rereading(state)
+        attributes.forget_copies()
+
+    def _call_iter_like_trainer(self, loader: Any) -> None:
+        """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
+        is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
+        if self._is_lightning_module and not is_known:
+            iter(loader)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
         """Yield (is_last, batch). If a loader has no length, prefetch a batch to detect the end."""
@@ -851,7 +890,7 @@ class MiniLoop:
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
-        with self._recorded_values():
+        with SavedAttributes(self) as self._attributes:
             self._set_up_loaders(None, dataloaders, path, {})
             with self._prepared_model("validate", path, checkpoint):
                 self._validate()
@@ -1220,7 +1259,7 @@ class MiniLoop:
         }
         checkpoint = replace_numpy(checkpoint, {})
         if self._saved_step is None:
-            check_optimizer_state(self.optimizer, self._weights)
+            check_optimizer_state(self.optimizer, self._attributes.weights)
             # Later checkpoints contain the same types of values, so check the types only once.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
@@ -1257,14 +1296,13 @@ class MiniLoop:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
-        of_process = {"rng": self._state(), "epoch_start": epoch_start}
+        of_process = {"rng": self._attributes.state(), "epoch_start": epoch_start}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
         options = {
             name: (value, getattr(self, name)) for name, value in self._given_options.items()
         }
-        current, start = flags_of(self._unwrapped).items(), self._start_flags
         return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
@@ -1284,12 +1322,12 @@ class MiniLoop:
             "checkpoints": dict(self._best),
             # The original and the current value of each option that hooks changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
-            "flags": {kind: dict(flags.items() - start[kind].items()) for kind, flags in current},
+            "flags": self._attributes.changed_flags(),
             "settings": self._run_settings(),
             "arguments": self._arguments,
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
-            "iterators": self._find_lasting_iterators(),
+            "iterators": self._attributes.find_lasting_iterators(),
             "ranks": self._gather(of_process),
         }
 
@@ -1347,7 +1385,7 @@ class MiniLoop:
         for config, state in zip(self.schedulers, checkpoint["lr_schedulers"], strict=True):
             config["scheduler"].load_state_dict(state)
         self._precision.load_state_dict(checkpoint.get(name, {}))
-        self._set_flags(own["flags"])
+        set_flags(self._unwrapped, own["flags"])
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
         self._resumed_flags, self._resumed_options = own["flags"], own.get("options", {})
@@ -1363,7 +1401,7 @@ class MiniLoop:
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
         }
-        self._load_parts({"training loop": values}, self._resumed_state.get("rebound"))
+        self._attributes.load_parts({"training loop": values}, self._resumed_state.get("rebound"))
         self._before_next = of_process.get("before_next")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
@@ -1379,14 +1417,6 @@ class MiniLoop:
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
-
-    def _set_flags(self, flags: dict[str, dict[str, bool]]) -> None:
-        for place, parameter in self._unwrapped.named_parameters():
-            parameter.requires_grad = flags.get("requires_grad", {}).get(
-                place, parameter.requires_grad
-            )
-        for place, module in self._unwrapped.named_modules():
-            module.training = flags.get("training", {}).get(place, module.training)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Unless the run is finished, remove the CSV rows written after the checkpoint."""
@@ -1552,623 +1582,6 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
-    # Saving and restoring RNG states and objects' attributes
-
-    def _start_batches(self) -> None:
-        """Create the iterator over the epoch's remaining training batches."""
-        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
-        state = self._state() if self.batches_done > 0 else {}
-        # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
-        if self.current_epoch > 0 or not self._is_lightning_module:
-            set_epoch(self.train_loader, self.current_epoch)
-        if self.batches_done == 0:
-            self._epoch_start = self._loader_state()
-        else:
-            values = [self._find_attributes(place).values() for place in self._parts]
-            objects = {id(value): value for value in chain.from_iterable(values)}
-            kept = self._restore_epoch_start(state["parts"])
-        # Remember the iterators that are attributes of the loader. If iter(loader) does not replace
-        # an iterator, `_find_lasting_iterators` warns that checkpoints do not contain its position.
-        self._iterators = self._find_iterators()
-        batches, length = iter(self.train_loader), self.num_training_batches
-        if self.batches_done > 1:
-            batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
-        if length == math.inf and self.fabric.world_size > 1:
-            batches = until_first_end(batches, self.fabric)
-        self._batches = self._mark_last(batches, length)
-        if self.batches_done > 0:
-            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
-            first_batch = self._epoch_start["first_batch"]
-            if "parts" in first_batch:
-                self._reset_loaders(first_batch["parts"])
-            self._load_state(first_batch)
-            warn_of_lazy_sampler(self.train_loader, self.batches_done)
-            warn_of_weights(self.train_loader)
-            for _ in range(self.batches_done):
-                next(self._batches)
-            # Resetting the loaders, or reading the finished batches again, may assign new lists and
-            # tensors to the loaders' attributes. Put the original objects back, because the model
-            # may refer to them.
-            for part, values in kept:
-                current = namespace_of(part)
-                for name in [n for n in values if type(current.get(n)) is type(values[n])]:
-                    set_value(part, name, values[name])
-            self._reset_loaders(state["parts"])
-            self._restored_objects.update(objects)
-            self._load_state(state)
-        self._large_values.clear()
-        self._restored_objects.clear()
-
-    def _call_iter_like_trainer(self, loader: Any) -> None:
-        """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
-        is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
-        if self._is_lightning_module and not is_known:
-            iter(loader)
-
-    def _restore_epoch_start(self, saved: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
-
-        Return each object of the loaders with its attributes before the reset, except large ones.
-        """
-        kept, added = [], {}
-        for place in self._loader_places():
-            part, start = self._parts[place], self._start_states[place]
-            small = [n for n in self._plain_state(place) if type(start.get(n)) is not ChangeMark]
-            values = namespace_of(part)
-            kept.append((part, {name: values[name] for name in small if name in values}))
-            added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
-        self._reset_loaders({})
-        self._load_parts(added)
-        self._load_parts(self._epoch_start["parts"], self._epoch_start.get("rebound"))
-        set_rng_state(self._epoch_start)
-        return kept
-
-    def _loader_state(self) -> dict[str, Any]:
-        """Return the RNG states, and the loaders' attributes that have changed during the run."""
-        return self._state({*self._loader_places()})
-
-    def _loader_places(self) -> list[str]:
-        return [place for place in self._start_states if place in self._read_places]
-
-    def _copy_large_values(self) -> None:
-        """Copy loader attributes that have only a checksum, so that they can be restored."""
-        for place in self._loader_places():
-            for name, value in namespace_of(self._parts[place]).items():
-                is_marked = type(self._start_states[place].get(name)) is ChangeMark
-                if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
-                    copied = value
-                    # To save memory, do not copy a tensor or an array larger than 256 MB. If a hook
-                    # changes such a value in place, the loop cannot restore the value.
-                    if getattr(value, "nbytes", 0) <= 2**28:
-                        is_tensor = isinstance(value, Tensor)
-                        copied = value.detach().clone() if is_tensor else copy.copy(value)
-                    self._large_values[place, name] = value, copied
-
-    def _reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Reset changed attributes of the loaders to their values at the start of the run.
-
-        Args:
-            saved: The attributes in the checkpoint, which are not reset. Hooks such as
-                on_train_start may have changed attributes that the checkpoint lacks.
-        """
-        ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
-        changed: dict[str, dict[str, Any]] = defaultdict(dict)
-        for place in self._loader_places():
-            attributes, state = namespace_of(self._parts[place]), self._plain_state(place)
-            for name, start in list(self._start_states[place].items()):
-                is_unsaved = name in attributes and name not in state
-                is_unsaved = is_unsaved or refers_to(attributes.get(name), ids)
-                is_known = name in saved.get(place, {}) or is_unsaved
-                if is_known or is_same(state.get(name, END), start):
-                    continue
-                if isinstance(start, ChangeMark):
-                    self._reset_large_value(place, name)
-                else:
-                    changed[place][name] = start
-        self._load_parts(changed)
-
-    def _reset_large_value(self, place: str, name: str) -> None:
-        if (place, name) not in self._large_values:
-            return
-        value, copied = self._large_values[place, name]
-        set_value(self._parts[place], name, value)
-        start = self._start_states[place]
-        if is_same(self._plain_state(place).get(name), start[name]):
-            return
-        if value is not copied and replace_content(value, copied):
-            mark = self._plain_state(place)[name]
-            if isinstance(value, Tensor):
-                # replace_content() changes the tensor's version counter, so record the new one.
-                start[name] = mark
-            if is_same(mark, start[name]):
-                return
-        text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
-        text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
-        text += " differ. Assign a new value to the attribute instead of changing it in place."
-        warnings.warn(text, stacklevel=2)
-
-    def _find_iterators(self) -> dict[tuple[str, str], Any]:
-        """Return the iterators that the training loader and its dataset hold in attributes."""
-        # Worker processes start each epoch with a new copy of the dataset.
-        has_workers = getattr(self.train_loader, "num_workers", 0) > 0
-        skipped = ("train dataset", "train collate_fn") if has_workers else ()
-        places = [p for p in self._parts if p.startswith("train ") and not p.startswith(skipped)]
-        parts = ((place, self._parts[place]) for place in places)
-        found: dict[tuple[str, str], Any] = {}
-        for place, part in parts:
-            found.update(((place, name), value) for name, value in namespace_of(part).items())
-        return {key: value for key, value in found.items() if is_library_iterator(value)}
-
-    def _find_lasting_iterators(self) -> list[str]:
-        """Warn about iterators in the loader that do not start again in each epoch."""
-        current = self._find_iterators()
-        lasting = [key for key in current if self._iterators.get(key) is current[key]]
-        for place, name in lasting:
-            kind = type(current[place, name]).__name__
-            self._warn_unsaved(place, name, f"the position of a {kind} cannot be saved")
-        return [f"{place}.{name}" for place, name in lasting]
-
-    def _state(self, places: set[str] | None = None) -> dict[str, Any]:
-        """Return the RNG states, and the attributes that have changed since the start of the run.
-
-        Args:
-            places: The paths of the objects to include, such as "train sampler", or None for all.
-        """
-        self._find_objects()
-        network, changed, rebound = self._unwrapped, {}, {}
-        ids = {*map(id, [*network.modules(), *network.parameters()])}
-        for place, part in self._parts.items():
-            if places is not None and place not in places:
-                continue
-            start, state = self._start_states.get(place, {}), {}
-            attributes = namespace_of(part)
-            for name, value in self._plain_state(place).items():
-                current = attributes.get(name)
-                is_random = isinstance(current, GENERATORS)
-                if is_random or name not in start or not is_same(value, start[name]):
-                    state[name] = value
-                    if refers_to(current, ids):
-                        reason = "it contains ids of modules or parameters, which change"
-                        del state[name]
-                        self._warn_unsaved(place, name, reason)
-                    elif isinstance(value, ChangeMark):
-                        try:
-                            state[name] = encode_large(current, self.fabric.device)
-                        except TypeError as error:
-                            del state[name]
-                            self._warn_unsaved(place, name, f"it contains {error} objects")
-            buffers = part._buffers if isinstance(part, nn.Module) else {}
-            state.update((n, ("buffer", state[n])) for n in buffers.keys() & state.keys())
-            removed = [name for name in start if name not in attributes and name not in buffers]
-            state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
-            if state:
-                changed[place] = state
-                rebound[place] = self._find_rebound(place, state)
-        return {**get_rng_state(), "parts": changed, "rebound": rebound}
-
-    def _mark_objects(self) -> dict[str, dict[Any, Any]]:
-        """Return a reference to the object of each attribute, to detect new objects later."""
-        found: dict[str, dict[Any, Any]] = {}
-        for place in self._parts:
-            values = self._find_attributes(place).items()
-            found[place] = {name: mark_object(value) for name, value in values}
-        return found
-
-    def _find_rebound(self, place: str, state: dict[str, Any]) -> dict[Any, int]:
-        """Return the ids of the values to which saved attributes have been rebound.
-
-        A resumed run does not change the old values in place, because others may refer to them.
-        """
-        start = self._start_objects.get(place, {})
-        values = self._find_attributes(place).items()
-        found = {n: value for n, value in values if n in state and type(value) not in ATOMS}
-        return {n: id(found[n]) for n in found if not is_same(start.get(n), mark_object(found[n]))}
-
-    def _find_objects(self) -> None:
-        """Search the model, loop and optimizer for objects to save, and update ``_parts``."""
-        weights = self._unwrapped.state_dict(keep_vars=True)
-        self._weights = {address_of(weights[name]): name for name in reversed(weights)}
-        self._weights.pop(None, None)
-        # Hooks may have created or deleted objects, so remove the objects of the last search.
-        for place in self._object_places:
-            del self._parts[place]
-        # The loop has no optimizer if validate() runs before fit().
-        schedulers = [config["scheduler"] for config in getattr(self, "schedulers", ())]
-        saved = [getattr(self, "optimizer", None), *schedulers, *self._unwrapped.modules()]
-        self._saved_ids = {*map(id, saved)}
-        self._add_new_modules()
-        known = {*map(id, self._parts.values()), *self._saved_ids}
-        found: dict[str, Any] = {}
-        for place, part in self._parts.items():
-            if place.startswith(("train ", "val ")):
-                continue
-            # Reading the attributes of a user's object may raise any error.
-            with suppress(Exception):
-                for path, value in objects_in(part, known, self._saved_ids).items():
-                    found[f"{place}.{path}".removeprefix(".")] = value
-                    known.add(id(value))
-        self._object_places[:] = found
-        self._parts |= found
-
-    def _add_new_modules(self) -> None:
-        """Add modules to ``_parts`` that hooks such as on_train_start registered in the model."""
-        known = {*map(id, self._parts.values())}
-        for place, module in self._unwrapped.named_modules():
-            if place and id(module) not in known:
-                self._parts[place] = module
-                # The values from before training belong to another module. Without them, the
-                # checkpoint contains all attributes of the new module.
-                for old in [p for p in self._start_states if is_inside(p, place)]:
-                    del self._start_states[old]
-
-    def _mark_changes(self, before: dict[str, dict[Any, Any]]) -> None:
-        """Mark what on_train_start has changed, so that checkpoints always contain it.
-
-        A resumed run calls on_train_start again. If training changes a value back to its value from
-        before on_train_start, the checkpoint must still contain this value.
-
-        Args:
-            before: References to the objects of all attributes before on_train_start.
-        """
-        self._find_objects()
-        for kind, flags in flags_of(self._unwrapped).items():
-            unchanged = flags.items() & self._start_flags[kind].items()
-            self._start_flags[kind] = dict(unchanged)
-        for place in [p for p in self._start_states if not p.startswith(("train ", "val "))]:
-            start, state = self._start_states[place], self._plain_state(place)
-            for name in changed_names({n: start.get(n, REMOVED) for n in state}, state):
-                start[name] = REMOVED
-        # A resumed run calls on_train_start before it restores attributes. Treat objects that this
-        # hook assigns as objects from the start of the run.
-        for place, current in self._mark_objects().items():
-            changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
-            self._start_objects.setdefault(place, {}).update(changed)
-
-    def _plain_state(self, place: str) -> dict[str, Any]:
-        """Return an object's encoded attributes, except those that ``encode`` does not support."""
-        device, found = self.fabric.device, {}
-        # Do not save a module in a loader's attributes, because the module may be the model itself.
-        is_loader = place.startswith(("train ", "val "))
-        groups = getattr(getattr(self, "optimizer", None), "param_groups", END)
-        for name, value in self._find_attributes(place).items():
-            if value is groups:
-                # The state of the optimizer already contains its parameter groups.
-                continue
-            with suppress(TypeError):
-                if isinstance(value, GENERATORS):
-                    found[name] = random_state(value)
-                elif is_loader:
-                    found[name] = encode_or_mark(value, device, self._weights)
-                elif isinstance(value, nn.Module):
-                    if self._saved_ids.isdisjoint(map(id, value.modules())):
-                        marks = map(mark_tensor, value.state_dict().values())
-                        found[name] = ChangeMark([*marks, flags_of(value)["requires_grad"]])
-                elif is_stateful(value):
-                    if id(value) not in self._saved_ids:
-                        found[name] = "state", encode(value.state_dict(), device)
-                else:
-                    found[name] = encode(value, device, None, self._weights)
-            if name not in found:
-                check_unsaved(name, value, is_loader)
-                if is_loader and holds_objects(value):
-                    # The objects in this container are saved separately, so record only its length.
-                    found[name] = ChangeMark((len(value),))
-        return found
-
-    def _find_attributes(self, place: str) -> dict[str, Any]:
-        """Return an object's attributes, without those that are never saved in a checkpoint."""
-        part = self._parts[place]
-        values = {**namespace_of(part)}
-        if self._is_installed(place):
-            return {n: value for n, value in values.items() if isinstance(value, GENERATORS)}
-        if isinstance(part, nn.Module):
-            # `_set_flags` restores the train or eval mode of the model's modules.
-            ignored = MODULE_ATTRIBUTES - {"training" if place in self._object_places else ""}
-            values = {name: values[name] for name in values if name not in ignored}
-            values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
-        elif isinstance(part, torch.optim.Optimizer):
-            values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
-        elif isinstance(part, torch_data.DataLoader):
-            # Do not save attributes such as __pl_saved_kwargs, which fabric.launch() adds to a
-            # DataLoader.
-            values = {name: values[name] for name in values if not name.startswith("__pl_")}
-        return values
-
-    def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return a snapshot of an object's attributes, to detect or undo later changes."""
-        attributes = {} if self._is_installed(place) else namespace_of(self._parts[place])
-        marks = {name: mark_object(value) for name, value in attributes.items()}
-        return {**marks, **self._plain_state(place)}
-
-    def _is_installed(self, place: str) -> bool:
-        """Return whether an object's class is in an installed package, not in the user's code."""
-        part = self._parts[place]
-        file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
-        is_object = place in self._object_places and not isinstance(part, nn.Module)
-        return is_object and not is_hparams(part) and "-packages" in (file or "")
-
-    def _keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
-        for place, state in states.items():
-            start = self._start_states.get(place, {})
-            for name in state.keys() & start.keys():
-                if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
-                    value = namespace_of(self._parts[place])[name]
-                    with suppress(TypeError):
-                        # `_reset_loaders` cannot restore the attribute from a checksum, so store a
-                        # copy.
-                        start[name] = encode_large(value, self.fabric.device)
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        set_rng_state(state)
-        if state.get("is_of_other_process"):
-            # The saved run had fewer processes, so this process draws its own random numbers.
-            seed = int(torch.randint(2**31, ())) + self.fabric.global_rank
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-        self._load_parts(state.get("parts", {}), state.get("rebound"))
-
-    def _load_parts(
-        self,
-        states: dict[str, dict[str, Any]],
-        rebound: dict[str, dict[Any, int]] | None = None,
-    ) -> None:
-        """Restore the attributes in ``states``, in place where possible.
-
-        Args:
-            rebound: The ids of the objects that the saved run has assigned to attributes. These
-                attributes get a new object, because others may refer to the old one.
-        """
-        rebound = rebound or {}
-        for place in states:
-            create_item(self._parts, place)
-        self._find_objects()
-        states = {p: register_buffers(self._parts.get(p), state) for p, state in states.items()}
-        differing = self._find_differing_values(states, rebound)
-        shared: dict[int, Any] = {}
-
-        def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
-            """Return the object to assign, which is the current one if it was changed in place."""
-            saved_id = rebound.get(place, {}).get(name)
-            if current is getattr(self.optimizer, "param_groups", END):
-                return current
-            if saved_id is None:
-                is_target = id(current) not in differing
-                is_target = is_target and self._may_change_in_place(place, name, current)
-                return current if is_target and replace_content(current, value) else value
-            # Attributes that shared an object in the saved run share it in this run.
-            if saved_id not in shared:
-                shared[saved_id] = self._restore_rebound(saved_id, current, value)
-            return shared[saved_id]
-
-        weights = self._unwrapped.state_dict(keep_vars=True)
-        for place, state in states.items():
-            part, restore = self._parts.get(place), partial(restore_value, place)
-            load_plain_state(part, state, self.fabric.device, restore, weights)
-        self._warn_missing(states)
-
-    def _warn_missing(self, states: Iterable[str]) -> None:
-        missing = [place.removesuffix(".") for place in states if place not in self._parts]
-        if missing:
-            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
-            text += " not created it. A resumed run may differ. Create it in __init__."
-            warnings.warn(text, stacklevel=3)
-
-    def _find_differing_values(
-        self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
-    ) -> set[int]:
-        """Return the ids of values that attributes share, although their saved values differ.
-
-        Changing such a list in place would change all of its attributes.
-        """
-        holders: dict[int, list[Any]] = defaultdict(list)
-        for place, part in self._parts.items():
-            for name, value in namespace_of(part).items():
-                if name not in rebound.get(place, {}):
-                    holders[id(value)].append(states.get(place, {}).get(name, END))
-        return {
-            number
-            for number, (first, *others) in holders.items()
-            if not all(is_same(first, other) for other in others)
-        }
-
-    def _restore_rebound(self, saved_id: int, current: Any, value: Any) -> Any:
-        # This resume may have assigned the object already, when it restored an earlier state.
-        is_known = self._restored_objects.get(saved_id, END) is current
-        restored = current if is_known and replace_content(current, value) else value
-        self._restored_objects[saved_id] = restored
-        return restored
-
-    def _may_change_in_place(self, place: str, name: str, current: Any) -> bool:
-        # If a hook of this run has assigned another object, others may refer to that object. If the
-        # current tensor is a weight of the model, do not overwrite the weight.
-        mark = mark_object(current)
-        is_start = is_same(self._start_objects.get(place, {}).get(name, mark), mark)
-        return is_start and address_of(current) not in self._weights
-
-    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
-        if (place, name) not in self._unsaved:
-            self._unsaved.add((place, name))
-            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved"
-            text += f" nor restored ({reason}). A resumed run may differ. Keep numbers, tensors or"
-            text += " lists in the attribute instead, such as the position in the data."
-            warnings.warn(text, stacklevel=2)
-
-    # Earlier fits in the same process
-
-    @contextmanager
-    def _recorded_values(self) -> Iterator[None]:
-        """After the with block, record the attributes of the model, the loaders and the loop."""
-        self._parts: dict[str, Any] = {}
-        self._start_states: dict[str, dict[str, Any]] = {}
-        # A reference to each attribute's object at the start of the run.
-        self._start_objects: dict[str, dict[Any, Any]] = {}
-        self._recorded_objects: dict[str, dict[Any, Any]] = {}
-        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
-        self._restored_objects: dict[int, Any] = {}
-        # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
-        # the run that saves its checkpoints in this folder.
-        self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
-        # If fit fails before training starts, `_redo` restores the attributes that
-        # `_undo_earlier_fits` has reset.
-        self._redo = ExitStack()
-        try:
-            yield
-        finally:
-            self._redo.close()
-            with suppress(Exception):
-                self._record_end()
-            # Remove the loop's reference to itself, so that Python frees the loop and the loaders
-            # without garbage collection.
-            self._parts.pop("training loop", None)
-
-    def _record_end(self) -> None:
-        current = self._mark_objects()
-        for place, owner, kind in self._record_keys() if self._starts else ():
-            starts = self._starts.get((id(owner), kind), {})
-            values = self._read_values(place, kind) if starts else None
-            if values is not None:
-                newest = [*starts.values()][-1]
-                record_of(owner)[kind] = starts, share_equal_values(values, newest)
-                before = self._recorded_objects.get(place, {})
-                changed = changed_names(before, current.get(place, {})) if before else ()
-                record_of(owner).setdefault(f"rebound {kind}", set()).update(changed)
-
-    def _undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
-        """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
-
-        Args:
-            run: The folder of the run to resume, or None for a new run, which resets nothing.
-        """
-        # A checkpoint contains only attributes that the saved run has changed. Earlier fits may
-        # have changed other attributes, so reset these attributes here.
-        self._not_reset: set[tuple[str, Any]] = set()
-        self._watch_optimizer([*split_optimizers(getattr(self, "optimizer", None))[0], None][0])
-        ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
-        saved = ranks[self.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
-        states: dict[str, dict[str, Any]] = {}
-        contents: dict[str, dict[str, Any]] = {}
-        if run is not None:
-            # Register _load_parts first, so that ExitStack calls it last, after attributes are
-            # restored.
-            self._redo.callback(self._load_parts, contents)
-            self._redo.callback(self._start_objects.clear)
-        for place, owner, kind in self._record_keys():
-            is_recorded = kind in EARLIER_FITS.get(id(owner), {})
-            values: Any = self._read_values(place, kind) if is_recorded else None
-            start = {} if values is None else self._take_start_values(owner, kind, run, values)
-            if start and kind == "options":
-                self._redo.callback(vars(self).update, values)
-                vars(self).update(start)
-            elif start and kind in ("requires_grad", "training"):
-                self._redo.callback(self._set_flags, {kind: values})
-                self._set_flags({kind: {n: v for n, v in start.items() if v is not REMOVED}})
-            elif start:
-                state = states[place] = self._choose_restorable(place, start, values, saved)
-                rebound = EARLIER_FITS[id(owner)].get(f"rebound {kind}", set())
-                # Others may refer to objects that earlier fits have assigned. Do not change them.
-                self._start_objects[place] = dict.fromkeys(rebound)
-                names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
-                names = [n for n in names if n not in rebound]
-                contents[place] = {name: values.get(name, REMOVED) for name in names}
-                part = self._parts[place]
-                for name in namespace_of(part).keys() & state:
-                    self._redo.callback(set_value, part, name, namespace_of(part)[name])
-        if states:
-            self._load_parts(states)
-
-    def _take_start_values(
-        self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
-    ) -> dict[str, Any]:
-        """For attributes that have changed since a run started, return the values at its start."""
-        # While this fit runs, remove the start values from EARLIER_FITS. Otherwise, a hook that
-        # calls another fit with the same model would change the start values.
-        starts, end = EARLIER_FITS[id(owner)].pop(kind)
-        self._starts[id(owner), kind] = starts
-        # Do not undo changes that the user has made since the latest fit.
-        for name in changed_names(end, values):
-            for start in starts.values():
-                start[name] = values.get(name, REMOVED)
-        start = starts.get(run, values)
-        return {name: start.get(name, REMOVED) for name in changed_names(start, values)}
-
-    def _choose_restorable(
-        self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the attributes that can be reset to their values at the start of the run."""
-        chosen, of_place = {}, saved.get(place, {})
-        for name, value in start.items():
-            path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            is_generator = is_random_state(value) and type(value) is type(current)
-            is_needed = is_object_state(of_place.get(name)) and not is_generator
-            is_needed = is_needed or any(is_inside(other, path) for other in saved)
-            is_mark = isinstance(value, ChangeMark)
-            is_unknown = is_mark or (is_object_state(value) and type(value) is not type(current))
-            are_objects = isinstance(value, ObjectMark) and isinstance(current, ObjectMark)
-            if not (is_needed or is_unknown):
-                chosen[name] = value
-            elif is_needed or not are_objects:
-                self._not_reset.add((place, name))
-            is_lost = is_unknown and not (is_needed or are_objects)
-            if is_lost and name in values and name not in of_place:
-                text = f"resume: an earlier fit in this process changed the attribute {name!r} of"
-                text += f" the {place or 'model'}, and the loop cannot restore its value. A resumed"
-                text += " run may differ. Create the model and the loaders again."
-                warnings.warn(text, stacklevel=2)
-        return chosen
-
-    def _record_start(self) -> None:
-        """Record the attributes of the model, the loaders and the loop at the start of training."""
-        self._redo.pop_all()
-        self._recorded_objects = self._mark_objects()
-        run = self.checkpoint_dir.resolve()
-        values = {"options": self._given_options, **self._start_flags}
-        for place, owner, kind in self._record_keys():
-            start = values.get(kind, self._start_states.get(place))
-            if start is not None:
-                starts = self._starts.setdefault((id(owner), kind), {})
-                newest = [{}, *starts.values()][-1]
-                # If this process already started the run, keep the attributes from the first start.
-                start = starts.pop(run) if run in starts else share_equal_values(start, newest)
-                starts[run] = start
-                # To save memory, keep the start values of only the latest four runs.
-                for oldest in [*starts][:-4]:
-                    del starts[oldest]
-
-    def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return tuples such as ("", model, "training") for values to record in EARLIER_FITS."""
-        self._find_objects()
-        model = self._parts.get("")
-        model = model if type(model).__weakrefoffset__ else self
-        keys = [("", self, "options"), ("", model, "requires_grad"), ("", model, "training")]
-        for place, part in self._parts.items():
-            # EARLIER_FITS needs weak references, which lists and dicts do not support. Store the
-            # values of lists and dicts together with the values of the model.
-            is_owner = type(part).__weakrefoffset__
-            keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
-        return keys
-
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in NUMBERS}
-
-    def _read_values(self, place: str, kind: str) -> Any:
-        """Return the options, flags or attributes that ``kind`` selects, or None if reading fails.
-
-        Args:
-            place: The path of the object.
-            kind: "options" for the loop's options, "requires_grad" or "training" for the flags of
-                the model, or any other string for the attributes of the object.
-        """
-        if kind == "options":
-            return self._options()
-        if kind in ("requires_grad", "training"):
-            return flags_of(self._unwrapped)[kind]
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self._marked_state(place)
-        return None
-
     # Set-up
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
@@ -2256,22 +1669,8 @@ class MiniLoop:
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         # A list can be restored in place, but a tuple cannot.
         train = list(train) if type(train) is tuple else train
-        # Also save the state of other loaders that users have added to the loop as attributes.
-        own, kind = namespace_of(self), torch_data.DataLoader
-        loaders = {f"val {name} ": own[name] for name in own if isinstance(own[name], kind)}
-        loaders |= {"train ": train, "val ": val}
-        parts = {prefix + n: p for prefix in loaders for n, p in parts_of(loaders[prefix]).items()}
-        read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
-        # If a dataset contains one of the model's modules, save this module only once.
-        parts.update(self._unwrapped.named_modules())
-        parts[""] = unwrap_compiled(self.model)
-        parts["training loop"] = self
-        places = {id(part): place for place, part in parts.items()}
-        self._parts = {place: parts[place] for place in places.values()}
-        # Record which objects in `_parts` may affect the order of samples, such as the loaders.
-        self._read_places = {place for place, part in self._parts.items() if id(part) in read}
-        self._object_places: list[str] = []
-        self._undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
+        self._attributes.set_up(train, val)
+        self._attributes.undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -2346,7 +1745,7 @@ class MiniLoop:
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
-        self._watch_optimizer(self.optimizer)
+        self._attributes.watch_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
@@ -2373,11 +1772,6 @@ class MiniLoop:
         for (owner, current), start in zip(self._describe_arguments(), starts, strict=False):
             record_of(owner)["arguments"] = start, current
 
-    def _watch_optimizer(self, optimizer: Any) -> None:
-        self._parts.pop("fit optimizer", None)
-        if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
-            self._parts["fit optimizer"] = optimizer
-
     def _prepare_training(self, resumed: dict[str, Any], before: Any = None) -> None:
         """Record the state before training, and check whether a checkpoint can be resumed.
 
@@ -2387,7 +1781,7 @@ class MiniLoop:
         # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
         # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
-        self._given_options = self._options()
+        self._given_options = {name: getattr(self, name) for name in NUMBERS}
         self._hparams = find_hparams(self.model)
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
@@ -2395,26 +1789,7 @@ class MiniLoop:
         text += " keys out, or rename them."
         check(not other, text)
         self._settings = {**saved, **own}
-        self._find_objects()
-        self._start_states = {place: self._marked_state(place) for place in self._parts}
-        ids = {*map(id, [*self._unwrapped.modules(), *self._unwrapped.parameters()])}
-        for place, state in self._start_states.items() if before is not None else ():
-            # A resumed run calls configure_optimizers after it has loaded the weights, so always
-            # save the attributes that this method sets, except ids. They may be copies of weights.
-            values = namespace_of(self._parts[place])
-            plain = {n: v for n, v in state.items() if not isinstance(v, ObjectMark)}
-            unsaved = {n: v for n, v in plain.items() if refers_to(values.get(n), ids)}
-            self._start_states[place] = {**before.get(place, {}), **unsaved}
-        self._start_objects.update(self._mark_objects())
-        for place, name in self._not_reset:
-            # Always save an attribute whose value at the start of the run is unknown.
-            self._start_states.get(place, {}).pop(name, None)
-            path = f"{place}.{name}".removeprefix(".")
-            for inner in [other for other in self._start_states if is_inside(other, path)]:
-                del self._start_states[inner]
-        self._iterators = {}
-        self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
-        self._unsaved: set[tuple[str, str]] = set()
+        self._attributes.start(before)
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -2426,7 +1801,7 @@ class MiniLoop:
             text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
             text += " intentional, you can ignore this warning."
             warnings.warn(text, stacklevel=3)
-        self._start_flags = flags_of(self._unwrapped)
+        self._attributes.mark_flags()
         self._start_parameters = {*self.network.parameters()}
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
@@ -2441,7 +1816,7 @@ class MiniLoop:
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
-            self._convert_attributes(ranks)
+            self._attributes.convert(ranks)
         found = own.get("iterators", [])
         text = f"resume: got an iterator in the loader ({found}), whose position after the first"
         text += " epoch is not saved. Create the iterator in __iter__, or use load= to start a new"
@@ -2495,36 +1870,6 @@ class MiniLoop:
         for kind, described in self._arguments.items():
             for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
                 check_arguments(kind, new, old)
-
-    def _convert_attributes(self, ranks: list[dict[str, Any]]) -> None:
-        """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
-        # FabricLoop saves random generators in a format that MiniLoop cannot read.
-        parts = self._state()["parts"]
-        values = [namespace_of(self._parts[p]).get(name) for p in parts for name in parts[p]]
-        is_complete = not self._not_reset and not any(isinstance(v, GENERATORS) for v in values)
-        for of_process in ranks:
-            is_complete = is_complete and not has_attributes(of_process["data"])
-            converted: dict[str, dict[str, Any]] = defaultdict(dict)
-            marks: dict[str, dict[str, int]] = defaultdict(dict)
-            # Older checkpoints do not contain the key "rebound".
-            rebound = of_process["plain_state"].get("rebound", {})
-            for (path, name), value in of_process["plain_state"]["attributes"].items():
-                root, _, place = path.partition(".")
-                if root == "optimizer":
-                    place = path.replace("optimizer.0", "fit optimizer", 1)
-                is_complete = is_complete and root in ("model", "optimizer")
-                # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
-                of_module = re.sub(r"(^|\.)buffers$", "", place)
-                if place not in self._parts and place != of_module and value != REMOVED:
-                    value = "buffer", value
-                converted[place if place in self._parts else of_module][name] = value
-                if (path, name) in rebound:
-                    marks[place if place in self._parts else of_module][name] = rebound[path, name]
-            of_process["rng"] |= {"parts": converted, "rebound": marks}
-        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
-        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
-        text += " start a new run from the weights."
-        check(is_complete, text)
 
     def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
         """Warn if the optimizer's class has changed, or raise an error if it has new options."""
@@ -3370,6 +2715,722 @@ def exact_value(loaded: Any, saved: Any) -> Any:
 # Attributes and random generators, which state_dict() does not contain
 
 
+class SavedAttributes:
+    """The attributes and RNG states that checkpoints contain, but state_dict() does not.
+
+    A checkpoint contains the attributes that have changed since the start of training. To find
+    these, `start` records all attributes, and `state` compares them with the current ones. To
+    resume, `load_state` restores them, in place where possible. While `fit` or `validate` runs,
+    use the object as a context manager. When this ends, EARLIER_FITS records the attributes.
+
+    Attributes:
+        parts: Maps a path, such as "train sampler" or the name of a module, to an object.
+        weights: Maps the address of each weight of the model to its name.
+    """
+
+    def __init__(self, loop: MiniLoop) -> None:
+        # Python frees the loop and its loaders sooner if the loop does not refer to itself.
+        self._loop = weakref.ref(loop)
+        self._network: Any = loop._unwrapped
+        self.parts: dict[str, Any] = {}
+        self.weights: dict[Any, str] = {}
+        # The paths of objects that `find_objects` has found in the attributes of others.
+        self._object_places: list[str] = []
+        # The paths of objects that may affect the order of samples, such as the loaders.
+        self._read_places: set[str] = set()
+        self._saved_ids: set[int] = set()
+        self._start_states: dict[str, dict[str, Any]] = {}
+        self._start_flags: dict[str, dict[str, bool]] = {}
+        # A reference to each attribute's object at the start of the run.
+        self._start_objects: dict[str, dict[Any, Any]] = {}
+        self._recorded_objects: dict[str, dict[Any, Any]] = {}
+        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
+        self._restored_objects: dict[int, Any] = {}
+        self._objects_before: dict[int, Any] = {}
+        self._kept: list[tuple[Any, dict[str, Any]]] = []
+        self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._iterators: dict[tuple[str, str], Any] = {}
+        self._unsaved: set[tuple[str, str]] = set()
+        self._not_reset: set[tuple[str, Any]] = set()
+        # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
+        # the run that saves its checkpoints in this folder.
+        self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
+        # If fit fails before training starts, `_redo` restores the attributes that
+        # `undo_earlier_fits` has reset.
+        self._redo = ExitStack()
+
+    @property
+    def loop(self) -> Any:
+        return self._loop()
+
+    def __enter__(self) -> SavedAttributes:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._redo.close()
+        with suppress(Exception):
+            self._record_end()
+        self.parts.pop("training loop", None)
+
+    def set_up(self, train: Any, val: Any) -> None:
+        """Find the objects whose attributes checkpoints contain, such as the model's modules."""
+        # Also save the state of other loaders that users have added to the loop as attributes.
+        own, kind = namespace_of(self.loop), torch_data.DataLoader
+        loaders = {f"val {name} ": own[name] for name in own if isinstance(own[name], kind)}
+        loaders |= {"train ": train, "val ": val}
+        parts = {prefix + n: p for prefix in loaders for n, p in parts_of(loaders[prefix]).items()}
+        read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
+        # If a dataset contains one of the model's modules, save this module only once.
+        parts.update(self._network.named_modules())
+        parts[""] = unwrap_compiled(self.loop.model)
+        parts["training loop"] = self.loop
+        places = {id(part): place for place, part in parts.items()}
+        self.parts = {place: parts[place] for place in places.values()}
+        # Record which objects in `parts` may affect the order of samples, such as the loaders.
+        self._read_places = {place for place, part in self.parts.items() if id(part) in read}
+
+    def start(self, before: Any) -> None:
+        """Record all attributes before training, to detect later changes.
+
+        Args:
+            before: The attributes before configure_optimizers, or None if it was not called.
+        """
+        self.find_objects()
+        self._start_states = {place: self._marked_state(place) for place in self.parts}
+        ids = {*map(id, [*self._network.modules(), *self._network.parameters()])}
+        for place, state in self._start_states.items() if before is not None else ():
+            # A resumed run calls configure_optimizers after it has loaded the weights, so always
+            # save the attributes that this method sets, except ids. They may be copies of weights.
+            values = namespace_of(self.parts[place])
+            plain = {n: v for n, v in state.items() if not isinstance(v, ObjectMark)}
+            unsaved = {n: v for n, v in plain.items() if refers_to(values.get(n), ids)}
+            self._start_states[place] = {**before.get(place, {}), **unsaved}
+        self._start_objects.update(self.mark_objects())
+        for place, name in self._not_reset:
+            # Always save an attribute whose value at the start of the run is unknown.
+            self._start_states.get(place, {}).pop(name, None)
+            path = f"{place}.{name}".removeprefix(".")
+            for inner in [other for other in self._start_states if is_inside(other, path)]:
+                del self._start_states[inner]
+
+    def mark_flags(self) -> None:
+        """Record which parameters are frozen and which modules are in train mode."""
+        self._start_flags = flags_of(self._network)
+
+    def changed_flags(self) -> dict[str, dict[str, bool]]:
+        """Return the flags that have changed since the start of training."""
+        current, start = flags_of(self._network).items(), self._start_flags
+        return {kind: dict(flags.items() - start[kind].items()) for kind, flags in current}
+
+    def marked_states(self) -> dict[str, dict[str, Any]]:
+        """Return a snapshot of the attributes of all objects."""
+        self.find_objects()
+        return {place: self._marked_state(place) for place in self.parts}
+
+    def state(self, places: set[str] | None = None) -> dict[str, Any]:
+        """Return the RNG states, and the attributes that have changed since the start of the run.
+
+        Args:
+            places: The paths of the objects to include, such as "train sampler", or None for all.
+        """
+        self.find_objects()
+        network, changed, rebound = self._network, {}, {}
+        ids = {*map(id, [*network.modules(), *network.parameters()])}
+        for place, part in self.parts.items():
+            if places is not None and place not in places:
+                continue
+            start, state = self._start_states.get(place, {}), {}
+            attributes = namespace_of(part)
+            for name, value in self._plain_state(place).items():
+                current = attributes.get(name)
+                is_random = isinstance(current, GENERATORS)
+                if is_random or name not in start or not is_same(value, start[name]):
+                    state[name] = value
+                    if refers_to(current, ids):
+                        reason = "it contains ids of modules or parameters, which change"
+                        del state[name]
+                        self._warn_unsaved(place, name, reason)
+                    elif isinstance(value, ChangeMark):
+                        try:
+                            state[name] = encode_large(current, self.loop.fabric.device)
+                        except TypeError as error:
+                            del state[name]
+                            self._warn_unsaved(place, name, f"it contains {error} objects")
+            buffers = part._buffers if isinstance(part, nn.Module) else {}
+            state.update((n, ("buffer", state[n])) for n in buffers.keys() & state.keys())
+            removed = [name for name in start if name not in attributes and name not in buffers]
+            state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
+            if state:
+                changed[place] = state
+                rebound[place] = self._find_rebound(place, state)
+        return {**get_rng_state(), "parts": changed, "rebound": rebound}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+        if state.get("is_of_other_process"):
+            # The saved run had fewer processes, so this process draws its own random numbers.
+            seed = int(torch.randint(2**31, ())) + self.loop.fabric.global_rank
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        self.load_parts(state.get("parts", {}), state.get("rebound"))
+
+    def load_parts(
+        self,
+        states: dict[str, dict[str, Any]],
+        rebound: dict[str, dict[Any, int]] | None = None,
+    ) -> None:
+        """Restore the attributes in ``states``, in place where possible.
+
+        Args:
+            rebound: The ids of the objects that the saved run has assigned to attributes. These
+                attributes get a new object, because others may refer to the old one.
+        """
+        rebound = rebound or {}
+        for place in states:
+            create_item(self.parts, place)
+        self.find_objects()
+        states = {p: register_buffers(self.parts.get(p), state) for p, state in states.items()}
+        differing = self._find_differing_values(states, rebound)
+        groups = getattr(getattr(self.loop, "optimizer", None), "param_groups", END)
+        shared: dict[int, Any] = {}
+
+        def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
+            """Return the object to assign, which is the current one if it was changed in place."""
+            saved_id = rebound.get(place, {}).get(name)
+            if current is groups:
+                return current
+            if saved_id is None:
+                is_target = id(current) not in differing
+                is_target = is_target and self._may_change_in_place(place, name, current)
+                return current if is_target and replace_content(current, value) else value
+            # Attributes that shared an object in the saved run share it in this run.
+            if saved_id not in shared:
+                shared[saved_id] = self._restore_rebound(saved_id, current, value)
+            return shared[saved_id]
+
+        weights = self._network.state_dict(keep_vars=True)
+        for place, state in states.items():
+            part, restore = self.parts.get(place), partial(restore_value, place)
+            load_plain_state(part, state, self.loop.fabric.device, restore, weights)
+        self._warn_missing(states)
+
+    def watch_optimizer(self, optimizer: Any) -> None:
+        self.parts.pop("fit optimizer", None)
+        if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
+            self.parts["fit optimizer"] = optimizer
+
+    def find_objects(self) -> None:
+        """Search the model, loop and optimizer for objects to save, and update ``parts``."""
+        weights = self._network.state_dict(keep_vars=True)
+        self.weights = {address_of(weights[name]): name for name in reversed(weights)}
+        self.weights.pop(None, None)
+        # Hooks may have created or deleted objects, so remove the objects of the last search.
+        for place in self._object_places:
+            del self.parts[place]
+        # The loop has no optimizer if validate() runs before fit().
+        schedulers = [config["scheduler"] for config in getattr(self.loop, "schedulers", ())]
+        saved = [getattr(self.loop, "optimizer", None), *schedulers, *self._network.modules()]
+        self._saved_ids = {*map(id, saved)}
+        self._add_new_modules()
+        known = {*map(id, self.parts.values()), *self._saved_ids}
+        found: dict[str, Any] = {}
+        for place, part in self.parts.items():
+            if place.startswith(("train ", "val ")):
+                continue
+            # Reading the attributes of a user's object may raise any error.
+            with suppress(Exception):
+                for path, value in objects_in(part, known, self._saved_ids).items():
+                    found[f"{place}.{path}".removeprefix(".")] = value
+                    known.add(id(value))
+        self._object_places[:] = found
+        self.parts |= found
+
+    def _add_new_modules(self) -> None:
+        """Add modules to ``parts`` that hooks such as on_train_start registered in the model."""
+        known = {*map(id, self.parts.values())}
+        for place, module in self._network.named_modules():
+            if place and id(module) not in known:
+                self.parts[place] = module
+                # The values from before training belong to another module. Without them, the
+                # checkpoint contains all attributes of the new module.
+                for old in [p for p in self._start_states if is_inside(p, place)]:
+                    del self._start_states[old]
+
+    def _find_attributes(self, place: str) -> dict[str, Any]:
+        """Return an object's attributes, without those that are never saved in a checkpoint."""
+        part = self.parts[place]
+        values = {**namespace_of(part)}
+        if self._is_installed(place):
+            return {n: value for n, value in values.items() if isinstance(value, GENERATORS)}
+        if isinstance(part, nn.Module):
+            # `set_flags` restores the train or eval mode of the model's modules.
+            ignored = MODULE_ATTRIBUTES - {"training" if place in self._object_places else ""}
+            values = {name: values[name] for name in values if name not in ignored}
+            values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
+        elif isinstance(part, torch.optim.Optimizer):
+            values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
+        elif isinstance(part, torch_data.DataLoader):
+            # Do not save attributes such as __pl_saved_kwargs, which fabric.launch() adds to a
+            # DataLoader.
+            values = {name: values[name] for name in values if not name.startswith("__pl_")}
+        return values
+
+    def _is_installed(self, place: str) -> bool:
+        """Return whether an object's class is in an installed package, not in the user's code."""
+        part = self.parts[place]
+        file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
+        is_object = place in self._object_places and not isinstance(part, nn.Module)
+        return is_object and not is_hparams(part) and "-packages" in (file or "")
+
+    def _plain_state(self, place: str) -> dict[str, Any]:
+        """Return an object's encoded attributes, except those that ``encode`` does not support."""
+        device, found = self.loop.fabric.device, {}
+        # Do not save a module in a loader's attributes, because the module may be the model itself.
+        is_loader = place.startswith(("train ", "val "))
+        groups = getattr(getattr(self, "optimizer", None), "param_groups", END)
+        for name, value in self._find_attributes(place).items():
+            if value is groups:
+                # The state of the optimizer already contains its parameter groups.
+                continue
+            with suppress(TypeError):
+                if isinstance(value, GENERATORS):
+                    found[name] = random_state(value)
+                elif is_loader:
+                    found[name] = encode_or_mark(value, device, self.weights)
+                elif isinstance(value, nn.Module):
+                    if self._saved_ids.isdisjoint(map(id, value.modules())):
+                        marks = map(mark_tensor, value.state_dict().values())
+                        found[name] = ChangeMark([*marks, flags_of(value)["requires_grad"]])
+                elif is_stateful(value):
+                    if id(value) not in self._saved_ids:
+                        found[name] = "state", encode(value.state_dict(), device)
+                else:
+                    found[name] = encode(value, device, None, self.weights)
+            if name not in found:
+                check_unsaved(name, value, is_loader)
+                if is_loader and holds_objects(value):
+                    # The objects in this container are saved separately, so record only its length.
+                    found[name] = ChangeMark((len(value),))
+        return found
+
+    def _marked_state(self, place: str) -> dict[str, Any]:
+        """Return a snapshot of an object's attributes, to detect or undo later changes."""
+        attributes = {} if self._is_installed(place) else namespace_of(self.parts[place])
+        marks = {name: mark_object(value) for name, value in attributes.items()}
+        return {**marks, **self._plain_state(place)}
+
+    def mark_objects(self) -> dict[str, dict[Any, Any]]:
+        """Return a reference to the object of each attribute, to detect new objects later."""
+        found: dict[str, dict[Any, Any]] = {}
+        for place in self.parts:
+            values = self._find_attributes(place).items()
+            found[place] = {name: mark_object(value) for name, value in values}
+        return found
+
+    def mark_changes(self, before: dict[str, dict[Any, Any]]) -> None:
+        """Mark what on_train_start has changed, so that checkpoints always contain it.
+
+        A resumed run calls on_train_start again. If training changes a value back to its value from
+        before on_train_start, the checkpoint must still contain this value.
+
+        Args:
+            before: References to the objects of all attributes before on_train_start.
+        """
+        self.find_objects()
+        for kind, flags in flags_of(self._network).items():
+            unchanged = flags.items() & self._start_flags[kind].items()
+            self._start_flags[kind] = dict(unchanged)
+        for place in [p for p in self._start_states if not p.startswith(("train ", "val "))]:
+            start, state = self._start_states[place], self._plain_state(place)
+            for name in changed_names({n: start.get(n, REMOVED) for n in state}, state):
+                start[name] = REMOVED
+        # A resumed run calls on_train_start before it restores attributes. Treat objects that this
+        # hook assigns as objects from the start of the run.
+        for place, current in self.mark_objects().items():
+            changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
+            self._start_objects.setdefault(place, {}).update(changed)
+
+    def _find_rebound(self, place: str, state: dict[str, Any]) -> dict[Any, int]:
+        """Return the ids of the values to which saved attributes have been rebound.
+
+        A resumed run does not change the old values in place, because others may refer to them.
+        """
+        start = self._start_objects.get(place, {})
+        values = self._find_attributes(place).items()
+        found = {n: value for n, value in values if n in state and type(value) not in ATOMS}
+        return {n: id(found[n]) for n in found if not is_same(start.get(n), mark_object(found[n]))}
+
+    def _find_differing_values(
+        self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
+    ) -> set[int]:
+        """Return the ids of values that attributes share, although their saved values differ.
+
+        Changing such a list in place would change all of its attributes.
+        """
+        holders: dict[int, list[Any]] = defaultdict(list)
+        for place, part in self.parts.items():
+            for name, value in namespace_of(part).items():
+                if name not in rebound.get(place, {}):
+                    holders[id(value)].append(states.get(place, {}).get(name, END))
+        return {
+            number
+            for number, (first, *others) in holders.items()
+            if not all(is_same(first, other) for other in others)
+        }
+
+    def _restore_rebound(self, saved_id: int, current: Any, value: Any) -> Any:
+        # This resume may have assigned the object already, when it restored an earlier state.
+        is_known = self._restored_objects.get(saved_id, END) is current
+        restored = current if is_known and replace_content(current, value) else value
+        self._restored_objects[saved_id] = restored
+        return restored
+
+    def _may_change_in_place(self, place: str, name: str, current: Any) -> bool:
+        # If a hook of this run has assigned another object, others may refer to that object. If the
+        # current tensor is a weight of the model, do not overwrite the weight.
+        mark = mark_object(current)
+        is_start = is_same(self._start_objects.get(place, {}).get(name, mark), mark)
+        return is_start and address_of(current) not in self.weights
+
+    def keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
+        """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
+        for place, state in states.items():
+            start = self._start_states.get(place, {})
+            for name in state.keys() & start.keys():
+                if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
+                    value = namespace_of(self.parts[place])[name]
+                    with suppress(TypeError):
+                        # `reset_loaders` cannot restore the attribute from a checksum, so store a
+                        # copy.
+                        start[name] = encode_large(value, self.loop.fabric.device)
+
+    def _warn_missing(self, states: Iterable[str]) -> None:
+        missing = [place.removesuffix(".") for place in states if place not in self.parts]
+        if missing:
+            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
+            text += " not created it. A resumed run may differ. Create it in __init__."
+            warnings.warn(text, stacklevel=3)
+
+    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
+        if (place, name) not in self._unsaved:
+            self._unsaved.add((place, name))
+            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved"
+            text += f" nor restored ({reason}). A resumed run may differ. Keep numbers, tensors or"
+            text += " lists in the attribute instead, such as the position in the data."
+            warnings.warn(text, stacklevel=2)
+
+    def convert(self, ranks: list[dict[str, Any]]) -> None:
+        """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
+        # FabricLoop saves random generators in a format that MiniLoop cannot read.
+        parts = self.state()["parts"]
+        values = [namespace_of(self.parts[p]).get(name) for p in parts for name in parts[p]]
+        is_complete = not self._not_reset and not any(isinstance(v, GENERATORS) for v in values)
+        for of_process in ranks:
+            is_complete = is_complete and not has_attributes(of_process["data"])
+            converted: dict[str, dict[str, Any]] = defaultdict(dict)
+            marks: dict[str, dict[str, int]] = defaultdict(dict)
+            # Older checkpoints do not contain the key "rebound".
+            rebound = of_process["plain_state"].get("rebound", {})
+            for (path, name), value in of_process["plain_state"]["attributes"].items():
+                root, _, place = path.partition(".")
+                if root == "optimizer":
+                    place = path.replace("optimizer.0", "fit optimizer", 1)
+                is_complete = is_complete and root in ("model", "optimizer")
+                # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
+                of_module = re.sub(r"(^|\.)buffers$", "", place)
+                if place not in self.parts and place != of_module and value != REMOVED:
+                    value = "buffer", value
+                converted[place if place in self.parts else of_module][name] = value
+                if (path, name) in rebound:
+                    marks[place if place in self.parts else of_module][name] = rebound[path, name]
+            of_process["rng"] |= {"parts": converted, "rebound": marks}
+        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
+        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
+        text += " start a new run from the weights."
+        check(is_complete, text)
+
+    # Loaders
+
+    def loader_state(self) -> dict[str, Any]:
+        """Return the RNG states, and the loaders' attributes that have changed during the run."""
+        return self.state({*self._loader_places()})
+
+    def _loader_places(self) -> list[str]:
+        return [place for place in self._start_states if place in self._read_places]
+
+    def restore_epoch_start(
+        self, epoch_start: dict[str, Any], saved: dict[str, dict[str, Any]]
+    ) -> None:
+        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
+
+        Args:
+            saved: The attributes at the time of the save.
+        """
+        before = [self._find_attributes(place).values() for place in self.parts]
+        self._objects_before = {id(value): value for value in chain.from_iterable(before)}
+        # The attributes of the loaders' objects before the reset, except large ones.
+        self._kept.clear()
+        added: dict[str, dict[str, Any]] = {}
+        for place in self._loader_places():
+            part, start = self.parts[place], self._start_states[place]
+            small = [n for n in self._plain_state(place) if type(start.get(n)) is not ChangeMark]
+            values = namespace_of(part)
+            self._kept.append((part, {name: values[name] for name in small if name in values}))
+            added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
+        self.reset_loaders({})
+        self.load_parts(added)
+        self.load_parts(epoch_start["parts"], epoch_start.get("rebound"))
+        set_rng_state(epoch_start)
+
+    def restore_after_rereading(self, state: dict[str, Any]) -> None:
+        """After the finished batches were read again, restore the state that the run had then."""
+        # Resetting the loaders, or reading the finished batches again, may assign new lists and
+        # tensors to the loaders' attributes. Put the original objects back, because the model may
+        # refer to them.
+        for part, values in self._kept:
+            current = namespace_of(part)
+            for name in [n for n in values if type(current.get(n)) is type(values[n])]:
+                set_value(part, name, values[name])
+        self.reset_loaders(state["parts"])
+        self._restored_objects.update(self._objects_before)
+        self.load_state(state)
+
+    def forget_copies(self) -> None:
+        """Free what only the start of an epoch needs."""
+        self._large_values.clear()
+        self._restored_objects.clear()
+        self._kept.clear()
+        self._objects_before.clear()
+
+    def copy_large_values(self) -> None:
+        """Copy loader attributes that have only a checksum, so that they can be restored."""
+        for place in self._loader_places():
+            for name, value in namespace_of(self.parts[place]).items():
+                is_marked = type(self._start_states[place].get(name)) is ChangeMark
+                if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
+                    copied = value
+                    # To save memory, do not copy a tensor or an array larger than 256 MB. If a hook
+                    # changes such a value in place, the loop cannot restore the value.
+                    if getattr(value, "nbytes", 0) <= 2**28:
+                        is_tensor = isinstance(value, Tensor)
+                        copied = value.detach().clone() if is_tensor else copy.copy(value)
+                    self._large_values[place, name] = value, copied
+
+    def reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Reset changed attributes of the loaders to their values at the start of the run.
+
+        Args:
+            saved: The attributes in the checkpoint, which are not reset. Hooks such as
+                on_train_start may have changed attributes that the checkpoint lacks.
+        """
+        ids = {*map(id, [*self._network.modules(), *self._network.parameters()])}
+        changed: dict[str, dict[str, Any]] = defaultdict(dict)
+        for place in self._loader_places():
+            attributes, state = namespace_of(self.parts[place]), self._plain_state(place)
+            for name, start in list(self._start_states[place].items()):
+                is_unsaved = name in attributes and name not in state
+                is_unsaved = is_unsaved or refers_to(attributes.get(name), ids)
+                is_known = name in saved.get(place, {}) or is_unsaved
+                if is_known or is_same(state.get(name, END), start):
+                    continue
+                if isinstance(start, ChangeMark):
+                    self._reset_large_value(place, name)
+                else:
+                    changed[place][name] = start
+        self.load_parts(changed)
+
+    def _reset_large_value(self, place: str, name: str) -> None:
+        if (place, name) not in self._large_values:
+            return
+        value, copied = self._large_values[place, name]
+        set_value(self.parts[place], name, value)
+        start = self._start_states[place]
+        if is_same(self._plain_state(place).get(name), start[name]):
+            return
+        if value is not copied and replace_content(value, copied):
+            mark = self._plain_state(place)[name]
+            if isinstance(value, Tensor):
+                # replace_content() changes the tensor's version counter, so record the new one.
+                start[name] = mark
+            if is_same(mark, start[name]):
+                return
+        text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
+        text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
+        text += " differ. Assign a new value to the attribute instead of changing it in place."
+        warnings.warn(text, stacklevel=2)
+
+    def mark_iterators(self) -> None:
+        """Remember the loader's iterators, to find the ones that iter(loader) does not replace."""
+        self._iterators = self._find_iterators()
+
+    def _find_iterators(self) -> dict[tuple[str, str], Any]:
+        """Return the iterators that the training loader and its dataset hold in attributes."""
+        # Worker processes start each epoch with a new copy of the dataset.
+        has_workers = getattr(self.loop.train_loader, "num_workers", 0) > 0
+        skipped = ("train dataset", "train collate_fn") if has_workers else ()
+        places = [p for p in self.parts if p.startswith("train ") and not p.startswith(skipped)]
+        parts = ((place, self.parts[place]) for place in places)
+        found: dict[tuple[str, str], Any] = {}
+        for place, part in parts:
+            found.update(((place, name), value) for name, value in namespace_of(part).items())
+        return {key: value for key, value in found.items() if is_library_iterator(value)}
+
+    def find_lasting_iterators(self) -> list[str]:
+        """Warn about iterators in the loader that do not start again in each epoch."""
+        current = self._find_iterators()
+        lasting = [key for key in current if self._iterators.get(key) is current[key]]
+        for place, name in lasting:
+            kind = type(current[place, name]).__name__
+            self._warn_unsaved(place, name, f"the position of a {kind} cannot be saved")
+        return [f"{place}.{name}" for place, name in lasting]
+
+    # Earlier fits in the same process
+
+    def undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
+        """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
+
+        Args:
+            run: The folder of the run to resume, or None for a new run, which resets nothing.
+        """
+        # A checkpoint contains only attributes that the saved run has changed. Earlier fits may
+        # have changed other attributes, so reset these attributes here.
+        self.watch_optimizer([*split_optimizers(getattr(self.loop, "optimizer", None))[0], None][0])
+        ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
+        saved = ranks[self.loop.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
+        states: dict[str, dict[str, Any]] = {}
+        contents: dict[str, dict[str, Any]] = {}
+        if run is not None:
+            # Register load_parts first, so that ExitStack calls it last, after attributes are
+            # restored.
+            self._redo.callback(self.load_parts, contents)
+            self._redo.callback(self._start_objects.clear)
+        for place, owner, kind in self._record_keys():
+            is_recorded = kind in EARLIER_FITS.get(id(owner), {})
+            values: Any = self._read_values(place, kind) if is_recorded else None
+            start = {} if values is None else self._take_start_values(owner, kind, run, values)
+            if start and kind == "options":
+                self._redo.callback(vars(self.loop).update, values)
+                vars(self.loop).update(start)
+            elif start and kind in ("requires_grad", "training"):
+                self._redo.callback(set_flags, self._network, {kind: values})
+                set_flags(
+                    self._network, {kind: {n: v for n, v in start.items() if v is not REMOVED}}
+                )
+            elif start:
+                state = states[place] = self._choose_restorable(place, start, values, saved)
+                rebound = EARLIER_FITS[id(owner)].get(f"rebound {kind}", set())
+                # Others may refer to objects that earlier fits have assigned. Do not change them.
+                self._start_objects[place] = dict.fromkeys(rebound)
+                names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
+                names = [n for n in names if n not in rebound]
+                contents[place] = {name: values.get(name, REMOVED) for name in names}
+                part = self.parts[place]
+                for name in namespace_of(part).keys() & state:
+                    self._redo.callback(set_value, part, name, namespace_of(part)[name])
+        if states:
+            self.load_parts(states)
+
+    def _take_start_values(
+        self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """For attributes that have changed since a run started, return the values at its start."""
+        # While this fit runs, remove the start values from EARLIER_FITS. Otherwise, a hook that
+        # calls another fit with the same model would change the start values.
+        starts, end = EARLIER_FITS[id(owner)].pop(kind)
+        self._starts[id(owner), kind] = starts
+        # Do not undo changes that the user has made since the latest fit.
+        for name in changed_names(end, values):
+            for start in starts.values():
+                start[name] = values.get(name, REMOVED)
+        start = starts.get(run, values)
+        return {name: start.get(name, REMOVED) for name in changed_names(start, values)}
+
+    def _choose_restorable(
+        self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the attributes that can be reset to their values at the start of the run."""
+        chosen, of_place = {}, saved.get(place, {})
+        for name, value in start.items():
+            path, current = f"{place}.{name}".removeprefix("."), values.get(name)
+            is_generator = is_random_state(value) and type(value) is type(current)
+            is_needed = is_object_state(of_place.get(name)) and not is_generator
+            is_needed = is_needed or any(is_inside(other, path) for other in saved)
+            is_mark = isinstance(value, ChangeMark)
+            is_unknown = is_mark or (is_object_state(value) and type(value) is not type(current))
+            are_objects = isinstance(value, ObjectMark) and isinstance(current, ObjectMark)
+            if not (is_needed or is_unknown):
+                chosen[name] = value
+            elif is_needed or not are_objects:
+                self._not_reset.add((place, name))
+            is_lost = is_unknown and not (is_needed or are_objects)
+            if is_lost and name in values and name not in of_place:
+                text = f"resume: an earlier fit in this process changed the attribute {name!r} of"
+                text += f" the {place or 'model'}, and the loop cannot restore its value. A resumed"
+                text += " run may differ. Create the model and the loaders again."
+                warnings.warn(text, stacklevel=2)
+        return chosen
+
+    def record_start(self, run: Path, options: dict[str, Any]) -> None:
+        """Record the attributes of the model, the loaders and the loop at the start of training."""
+        self._redo.pop_all()
+        self._recorded_objects = self.mark_objects()
+        values = {"options": options, **self._start_flags}
+        for place, owner, kind in self._record_keys():
+            start = values.get(kind, self._start_states.get(place))
+            if start is not None:
+                starts = self._starts.setdefault((id(owner), kind), {})
+                newest = [{}, *starts.values()][-1]
+                # If this process already started the run, keep the attributes from the first start.
+                start = starts.pop(run) if run in starts else share_equal_values(start, newest)
+                starts[run] = start
+                # To save memory, keep the start values of only the latest four runs.
+                for oldest in [*starts][:-4]:
+                    del starts[oldest]
+
+    def _record_end(self) -> None:
+        current = self.mark_objects()
+        for place, owner, kind in self._record_keys() if self._starts else ():
+            starts = self._starts.get((id(owner), kind), {})
+            values = self._read_values(place, kind) if starts else None
+            if values is not None:
+                newest = [*starts.values()][-1]
+                record_of(owner)[kind] = starts, share_equal_values(values, newest)
+                before = self._recorded_objects.get(place, {})
+                changed = changed_names(before, current.get(place, {})) if before else ()
+                record_of(owner).setdefault(f"rebound {kind}", set()).update(changed)
+
+    def _record_keys(self) -> list[tuple[str, Any, str]]:
+        """Return tuples such as ("", model, "training") for values to record in EARLIER_FITS."""
+        self.find_objects()
+        model = self.parts.get("")
+        model = model if type(model).__weakrefoffset__ else self.loop
+        keys = [("", self.loop, "options"), ("", model, "requires_grad"), ("", model, "training")]
+        for place, part in self.parts.items():
+            # EARLIER_FITS needs weak references, which lists and dicts do not support. Store the
+            # values of lists and dicts together with the values of the model.
+            is_owner = type(part).__weakrefoffset__
+            keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
+        return keys
+
+    def _read_values(self, place: str, kind: str) -> Any:
+        """Return the options, flags or attributes that ``kind`` selects, or None if reading fails.
+
+        Args:
+            place: The path of the object.
+            kind: "options" for the loop's options, "requires_grad" or "training" for the flags of
+                the model, or any other string for the attributes of the object.
+        """
+        if kind == "options":
+            return {name: getattr(self.loop, name) for name in NUMBERS}
+        if kind in ("requires_grad", "training"):
+            return flags_of(self._network)[kind]
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._marked_state(place)
+        return None
+
+
 def objects_in(owner: Any, known: set[int], network: set[int] | None = None) -> dict[str, Any]:
     """Return the objects nested in an object, keyed by path.
 
@@ -3955,6 +4016,13 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
     }
+
+
+def set_flags(network: nn.Module, flags: dict[str, dict[str, bool]]) -> None:
+    for place, parameter in network.named_parameters():
+        parameter.requires_grad = flags.get("requires_grad", {}).get(place, parameter.requires_grad)
+    for place, module in network.named_modules():
+        module.training = flags.get("training", {}).get(place, module.training)
 
 
 def random_state(generator: Any) -> Any:
