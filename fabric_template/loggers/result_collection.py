@@ -65,6 +65,7 @@ class LoggedMetric:
             once.
         is_returned: Whether a step returned the values instead of logging them.
         has_value: Whether a value was logged in this epoch.
+        batch_number: The ``LoopResults.batch_number`` of the last logged value.
         row: The sums since the last row of metrics.csv. None if each epoch has one row.
     """
 
@@ -76,7 +77,7 @@ class LoggedMetric:
         self.needs_batch_size = arguments.on_epoch and self.is_mean
         self.torchmetric: Any = None
         self.step_value: Tensor | None = None
-        self.has_value = False
+        self.has_value, self.batch_number = False, 0
         self.epoch, self.row = Sums(), Sums() if has_own_row else None
 
     def full_name(self, suffix: str = "") -> str:
@@ -203,6 +204,7 @@ class LoopResults:
         logged: The keys of the metrics that steps or hooks have logged, by column of metrics.csv.
         batch: The current batch.
         unchanged_batch: If the batch is a dict or a list, a shallow copy from before the step.
+        batch_number: The number of batches since the start or the resume of the run.
         batch_size: The size of the current batch, or None if no logged mean has needed it yet.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
@@ -215,6 +217,7 @@ class LoopResults:
     logged: dict[str, set[tuple]] = field(default_factory=dict)
     batch: Any = None
     unchanged_batch: Any = None
+    batch_number: int = 0
     batch_size: int | None = None
     logged_batch_size: Any = None
     dataloader_idx: int | None = None
@@ -343,6 +346,7 @@ class ResultCollection:
             metric = self._register(results, key, arguments)
         if results.last_hook != hook:
             results.start_hook(hook)
+        metric.batch_number = results.batch_number
         if batch_size is not None:
             batch_size = results.logged_batch_size = convert_batch_size(name, batch_size)
         if not isinstance(value, Tensor) and is_torchmetric(value):
@@ -465,6 +469,7 @@ class ResultCollection:
     def start_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
         results = self.active
         results.is_first_batch = results.is_first_batch is None
+        results.batch_number += 1
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
         results.unchanged_batch = copy_container(batch)
         results.dataloader_idx = dataloader_idx
@@ -592,7 +597,8 @@ class ResultCollection:
             full_name = metric.full_name("_step" if is_step else "_epoch")
             if metric.is_returned and results.is_logged(name):
                 continue
-            if arguments.logger:
+            # Unlike Trainer's loggers, do not repeat the value of an earlier batch in steps.csv.
+            if arguments.logger and not (is_step and metric.batch_number != results.batch_number):
                 values.row[name] = value
             if metric.is_returned and self.run.is_lightning_module:
                 # Like Trainer, do not log values that a LightningModule returns from a step.

@@ -606,14 +606,16 @@ class Broken(Classifier):
 class LogsInTurn(Classifier):
     def training_step(self, batch, batch_idx):
         number = torch.tensor(float(batch_idx))
-        self.log(f"number_{batch_idx % 3}", number)
+        self.log(f"number_{batch_idx % 3}", number, on_step=True, on_epoch=True)
         number += 100
         return super().training_step(batch, batch_idx)
 
 
-def test_a_row_of_steps_csv_contains_only_values_logged_in_its_batch():
-    fit("MiniLoop", "run", 1, make_module=LogsInTurn, log_every_n_steps=2)
-    assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == [1, 3, 5, 7, 9]
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_row_of_steps_csv_contains_only_values_logged_in_its_batch(kind):
+    for epochs in (1, 2):
+        fit(kind, "run", epochs, resume="auto", make_module=LogsInTurn, log_every_n_steps=2)
+    assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == 2 * [1, 3, 5, 7, 9]
 
 
 class KilledAt(Classifier):
