@@ -2,17 +2,15 @@
 
 import functools
 import itertools
-import os
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from modules import assert_same_weights, quiet
+from runs import python_command
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -241,8 +239,7 @@ def test_both_loops_call_iter_and_set_epoch_like_their_oracle(tmp_path, loop, na
 
 
 KILLED = """
-import os, sys
-sys.path[:0] = [{tests!r}, {support!r}]
+import os
 import test_loader_calls as tests
 steps, compute_loss = [], tests.compute_loss
 def kill(net, batch):
@@ -257,10 +254,8 @@ tests.train({loop!r}, {name!r}, {is_lightning_module}, {root!r}, "auto", **{opti
 
 def kill_and_resume(root, loop, name, is_lightning_module, steps, **options):
     """Kill a run in a training step, and resume it in this process."""
-    tests = Path(__file__).parent
-    folders = {"tests": str(tests), "support": str(tests.parent / "support"), "root": str(root)}
-    code = KILLED.format(**{**locals(), **folders})
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=os.environ, check=False)
+    code = KILLED.format(**{**locals(), "root": str(root)})
+    ended = subprocess.run(python_command(code, __file__), check=False)
     assert ended.returncode == 9
     assert list(root.rglob("last.ckpt"))
     return train(loop, name, is_lightning_module, root, "auto", 9, **options)

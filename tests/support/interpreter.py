@@ -104,6 +104,7 @@ def end():
         except subprocess.TimeoutExpired:
             # A process that a test has left running keeps the server's standard input open.
             server.kill()
+            server.wait()
         shutil.rmtree(folder, ignore_errors=True)  # A killed server does not remove its folder.
 
 

@@ -183,7 +183,10 @@ fit({root!r}, SignalsGroup, train=lambda: make_loader(80, **options), max_epochs
 """
 
 
-@pytest.mark.parametrize(("context", "number", "codes"), [("fork", "SIGTERM", (143,)), ("spawn", "SIGINT", (130, -2))])
+@pytest.mark.parametrize(
+    ("context", "number", "codes"),
+    [("fork", "SIGTERM", (143,)), pytest.param("spawn", "SIGINT", (130, -2), marks=pytest.mark.soak)],
+)
 def test_a_signal_to_the_whole_process_group_does_not_end_the_workers(tmp_path, context, number, codes):
     """The timeout command and Ctrl-C in a terminal send such a signal."""
     code = SIGNALS_GROUP.format(root=str(tmp_path / "cut"), context=context, number=number)
