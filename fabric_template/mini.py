@@ -2923,7 +2923,11 @@ class SavedAttributes:
     def find_objects(self) -> None:
         """Search the model, loop and optimizer for objects to save, and update ``parts``."""
         weights = self._network.state_dict(keep_vars=True)
-        self.weights = {address_of(weights[name]): name for name in reversed(weights)}
+        # Leave out temporary tensors, such as the result of get_extra_state(), because another
+        # tensor may get their address.
+        kept = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
+        names = [name for name in reversed(weights) if id(weights[name]) in kept]
+        self.weights = {address_of(weights[name]): name for name in names}
         self.weights.pop(None, None)
         # Hooks may have created or deleted objects, so remove the objects of the last search.
         for place in self._object_places:

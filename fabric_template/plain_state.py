@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, islice
+from itertools import chain, count, islice
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -777,9 +777,13 @@ class PlainState:
     def addresses_of_network(self) -> dict[int, str]:
         """Return the memory addresses and names of the tensors in the network's state_dict."""
         found: dict[int, str] = {}
-        saved = {} if self._network is None else self._network.state_dict(keep_vars=True)
-        for name, value in saved.items():
-            if type(value) in TENSORS and is_plain_tensor(value):
+        if self._network is None:
+            return found
+        # Leave out temporary tensors, such as the result of get_extra_state(), because another
+        # tensor may get their address.
+        kept = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
+        for name, value in self._network.state_dict(keep_vars=True).items():
+            if id(value) in kept and type(value) in TENSORS and is_plain_tensor(value):
                 found.setdefault(address_of(value), name)
         # All empty tensors have the address 0.
         found.pop(0, None)

@@ -114,6 +114,24 @@ class View(Model):
         return super().training_step(batch, batch_idx) * self.scales[0]
 
 
+class Exports(Model):
+    """Adds a tensor to its state_dict() that is neither a parameter nor a buffer, and does not load it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(1)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 0.1
+        return super().training_step(batch, batch_idx) * (1 + self.seen.item())
+
+
 class Frozen(Model):
     """Replaces tensors and arrays that cannot be changed in place."""
 
@@ -827,6 +845,7 @@ CASES = {
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
+    "tensor of the extra state": shuffled(Exports),
     "values that cannot be changed in place": shuffled(Frozen),
     "views that cannot be changed in place": shuffled(Views),
     "constants": shuffled(Stages),
