@@ -439,13 +439,13 @@ class MiniLoop:
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
                 self._call_iter_like_trainer(self.val_loader)
-            logged = [dict(sums) for sums in self._sums], dict(self._torchmetrics)
+            logged = [dict(sums) for sums in self._sums]
             before = self._attributes.mark_objects()
             self._call("on_train_start")
             self._attributes.mark_changes(before)
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
-                self._sums, self._torchmetrics = logged
+                self._sums = logged
         if is_resumed:
             set_flags(self._unwrapped, self._resumed_flags)
             # on_train_start may have changed options such as max_steps, so restore them again.
@@ -457,6 +457,8 @@ class MiniLoop:
             self._attributes.keep_start_values(saved)
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._attributes.load_state(self._resumed_state)
+            parts, keys = self._attributes.parts, self._resumed_state.get("torchmetrics", {})
+            self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
         while not self._is_done():
             self._train_epoch()
         if not is_done:
@@ -921,8 +923,7 @@ class MiniLoop:
         afterwards. Do not assign another module to ``self.network``, because validation_step uses
         ``self.model``.
         """
-        training = self._sums, self._torchmetrics
-        self._sums, self._torchmetrics, self._step_values = [{}], {}, None
+        training, self._sums, self._step_values = self._sums, [{}], None
         modes = [(module, module.training) for module in self.network.modules()]
         self.network.eval()
         try:
@@ -947,7 +948,7 @@ class MiniLoop:
             text += " end of the step."
             warnings.warn(text, stacklevel=3)
         self._reset_metrics()
-        self._sums, self._torchmetrics = training
+        self._sums = training
         self._has_validated, self._validation_names = True, set(self._validated)
 
     # Logging
@@ -1108,9 +1109,11 @@ class MiniLoop:
         return {name: value for (_, name), value in values.items()}
 
     def _reset_metrics(self) -> None:
-        for metric in self._torchmetrics.values():
-            metric.reset()
-        self._torchmetrics, self._sums[0] = {}, {}
+        # Like Trainer, also reset torchmetrics objects that only earlier epochs have logged.
+        for (hook, _), metric in self._torchmetrics.items():
+            if ("validation" in hook) == ("validation" in self._hook):
+                metric.reset()
+        self._sums[0] = {}
 
     def _check_is_logged(self, name: str, option: str, fix: str, is_by_step: bool = False) -> None:
         is_of_validation = name.startswith("val")
@@ -1297,6 +1300,9 @@ class MiniLoop:
         is_in_epoch = self.batches_done > 0
         epoch_start = self._epoch_start if is_in_epoch else None
         of_process = {"rng": self._attributes.state(), "epoch_start": epoch_start}
+        places, metrics = {id(p): n for n, p in self._attributes.parts.items()}, self._torchmetrics
+        found = {key: places[id(m)] for key, m in metrics.items() if id(m) in places}
+        of_process["rng"]["torchmetrics"] = found
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}

@@ -648,10 +648,11 @@ class ResultCollection:
             metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
-            for metric in train.metrics.values()
+            for metric in [*train.metrics.values(), *self.evaluation.metrics.values()]
         ]
         return {
-            "train": entries,
+            "train": entries[: len(train.metrics)],
+            "evaluation": entries[len(train.metrics) :],
             "torchmetrics": {name: plain_attributes(metric) for name, metric in metrics.items()},
             "callback_metrics": dict(self.callback_metrics),
             "returned": dict(self.returned),
@@ -661,15 +662,23 @@ class ResultCollection:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_torchmetrics(self.run.network, state["torchmetrics"])
-        train, metrics = self.train, find_torchmetrics(self.run.network)
-        for entry in state["train"]:
-            arguments = LogArguments(**entry["arguments"])
-            metric = self._add_metric(train, (arguments.hook, arguments.name, None), arguments)
-            metric.load_state_dict(entry)
-            metric.torchmetric = metrics.get(entry["torchmetric"])
+        self._load_metrics(self.train, state["train"])
+        self._load_metrics(self.evaluation, state.get("evaluation", []))
         self.callback_metrics = dict(state["callback_metrics"])
         self.returned, self.evaluated = dict(state["returned"]), set(state["evaluated"])
-        vars(train).update(state["position"])
+        vars(self.train).update(state["position"])
+
+    def _load_metrics(self, results: LoopResults, entries: list[dict[str, Any]]) -> None:
+        """Restore the logged metrics, so that epochs reset those that they do not log."""
+        torchmetrics = find_torchmetrics(self.run.network)
+        for entry in entries:
+            arguments = LogArguments(**entry["arguments"])
+            index = arguments.dataloader_idx if arguments.add_dataloader_idx else None
+            metric = self._add_metric(results, (arguments.hook, arguments.name, index), arguments)
+            metric.torchmetric = torchmetrics.get(entry["torchmetric"])
+            if results is self.train:
+                # A resumed run repeats an unfinished evaluation, so do not restore its values.
+                metric.load_state_dict(entry)
 
 
 def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:

@@ -1,13 +1,15 @@
 """Test that torchmetrics objects resume exactly within an epoch."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from modules import quiet
 from runs import RecordByKey, same, with_files
 from torch import nn
 from torchmetrics import aggregation, classification, regression, wrappers
 
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
 
 def inputs_for(kind, i, name):
@@ -172,3 +174,52 @@ def test_a_checkpoint_saved_during_validation_contains_no_state_of_validation_me
     assert set(own["ranks"][0]["results"]["torchmetrics"]) == {"train_mean"}
     train(1)
     assert train(3, resume="last") == whole == whole[:1] * 3
+
+
+class LogsInSomeEpochs(pl.LightningModule):
+    """Updates torchmetrics objects in all epochs, but logs them only in even epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.mean = nn.Linear(1, 1), aggregation.MeanMetric()
+        parts = {"high": aggregation.MaxMetric(), "low": aggregation.MinMetric()}
+        self.parts = torchmetrics.MetricCollection(parts, prefix="val_")
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().sum()
+        self.mean.update(loss)
+        if self.current_epoch % 2 == 0:
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.parts.update(self.net(batch[0]).sum() * (-1) ** self.current_epoch)
+
+    def on_validation_epoch_end(self):
+        self.log("val_epoch", float(self.current_epoch))
+        if self.current_epoch % 2 == 0:
+            self.log_dict(self.parts)
+
+    def on_train_epoch_end(self):
+        values = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.seen.append({name: values[name] for name in ("mean", "val_high", "val_low")})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_an_epoch_resets_torchmetrics_objects_that_only_earlier_epochs_have_logged(loop_class):
+    loader = TensorLoader(torch.arange(3.0).reshape(3, 1))
+    torch.manual_seed(1)
+    expected = LogsInSomeEpochs()
+    pl.Trainer(**quiet(max_epochs=5)).fit(expected, loader, loader)
+    for first in (1, 2, 3):
+        options = {"accelerator": "cpu", "name": str(first)}
+        for epochs in (first, 5):
+            torch.manual_seed(1)
+            module = LogsInSomeEpochs()
+            loop_class(max_epochs=epochs, **options).fit(module, loader, loader, resume="auto")
+        # Checkpoints contain the attribute ``seen``.
+        assert module.seen == expected.seen
