@@ -1431,7 +1431,9 @@ class MiniLoop:
             path = self.log_dir / name
             # A damaged or edited CSV file may contain rows without a step. Drop these rows.
             rows = [row for row in read_rows(path) if "step" in row]
-            rows = rows if is_done else rows[: table["rows"]]
+            if not is_done:
+                # If a user has deleted a row, the first rows include rows after the checkpoint.
+                rows = [row for row in rows if row["step"] <= self.global_step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
                 text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"

@@ -338,6 +338,10 @@ def is_before(row: Mapping[str, str], step: int) -> bool:
 
 def keep_copy(path: Path, damaged: Sequence[int]) -> None:
     """Back up a CSV file that another program has changed, before the file is rewritten."""
+    if not path.exists():
+        text = "the rows from before the checkpoint are missing. The run continues without them."
+        warnings.warn(f"{path}: {text}", stacklevel=2)
+        return
     target = copy_changed(path)
     lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
     warnings.warn(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .csv_logger import CSVLogger, cells_of, copy_changed, is_first_process
+from .csv_logger import FILES, CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
 
@@ -333,11 +333,10 @@ class RowWriter:
 
 
 def copy_other_rows(logger: CSVLogger) -> str:
-    """Back up a metrics.csv that the resumed run would overwrite."""
-    path = Path(logger.log_dir, "metrics.csv")
-    if not is_first_process() or not read_table(path).rows:
-        return ""
-    return f" The file with the other rows was copied to {copy_changed(path).name}."
+    """Back up CSV files that the resumed run would overwrite."""
+    paths = [Path(logger.log_dir, name) for name in FILES]
+    copies = [copy_changed(p).name for p in paths if is_first_process() and read_table(p).rows]
+    return f" The other rows were copied to {' and '.join(copies)}." if copies else ""
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
@@ -347,14 +346,17 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
         row: The last row of metrics.csv, from the checkpoint.
         position: The last row and the number of rows of each CSV file, from the checkpoint.
     """
-    last = position.get("steps.csv", {}).get("last")
-    if row is None and last is not None:
-        rows = read_table(folder / "steps.csv").rows
-        return any(cells_of(found) == last for found in rows)
-    if row is None:
-        return folder.is_dir()
     rows = read_table(folder / "metrics.csv").rows
-    return any(is_same_row(parse_row(found), row) for found in rows)
+    if row is not None and any(is_same_row(parse_row(found), row) for found in rows):
+        return True
+    last = position.get("steps.csv", {}).get("last")
+    if last is None:
+        return row is None and folder.is_dir()
+    # The user may have deleted metrics.csv, or its last rows.
+    is_cut = len(rows) < position.get("metrics.csv", {}).get("rows", 0)
+    is_own = row is None or (is_cut and all("step" in found for found in rows))
+    steps = read_table(folder / "steps.csv").rows if is_own else []
+    return any(cells_of(found) == last for found in steps)
 
 
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:

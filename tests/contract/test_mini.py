@@ -618,6 +618,22 @@ def test_a_row_of_steps_csv_contains_only_values_logged_in_its_batch(kind):
     assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == 2 * [1, 3, 5, 7, 9]
 
 
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.filterwarnings("ignore:.*(another program changed|rows from before the checkpoint)")
+def test_a_resumed_run_writes_no_row_twice_if_a_user_has_deleted_a_row(kind):
+    fit(kind, "run", 2)
+    checkpoint = Path("checkpoints/run/version_0/last.ckpt")
+    saved = checkpoint.read_bytes()
+    fit(kind, "run", 3, resume="last")
+    checkpoint.write_bytes(saved)
+    for path in Path("logs/run/version_0").glob("*.csv"):
+        header, _, *lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([header, *lines]))
+    fit(kind, "run", 4, resume="last")
+    assert csv_of("run", "metrics.csv")["epoch"].tolist() == [1, 2, 3]
+    assert csv_of("run", "steps.csv")["step"].tolist() == list(range(8, 41, 4))
+
+
 class KilledAt(Classifier):
     def __init__(self, step):
         super().__init__(by_epoch)

@@ -132,17 +132,21 @@ def test_resume_keeps_csv_rows_if_another_program_rounded_numbers(cut, name):
 def test_resume_backs_up_a_metrics_csv_that_the_run_did_not_write(cut):
     path = cut / "logs/run/version_0/metrics.csv"
     path.write_text("month,sales\n1,2\n")
-    with pytest.warns(UserWarning, match=r"with the other rows was copied to metrics\.csv\.changed\."):
+    with pytest.warns(UserWarning, match=r"other rows were copied to metrics\.csv\.changed and steps\.csv\.changed\."):
         _, _, rows = run(cut, max_epochs=4, resume="last")
     assert rows["epoch"].tolist() == [2, 3]
     assert path.with_name("metrics.csv.changed").read_text() == "month,sales\n1,2\n"
 
 
-def test_resuming_warns_about_a_missing_metrics_csv(cut):
-    Path(cut, "logs/run/version_0/metrics.csv").unlink()
-    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows from before the checkpoint are missing"):
+@pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
+def test_resuming_warns_about_a_missing_csv_file_and_keeps_the_rows_of_the_other(cut, name):
+    Path(cut, "logs/run/version_0", name).unlink()
+    with pytest.warns(UserWarning, match=rf"{name}: the rows from before the checkpoint are missing"):
         _, _, rows = run(cut, max_epochs=4, resume="last")
-    assert rows["epoch"].tolist() == [2, 3]
+    assert rows["epoch"].tolist() == ([2, 3] if name == "metrics.csv" else [0, 1, 2, 3])
+    steps = read_logs(cut / "logs", steps=True)["step"].tolist()
+    assert steps[-10:] == list(range(22, 41, 2))
+    assert (2 in steps) == (name == "metrics.csv")
 
 
 def test_training_keeps_csv_rows_added_by_another_program(tmp_path, whole):
