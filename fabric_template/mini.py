@@ -1298,11 +1298,10 @@ class MiniLoop:
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         is_in_epoch = self.batches_done > 0
-        epoch_start = self._epoch_start if is_in_epoch else None
-        of_process = {"rng": self._attributes.state(), "epoch_start": epoch_start}
-        places, metrics = {id(p): n for n, p in self._attributes.parts.items()}, self._torchmetrics
-        found = {key: places[id(m)] for key, m in metrics.items() if id(m) in places}
-        of_process["rng"]["torchmetrics"] = found
+        state, logged = self._attributes.state(), self._torchmetrics.items()
+        places = {id(part): place for place, part in self._attributes.parts.items()}
+        state["torchmetrics"] = {key: places[id(m)] for key, m in logged if id(m) in places}
+        of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
