@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import copy
 import csv
+import errno
 import glob
 import inspect
 import io
@@ -1261,13 +1262,13 @@ class MiniLoop:
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
         checkpoint = replace_numpy(checkpoint, {})
+        own = self._build_own_state()
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._attributes.weights)
             # Later checkpoints contain the same types of values, so check the types only once.
             names = ("optimizer_states", "lr_schedulers")
             states = {name: checkpoint[name] for name in names}
             check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
-        own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _check_learning_rates(self) -> None:
@@ -1462,12 +1463,13 @@ class MiniLoop:
             text = f"{argument}: got {given!r}, expected a path, 'last', 'best' or, with resume=,"
             text += " 'auto'."
             check(isinstance(given, str | os.PathLike) and given != "", text)
-            path = Path(given).absolute()
+            path = Path(given).expanduser().absolute()
             if not path.is_file():
                 raise FileNotFoundError(
                     f"Checkpoint file not found: {given}. Check the path, or pass 'last' or 'best'."
                 )
-            check(is_intact(path), f"{path}: the file is damaged. Use another checkpoint.")
+            text = f"{path}: the file is damaged, or not in the format of torch.save. Use another"
+            check(is_intact(path), f"{text} checkpoint.")
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(argument, given)
         if newest is None and given != "auto":
@@ -1513,8 +1515,10 @@ class MiniLoop:
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
             check(not has_run, text)
             return self.version
-        folder = path.resolve().parent
-        is_own = folder.parent == self._checkpoints.resolve()
+        # Either the link or its target may be in the run's folder.
+        folder, root = path.parent.resolve(), self._checkpoints.resolve()
+        folder = folder if folder.parent == root else path.resolve().parent
+        is_own = folder.parent == root
         text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop."
         text += " To start a new run from the weights, pass the path as load=."
         check(is_own and self.version in (None, folder.name), text)
@@ -1977,16 +1981,24 @@ class MiniLoop:
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
+        text = f"{path}: got no names of weights, expected a checkpoint with the key state_dict."
+        check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
         create_late_buffers(self._unwrapped, weights, self.fabric.device)
         check_tied_weights(self._unwrapped, weights, path)
         try:
-            self._unwrapped.load_state_dict(weights, getattr(self.model, "strict_loading", True))
+            is_strict = getattr(self.model, "strict_loading", True)
+            found = self._unwrapped.load_state_dict(weights, is_strict)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
             text += " the model. Create the model with the same arguments as the saved model."
             raise ValueError(text) from error
+        # With strict_loading = False, torch ignores unknown names.
+        others = getattr(found, "unexpected_keys", [])
+        text = f"{path}: got the weights {others[:3]}, but the model has none of them. Rename the"
+        text += " saved weights."
+        check(not others or len(others) < len(weights), text)
 
     def _get_optimizer(self, use_pl_optimizer: bool = True) -> Any:
         return self.optimizer
@@ -4211,9 +4223,19 @@ def load_file(file: Path | io.BytesIO, is_mapped: bool = False) -> dict[str, Any
 
 def is_intact(path: Path) -> bool:
     """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
-    with suppress(zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
-        return zipfile.ZipFile(path).testzip() is None
-    return False
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            return False
+        # torch reads other parts of a zip file's index than Python, so let torch read it, too.
+        load_file(path, is_mapped=True)
+    except pickle.UnpicklingError:
+        pass
+    except Exception as error:
+        # With EINVAL, the file contains an impossible offset. Other OSErrors are disk failures.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -4224,6 +4246,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         text = f"{path}: got objects that torch.load does not read, such as objects of nested"
         text += " classes. Use FabricLoop."
         raise ValueError(text) from error
+    text = f"{path}: got an object of the class {type(checkpoint).__name__}, expected a dict with"
+    text += " weights. Write torch.save({'state_dict': model.state_dict()}, path)."
+    check(isinstance(checkpoint, dict) and bool(checkpoint), text)
 
     def refuse_objects(values: Any) -> None:
         for value in values.values() if isinstance(values, dict) else values:

@@ -424,7 +424,7 @@ class TrainerAPI:
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
-            save_checkpoint(run, checkpoint, Path(filepath), storage_options)
+            save_checkpoint(run, checkpoint, Path(filepath).expanduser(), storage_options)
         self.fabric.barrier()
 
     def init_module(self, empty_init: bool | None = None) -> Any:

@@ -147,7 +147,8 @@ def find_checkpoint(
         DamagedCheckpointError: All checkpoints that were found are damaged.
     """
     if keyword not in KEYWORDS:
-        return keyword, read(keyword)
+        given = os.path.expanduser(keyword)
+        return given, read(given)
     callbacks = callbacks_of(plan)
     if keyword == "best" and (best := best_of_loop(plan, callbacks)):
         return best, read(best)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
+from ..lightning_compat.overrides import overridden
 from ..lightning_compat.private import resets_pruned_weights
 from ..plain_state import REMOVED, Part, register_buffer
 from ..plain_values import Decoder, load_object, load_optimizer, replace_content, shares_memory
@@ -117,7 +118,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     create_late_buffers(target, weights)
     check_tied_weights(target, weights, path)
     try:
-        target.load_state_dict(weights, strict=is_strict)
+        found = target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
         # Shorten load_state_dict's error, because it has one line per mismatched parameter.
         differences = shorten(" ".join(str(error).split()), 400, placeholder=" ...")
@@ -125,6 +126,15 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
             f"{differences} The weights in '{path}' do not match the model."
             " Create the model with the same arguments as the saved model."
         ) from error
+    others = getattr(found, "unexpected_keys", [])
+    # With strict_loading = False, torch ignores unknown names. A module with on_load_checkpoint may
+    # have loaded the weights in this hook.
+    has_hook = overridden(run.model, "on_load_checkpoint") is not None
+    if others and not has_hook and len(others) == len(weights):
+        raise OtherModelError(
+            f"{path}: got the weights {others[:3]}, but the model has none of them. Rename the"
+            " saved weights."
+        )
 
 
 def checkpointed_module(run: Run) -> nn.Module:

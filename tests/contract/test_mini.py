@@ -1362,6 +1362,84 @@ def test_resume_warns_about_a_damaged_last_ckpt_and_uses_best_ckpt(kind):
     pd.testing.assert_frame_equal(again, rows)
 
 
+def test_a_flipped_bit_in_the_index_of_a_checkpoint_is_detected_or_harmless():
+    torch.save({"state_dict": {"weight": torch.arange(3)}}, "a.ckpt")
+    content = Path("a.ckpt").read_bytes()
+    found = set()
+    for position in range(content.index(b"PK\x01\x02"), len(content), 5):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        Path("b.ckpt").write_bytes(changed)
+        is_intact = fabric_template.mini.is_intact(Path("b.ckpt"))
+        found.add(is_intact)
+        if is_intact:
+            weights = fabric_template.mini.read_checkpoint(Path("b.ckpt"))["state_dict"]
+            assert torch.equal(weights["weight"], torch.arange(3))
+    assert found == {False, True}
+
+
+WRONG_FILES = {
+    "a module": nn.Linear(8, 1),
+    "a list": [1],
+    "no weights": {},
+    "no state_dict": {"state_dict": None},
+    "numbers as names": {0: torch.ones(1)},
+    "another prefix": {"state_dict": {"net.weight": torch.ones(1, 8), "net.bias": torch.ones(1)}},
+    "another key": {"weights": nn.Linear(8, 1).state_dict()},
+}
+
+
+@pytest.mark.parametrize("content", WRONG_FILES.values(), ids=WRONG_FILES)
+@pytest.mark.parametrize("kind", LOOPS)
+def test_load_refuses_a_file_that_has_none_of_the_weights_of_the_model(kind, content):
+    torch.save(content, "a.ckpt")
+    net = nn.Linear(8, 1)
+    # With strict_loading = False, torch ignores all names that the model lacks.
+    net.strict_loading = content == {}
+    loop = LOOPS[kind][0](accelerator="cpu")
+    text = "expected (a|the name)|has none of them" if content else "expected a dict with weights|Missing key"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        loop.validate(net, make_loader(), load="a.ckpt", validation_step=lambda net, batch: net(batch[0]).mean())
+
+
+class MovingCenters(Classifier):
+    """Replaces buffers in each step, so that the state of Adam may get their memory."""
+
+    def __init__(self):
+        super().__init__(lambda module: torch.optim.Adam(module.parameters()))
+        for index in range(12):
+            self.register_buffer(f"center{index}", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        for name, value in list(self.named_buffers()):
+            setattr(self, name, value + 1)
+        return super().training_step(batch, batch_idx) + self.center0
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_resuming_is_exact_if_training_replaces_buffers(kind):
+    _, expected, rows = fit(kind, "whole", 3, make_module=MovingCenters)
+    fit(kind, "parts", 1, make_module=MovingCenters)
+    _, module, again = fit(kind, "parts", 3, resume="last", make_module=MovingCenters)
+    assert_same_weights(expected, module)
+    pd.testing.assert_frame_equal(again, rows)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_resume_accepts_a_linked_last_ckpt_and_a_path_in_the_home_folder(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, expected, _ = fit(kind, "run", 2)
+    fit(kind, "parts", 1)
+    last, moved = Path("checkpoints/parts/version_0/last.ckpt"), tmp_path / "moved.ckpt"
+    last.rename(moved)
+    last.symlink_to(moved)
+    _, module, _ = fit(kind, "parts", 2, resume="auto")
+    assert_same_weights(expected, module)
+    path = Path("~") / last.absolute().relative_to(tmp_path.resolve())
+    loop, *_ = fit(kind, "parts", 3, resume=str(path))
+    assert loop.current_epoch == 3
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_resuming_the_last_run_is_refused_if_all_its_checkpoints_are_damaged(kind):
     fit(kind, "run", 1, version="older", monitor=None)
