@@ -646,9 +646,14 @@ class ResultCollection:
             # A resumed run repeats an unfinished evaluation, so do not save its partial metrics.
             evaluated = {id(metric.torchmetric) for metric in self.evaluation.metrics.values()}
             metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
+        logged = [*train.metrics.values(), *self.evaluation.metrics.values()]
+        if any(m.torchmetric is not None and id(m.torchmetric) not in names for m in logged):
+            # Find torchmetrics objects in lists and dicts, too.
+            objects = self.run.plain_state.objects_of([])
+            names |= {id(part): name for name, part in objects.items()}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
-            for metric in [*train.metrics.values(), *self.evaluation.metrics.values()]
+            for metric in logged
         ]
         return {
             "train": entries[: len(train.metrics)],
@@ -675,7 +680,10 @@ class ResultCollection:
             arguments = LogArguments(**entry["arguments"])
             index = arguments.dataloader_idx if arguments.add_dataloader_idx else None
             metric = self._add_metric(results, (arguments.hook, arguments.name, index), arguments)
-            metric.torchmetric = torchmetrics.get(entry["torchmetric"])
+            name = entry["torchmetric"]
+            if name is not None and name not in torchmetrics:
+                torchmetrics |= self.run.plain_state.objects_of([name])
+            metric.torchmetric = torchmetrics.get(name)
             if results is self.train:
                 # A resumed run repeats an unfinished evaluation, so do not restore its values.
                 metric.load_state_dict(entry)

@@ -223,3 +223,48 @@ def test_an_epoch_resets_torchmetrics_objects_that_only_earlier_epochs_have_logg
             loop_class(max_epochs=epochs, **options).fit(module, loader, loader, resume="auto")
         # Checkpoints contain the attribute ``seen``.
         assert module.seen == expected.seen
+
+
+class Listed(nn.Module):
+    """Logs a metric in a list in one batch of each epoch, and one in a dict in even epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.means, self.highs = nn.Linear(1, 1), [torchmetrics.MeanMetric()], {"a": torchmetrics.MaxMetric()}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().sum()
+        self.means[0].update(loss)
+        if batch_idx == 0:
+            self.log("mean", self.means[0], on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.highs["a"].update(self.net(batch[0]).sum())
+        if self.trainer.current_epoch % 2 == 0:
+            self.log("val_high", self.highs["a"])
+        return self.net(batch[0]).sum()
+
+    configure_optimizers = Measures.configure_optimizers
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_torchmetrics_objects_in_lists_and_dicts_resume_exactly(loop_class):
+    loader = TensorLoader(torch.arange(3.0).reshape(3, 1))
+
+    def train(name, resume=None, **options):
+        torch.manual_seed(1)
+        module = Listed()
+        loop = loop_class(accelerator="cpu", name=name, **options)
+        module.trainer, module.log = loop, loop.log
+        rows = loop.fit(module, loader, loader, resume=resume).reindex(columns=["mean", "val_high"])
+        return rows.fillna(-1).to_numpy().tolist()
+
+    expected = train("whole", max_epochs=4)
+    for first in (1, 2):
+        train(str(first), max_epochs=first)
+        assert train(str(first), resume="last", max_epochs=4) == expected
+    if loop_class is FabricLoop:
+        for stopped in (2, 4, 8):
+            train(f"at {stopped}", max_steps=stopped)
+            assert train(f"at {stopped}", resume="last", max_epochs=4)[-1] == expected[-1]
