@@ -1442,7 +1442,7 @@ class MiniLoop:
                     path.replace(path.with_name(f"{name}.changed"))
                     text += f" The file was renamed to {name}.changed."
                 warnings.warn(text, stacklevel=3)
-            if self.fabric.is_global_zero and not is_done:
+            if self.fabric.is_global_zero and not is_done and (columns or path.exists()):
                 write_rows(path, columns, rows)
             self._tables[name] = len(rows), columns
             self.history = rows if name == "metrics.csv" else self.history

@@ -1418,11 +1418,15 @@ class MovingCenters(Classifier):
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_resuming_is_exact_if_training_replaces_buffers(kind):
-    _, expected, rows = fit(kind, "whole", 3, make_module=MovingCenters)
-    fit(kind, "parts", 1, make_module=MovingCenters)
-    _, module, again = fit(kind, "parts", 3, resume="last", make_module=MovingCenters)
+    options = {"make_module": MovingCenters, "log_every_n_steps": 100}
+    _, expected, rows = fit(kind, "whole", 3, **options)
+    fit(kind, "parts", 1, **options)
+    _, module, again = fit(kind, "parts", 3, resume="last", **options)
     assert_same_weights(expected, module)
     pd.testing.assert_frame_equal(again, rows)
+    # Without a logged step, neither run writes steps.csv.
+    whole, parts = (sorted(os.listdir(f"logs/{name}/version_0")) for name in ("whole", "parts"))
+    assert whole == parts
 
 
 @pytest.mark.parametrize("kind", LOOPS)
