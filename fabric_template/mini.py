@@ -21,8 +21,8 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-You can make these changes without reading `SavedAttributes`, the class for state that state_dict()
-does not contain. Checkpoints also contain attributes that you add to the loop. Create additional
+You can make these changes without reading `SavedAttributes`, which saves what state_dict() does
+not contain. Checkpoints also contain attributes that you add to the loop. Create additional
 modules, optimizers and loaders in `_reset` or `_set_up_optimizer`, because resuming restores only
 existing objects.
 """
@@ -227,14 +227,17 @@ class MiniLoop:
     # A lightning.Fabric object, to use instead of accelerator, strategy, devices and precision.
     fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
-    # Trainer also has the following attributes, and LightningModules may read them.
+    # Trainer also has these attributes. LightningModule.print() reads progress_bar_callback.
     sanity_checking, logger, loggers, progress_bar_callback = False, None, (), None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
             return getattr(self.fabric, name)
+        if hasattr(type(self), name):
+            # Python calls __getattr__ if a property raises an AttributeError. Raise this error.
+            return object.__getattribute__(self, name)
         text = f"{type(self).__name__!r} object has no attribute {name!r}."
-        raise AttributeError(f"{text} For Trainer's other attributes, use FabricLoop.")
+        raise AttributeError(f"{text} If Trainer has this attribute, use FabricLoop.")
 
     def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
@@ -407,7 +410,7 @@ class MiniLoop:
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
             stack.enter_context(self._prepared_model("fit", path, checkpoint))
             is_created = optimizer is None or inspect.isroutine(optimizer)
-            before = self._attributes.marked_states() if is_created else None
+            before = self._attributes.get_marked_states() if is_created else None
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed, before)
             try:
@@ -415,7 +418,7 @@ class MiniLoop:
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                         self._print_if_finished(path)
-                    self._attributes.record_start(
+                    self._attributes.record_run_start(
                         self.checkpoint_dir.resolve(), self._given_options
                     )
                     self._train()
@@ -441,7 +444,7 @@ class MiniLoop:
                 self._start_batches()
                 self._call_iter_like_trainer(self.val_loader)
             logged = [dict(sums) for sums in self._sums]
-            before = self._attributes.mark_objects()
+            before = self._attributes.get_object_marks()
             self._call("on_train_start")
             self._attributes.mark_changes(before)
             if is_resumed:
@@ -672,7 +675,7 @@ class MiniLoop:
         if self.batches_done == 0:
             if is_started and self._is_lightning_module:
                 set_epoch(self.train_loader, self.current_epoch)
-            first = self._attributes.loader_state() if is_started else get_rng_state()
+            first = self._attributes.get_changed_loader_state() if is_started else get_rng_state()
             # Save the loaders' attributes again if a hook such as on_train_start has changed them.
             if is_started and is_same(first["parts"], self._epoch_start["parts"]):
                 del first["parts"], first["rebound"]
@@ -702,15 +705,15 @@ class MiniLoop:
         """Create the iterator over the epoch's remaining training batches."""
         attributes = self._attributes
         # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
-        state = attributes.state() if self.batches_done > 0 else {}
+        state = attributes.get_changed_state() if self.batches_done > 0 else {}
         # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
         if self.current_epoch > 0 or not self._is_lightning_module:
             set_epoch(self.train_loader, self.current_epoch)
         if self.batches_done == 0:
-            self._epoch_start = attributes.loader_state()
+            self._epoch_start = attributes.get_changed_loader_state()
         else:
             attributes.restore_epoch_start(self._epoch_start, state["parts"])
-        attributes.mark_iterators()
+        attributes.record_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if self.batches_done > 1:
             batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
@@ -728,7 +731,7 @@ class MiniLoop:
             for _ in range(self.batches_done):
                 next(self._batches)
             attributes.restore_after_rereading(state)
-        attributes.forget_copies()
+        attributes.clear_epoch_start_copies()
 
     def _call_iter_like_trainer(self, loader: Any) -> None:
         """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
@@ -744,9 +747,11 @@ class MiniLoop:
                 if (batch := next(batches, END)) is END:
                     return
                 yield number == length, batch
-            if not self._is_lightning_module:
-                # Unlike Trainer, a for loop runs the loader's code after the last batch.
-                next(batches, END)
+            # Unlike Trainer, a for loop runs the loader's code after the last batch.
+            if not self._is_lightning_module and next(batches, END) is not END:
+                text = f"The loader yielded more than {int(length)} batches, its length. The next"
+                text += " batch was skipped. Return the correct length in __len__."
+                warnings.warn(text, stacklevel=2)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
         for number in count(1):
@@ -760,7 +765,7 @@ class MiniLoop:
             following = next(batches, END)
             yield following is END, batch
 
-    def _read_all(self, loader: Any) -> Iterable[Any]:
+    def _read_batches(self, loader: Any) -> Iterable[Any]:
         length = sized_len(loader)
         if length is None:
             return islice(loader, None)
@@ -931,7 +936,7 @@ class MiniLoop:
             with torch.no_grad():
                 set_epoch(self.val_loader, self.current_epoch)
                 # If an error occurs, closing() ends the worker processes.
-                with closing(self._timed(self._read_all(self.val_loader))) as batches:
+                with closing(self._timed(self._read_batches(self.val_loader))) as batches:
                     self._call("on_validation_epoch_start")
                     for batch_idx, batch in enumerate(batches):
                         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
@@ -1276,7 +1281,8 @@ class MiniLoop:
         found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
         text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
         text += " equal values, because the weights of the processes would differ. If"
-        text += " ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True."
+        text += " ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True. If the"
+        text += " script draws random hyperparameters, pass devices=1."
         check(found.count(found[0]) == len(found), text)
 
     def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
@@ -1299,7 +1305,7 @@ class MiniLoop:
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         is_in_epoch = self.batches_done > 0
-        state, logged = self._attributes.state(), self._torchmetrics.items()
+        state, logged = self._attributes.get_changed_state(), self._torchmetrics.items()
         places = {id(part): place for place, part in self._attributes.parts.items()}
         state["torchmetrics"] = {key: places[id(m)] for key, m in logged if id(m) in places}
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
@@ -1328,12 +1334,12 @@ class MiniLoop:
             "checkpoints": dict(self._best),
             # The original and the current value of each option that hooks changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
-            "flags": self._attributes.changed_flags(),
+            "flags": self._attributes.get_changed_flags(),
             "settings": self._run_settings(),
             "arguments": self._arguments,
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
-            "iterators": self._attributes.find_lasting_iterators(),
+            "iterators": self._attributes.warn_of_lasting_iterators(),
             "ranks": self._gather(of_process),
         }
 
@@ -1741,14 +1747,14 @@ class MiniLoop:
 
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Set up the optimizer and schedulers from the arguments or from configure_optimizers()."""
+        names, creates = {*self._unwrapped.state_dict()}, "optimizer"
         if optimizer is None:
-            names = {*self._unwrapped.state_dict()}
-            optimizer = self.model.configure_optimizers()
-            new = sorted({*self._unwrapped.state_dict()} - names)
-            text = f"configure_optimizers: got the new weights {new}, expected no new weights."
-            check(not new, f"{text} Create them in __init__, or use FabricLoop.")
+            creates, optimizer = "configure_optimizers", self.model.configure_optimizers()
         elif inspect.isroutine(optimizer):
             optimizer = optimizer(self.model)
+        new = sorted({*self._unwrapped.state_dict()} - names)
+        text = f"{creates}: got the new weights {new}, expected no new weights. Create them in"
+        check(not new, f"{text} __init__, or use FabricLoop.")
         optimizers, schedulers = split_optimizers(optimizer)
         if scheduler is not None:
             schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
@@ -1756,7 +1762,7 @@ class MiniLoop:
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self._num_groups: int = len(self.optimizer.param_groups)
-        self._attributes.watch_optimizer(self.optimizer)
+        self._attributes.add_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         states: dict[str, Any] = {
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
@@ -1787,7 +1793,7 @@ class MiniLoop:
         """Record the state before training, and check whether a checkpoint can be resumed.
 
         Args:
-            before: The attributes before configure_optimizers, or None if it was not called.
+            before: The attributes before the optimizer was created, or None if the user passed it.
         """
         # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
         # scheduler to Lightning's scheduler dict.
@@ -1800,7 +1806,7 @@ class MiniLoop:
         text += " keys out, or rename them."
         check(not other, text)
         self._settings = {**saved, **own}
-        self._attributes.start(before)
+        self._attributes.record_start_states(before)
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -1812,7 +1818,7 @@ class MiniLoop:
             text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
             text += " intentional, you can ignore this warning."
             warnings.warn(text, stacklevel=3)
-        self._attributes.mark_flags()
+        self._attributes.record_start_flags()
         self._start_parameters = {*self.network.parameters()}
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
@@ -1827,7 +1833,7 @@ class MiniLoop:
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
         if own.get("writer") == "FabricLoop":
-            self._attributes.convert(ranks)
+            self._attributes.convert_fabric_loop_state(ranks)
         found = own.get("iterators", [])
         text = f"resume: got an iterator in the loader ({found}), whose position after the first"
         text += " epoch is not saved. Create the iterator in __iter__, or use load= to start a new"
@@ -1981,7 +1987,7 @@ class MiniLoop:
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
-        text = f"{path}: got no names of weights, expected a checkpoint with the key state_dict."
+        text = f"{path}: got weights that are no dict of names and tensors, expected a state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
@@ -1996,9 +2002,9 @@ class MiniLoop:
             raise ValueError(text) from error
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
-        text = f"{path}: got the weights {others[:3]}, but the model has none of them. Rename the"
-        text += " saved weights."
-        check(not others or len(others) < len(weights), text)
+        got = f"the weights {others[:3]}" if others else "no weights"
+        text = f"{path}: got {got}, expected weights of the model. Rename the saved weights."
+        check(len(others) < len(weights) or not self._unwrapped.state_dict(), text)
 
     def _get_optimizer(self, use_pl_optimizer: bool = True) -> Any:
         return self.optimizer
@@ -2481,19 +2487,18 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
     if not isinstance(scheduler, LRScheduler):
         kind = type(scheduler).__name__
-        text = f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers,"
-        text += " use FabricLoop."
+        text = f"scheduler: got a {kind}, expected a scheduler from torch. For schedulers of"
+        text += " other packages, use FabricLoop."
         raise TypeError(text)
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
     text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
     check(is_own, text)
     is_usual = config["interval"] in ("step", "epoch") and is_strict
-    is_number = isinstance(config["frequency"], int | float)
-    is_usual = is_usual and is_number and config["frequency"] >= 1
+    is_number = isinstance(config["frequency"], Real)
+    is_usual = is_usual and is_number and 1 <= config["frequency"] < math.inf
     text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
-    text += " strict=True."
-    text += " For other values, use FabricLoop."
+    text += " strict=True. For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
     has_interval = isinstance(item, Mapping) and "interval" in item
     if isinstance(scheduler, OneCycleLR) and not has_interval:
@@ -2583,8 +2588,8 @@ def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn about changed arguments. Raise an error for a scheduler's new class or interval."""
-    # FabricLoop does not convert arguments to JSON. Older checkpoints contain fewer arguments.
+    """Warn about changed arguments. Raise an error if a scheduler's kind has changed."""
+    # FabricLoop does not convert arguments to JSON. Another torch version may have more arguments.
     old = to_plain(old)
     new = {name: value for name, value in new.items() if name in old}
     names = [name for name in old if name in new and old[name] != new[name]]
@@ -2738,9 +2743,10 @@ class SavedAttributes:
     """The attributes and RNG states that checkpoints contain, but state_dict() does not.
 
     A checkpoint contains the attributes that have changed since the start of training. To find
-    these, `start` records all attributes, and `state` compares them with the current ones. To
-    resume, `load_state` restores them, in place where possible. While `fit` or `validate` runs,
-    use the object as a context manager. When this ends, EARLIER_FITS records the attributes.
+    these, `record_start_states` records all attributes, and `get_changed_state` compares them with
+    the current ones. To resume, `load_state` restores them, in place where possible. Use the object
+    as a context manager while `fit` or `validate` runs. At the end, it stores the attributes in
+    EARLIER_FITS.
 
     Attributes:
         parts: Maps a path, such as "train sampler" or the name of a module, to an object.
@@ -2765,18 +2771,18 @@ class SavedAttributes:
         self._recorded_objects: dict[str, dict[Any, Any]] = {}
         # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
         self._restored_objects: dict[int, Any] = {}
-        self._objects_before: dict[int, Any] = {}
-        self._kept: list[tuple[Any, dict[str, Any]]] = []
+        self._objects_before_reset: dict[int, Any] = {}
+        self._values_before_reset: list[tuple[Any, dict[str, Any]]] = []
         self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._iterators: dict[tuple[str, str], Any] = {}
-        self._unsaved: set[tuple[str, str]] = set()
-        self._not_reset: set[tuple[str, Any]] = set()
+        self._warned_attributes: set[tuple[str, str]] = set()
+        self._unknown_start_values: set[tuple[str, Any]] = set()
         # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
         # the run that saves its checkpoints in this folder.
         self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
-        # If fit fails before training starts, `_redo` restores the attributes that
+        # If fit fails before training starts, `_restore_on_failure` restores the attributes that
         # `undo_earlier_fits` has reset.
-        self._redo = ExitStack()
+        self._restore_on_failure = ExitStack()
 
     @property
     def loop(self) -> Any:
@@ -2786,7 +2792,7 @@ class SavedAttributes:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._redo.close()
+        self._restore_on_failure.close()
         with suppress(Exception):
             self._record_end()
         self.parts.pop("training loop", None)
@@ -2808,14 +2814,13 @@ class SavedAttributes:
         # Record which objects in `parts` may affect the order of samples, such as the loaders.
         self._read_places = {place for place, part in self.parts.items() if id(part) in read}
 
-    def start(self, before: Any) -> None:
+    def record_start_states(self, before: Any) -> None:
         """Record all attributes before training, to detect later changes.
 
         Args:
-            before: The attributes before configure_optimizers, or None if it was not called.
+            before: The attributes before the optimizer was created, or None if the user passed it.
         """
-        self.find_objects()
-        self._start_states = {place: self._marked_state(place) for place in self.parts}
+        self._start_states = self.get_marked_states()
         ids = {*map(id, [*self._network.modules(), *self._network.parameters()])}
         for place, state in self._start_states.items() if before is not None else ():
             # A resumed run calls configure_optimizers after it has loaded the weights, so always
@@ -2824,29 +2829,29 @@ class SavedAttributes:
             plain = {n: v for n, v in state.items() if not isinstance(v, ObjectMark)}
             unsaved = {n: v for n, v in plain.items() if refers_to(values.get(n), ids)}
             self._start_states[place] = {**before.get(place, {}), **unsaved}
-        self._start_objects.update(self.mark_objects())
-        for place, name in self._not_reset:
+        self._start_objects.update(self.get_object_marks())
+        for place, name in self._unknown_start_values:
             # Always save an attribute whose value at the start of the run is unknown.
             self._start_states.get(place, {}).pop(name, None)
             path = f"{place}.{name}".removeprefix(".")
             for inner in [other for other in self._start_states if is_inside(other, path)]:
                 del self._start_states[inner]
 
-    def mark_flags(self) -> None:
+    def record_start_flags(self) -> None:
         """Record which parameters are frozen and which modules are in train mode."""
         self._start_flags = flags_of(self._network)
 
-    def changed_flags(self) -> dict[str, dict[str, bool]]:
+    def get_changed_flags(self) -> dict[str, dict[str, bool]]:
         """Return the flags that have changed since the start of training."""
         current, start = flags_of(self._network).items(), self._start_flags
         return {kind: dict(flags.items() - start[kind].items()) for kind, flags in current}
 
-    def marked_states(self) -> dict[str, dict[str, Any]]:
+    def get_marked_states(self) -> dict[str, dict[str, Any]]:
         """Return a snapshot of the attributes of all objects."""
         self.find_objects()
         return {place: self._marked_state(place) for place in self.parts}
 
-    def state(self, places: set[str] | None = None) -> dict[str, Any]:
+    def get_changed_state(self, places: set[str] | None = None) -> dict[str, Any]:
         """Return the RNG states, and the attributes that have changed since the start of the run.
 
         Args:
@@ -2911,7 +2916,7 @@ class SavedAttributes:
         self.find_objects()
         states = {p: register_buffers(self.parts.get(p), state) for p, state in states.items()}
         differing = self._find_differing_values(states, rebound)
-        groups = getattr(getattr(self.loop, "optimizer", None), "param_groups", END)
+        groups = self._parameter_groups()
         shared: dict[int, Any] = {}
 
         def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
@@ -2934,7 +2939,7 @@ class SavedAttributes:
             load_plain_state(part, state, self.loop.fabric.device, restore, weights)
         self._warn_missing(states)
 
-    def watch_optimizer(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: Any) -> None:
         self.parts.pop("fit optimizer", None)
         if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
             self.parts["fit optimizer"] = optimizer
@@ -2944,8 +2949,8 @@ class SavedAttributes:
         weights = self._network.state_dict(keep_vars=True)
         # Leave out temporary tensors, such as the result of get_extra_state(), because another
         # tensor may get their address.
-        kept = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
-        names = [name for name in reversed(weights) if id(weights[name]) in kept]
+        lasting_ids = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
+        names = [name for name in reversed(weights) if id(weights[name]) in lasting_ids]
         self.weights = {address_of(weights[name]): name for name in names}
         self.weights.pop(None, None)
         # Hooks may have created or deleted objects, so remove the objects of the last search.
@@ -3011,7 +3016,7 @@ class SavedAttributes:
         device, found = self.loop.fabric.device, {}
         # Do not save a module in a loader's attributes, because the module may be the model itself.
         is_loader = place.startswith(("train ", "val "))
-        groups = getattr(getattr(self, "optimizer", None), "param_groups", END)
+        groups = self._parameter_groups()
         for name, value in self._find_attributes(place).items():
             if value is groups:
                 # The state of the optimizer already contains its parameter groups.
@@ -3037,13 +3042,17 @@ class SavedAttributes:
                     found[name] = ChangeMark((len(value),))
         return found
 
+    def _parameter_groups(self) -> Any:
+        # The loop has no optimizer if validate() runs before fit().
+        return getattr(getattr(self.loop, "optimizer", None), "param_groups", END)
+
     def _marked_state(self, place: str) -> dict[str, Any]:
         """Return a snapshot of an object's attributes, to detect or undo later changes."""
         attributes = {} if self._is_installed(place) else namespace_of(self.parts[place])
         marks = {name: mark_object(value) for name, value in attributes.items()}
         return {**marks, **self._plain_state(place)}
 
-    def mark_objects(self) -> dict[str, dict[Any, Any]]:
+    def get_object_marks(self) -> dict[str, dict[Any, Any]]:
         """Return a reference to the object of each attribute, to detect new objects later."""
         found: dict[str, dict[Any, Any]] = {}
         for place in self.parts:
@@ -3070,7 +3079,7 @@ class SavedAttributes:
                 start[name] = REMOVED
         # A resumed run calls on_train_start before it restores attributes. Treat objects that this
         # hook assigns as objects from the start of the run.
-        for place, current in self.mark_objects().items():
+        for place, current in self.get_object_marks().items():
             changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
             self._start_objects.setdefault(place, {}).update(changed)
 
@@ -3136,25 +3145,26 @@ class SavedAttributes:
             warnings.warn(text, stacklevel=3)
 
     def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
-        if (place, name) not in self._unsaved:
-            self._unsaved.add((place, name))
+        if (place, name) not in self._warned_attributes:
+            self._warned_attributes.add((place, name))
             text = f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved"
             text += f" nor restored ({reason}). A resumed run may differ. Keep numbers, tensors or"
             text += " lists in the attribute instead, such as the position in the data."
             warnings.warn(text, stacklevel=2)
 
-    def convert(self, ranks: list[dict[str, Any]]) -> None:
+    def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
         # FabricLoop saves random generators in a format that MiniLoop cannot read.
-        parts = self.state()["parts"]
+        parts = self.get_changed_state()["parts"]
         values = [namespace_of(self.parts[p]).get(name) for p in parts for name in parts[p]]
-        is_complete = not self._not_reset and not any(isinstance(v, GENERATORS) for v in values)
+        is_complete = not self._unknown_start_values and not any(
+            isinstance(v, GENERATORS) for v in values
+        )
         for of_process in ranks:
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
             marks: dict[str, dict[str, int]] = defaultdict(dict)
-            # Older checkpoints do not contain the key "rebound".
-            rebound = of_process["plain_state"].get("rebound", {})
+            rebound = of_process["plain_state"]["rebound"]
             for (path, name), value in of_process["plain_state"]["attributes"].items():
                 root, _, place = path.partition(".")
                 if root == "optimizer":
@@ -3175,9 +3185,9 @@ class SavedAttributes:
 
     # Loaders
 
-    def loader_state(self) -> dict[str, Any]:
+    def get_changed_loader_state(self) -> dict[str, Any]:
         """Return the RNG states, and the loaders' attributes that have changed during the run."""
-        return self.state({*self._loader_places()})
+        return self.get_changed_state({*self._loader_places()})
 
     def _loader_places(self) -> list[str]:
         return [place for place in self._start_states if place in self._read_places]
@@ -3191,15 +3201,17 @@ class SavedAttributes:
             saved: The attributes at the time of the save.
         """
         before = [self._find_attributes(place).values() for place in self.parts]
-        self._objects_before = {id(value): value for value in chain.from_iterable(before)}
+        self._objects_before_reset = {id(value): value for value in chain.from_iterable(before)}
         # The attributes of the loaders' objects before the reset, except large ones.
-        self._kept.clear()
+        self._values_before_reset.clear()
         added: dict[str, dict[str, Any]] = {}
         for place in self._loader_places():
             part, start = self.parts[place], self._start_states[place]
             small = [n for n in self._plain_state(place) if type(start.get(n)) is not ChangeMark]
             values = namespace_of(part)
-            self._kept.append((part, {name: values[name] for name in small if name in values}))
+            self._values_before_reset.append(
+                (part, {name: values[name] for name in small if name in values})
+            )
             added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
         self.reset_loaders({})
         self.load_parts(added)
@@ -3207,24 +3219,24 @@ class SavedAttributes:
         set_rng_state(epoch_start)
 
     def restore_after_rereading(self, state: dict[str, Any]) -> None:
-        """After the finished batches were read again, restore the state that the run had then."""
+        """Restore the state from before the finished batches were read again."""
         # Resetting the loaders, or reading the finished batches again, may assign new lists and
         # tensors to the loaders' attributes. Put the original objects back, because the model may
         # refer to them.
-        for part, values in self._kept:
+        for part, values in self._values_before_reset:
             current = namespace_of(part)
             for name in [n for n in values if type(current.get(n)) is type(values[n])]:
                 set_value(part, name, values[name])
         self.reset_loaders(state["parts"])
-        self._restored_objects.update(self._objects_before)
+        self._restored_objects.update(self._objects_before_reset)
         self.load_state(state)
 
-    def forget_copies(self) -> None:
-        """Free what only the start of an epoch needs."""
+    def clear_epoch_start_copies(self) -> None:
+        """Clear the copies and references that only the start of an epoch needs."""
         self._large_values.clear()
         self._restored_objects.clear()
-        self._kept.clear()
-        self._objects_before.clear()
+        self._values_before_reset.clear()
+        self._objects_before_reset.clear()
 
     def copy_large_values(self) -> None:
         """Copy loader attributes that have only a checksum, so that they can be restored."""
@@ -3283,7 +3295,7 @@ class SavedAttributes:
         text += " differ. Assign a new value to the attribute instead of changing it in place."
         warnings.warn(text, stacklevel=2)
 
-    def mark_iterators(self) -> None:
+    def record_iterators(self) -> None:
         """Remember the loader's iterators, to find the ones that iter(loader) does not replace."""
         self._iterators = self._find_iterators()
 
@@ -3299,8 +3311,8 @@ class SavedAttributes:
             found.update(((place, name), value) for name, value in namespace_of(part).items())
         return {key: value for key, value in found.items() if is_library_iterator(value)}
 
-    def find_lasting_iterators(self) -> list[str]:
-        """Warn about iterators in the loader that do not start again in each epoch."""
+    def warn_of_lasting_iterators(self) -> list[str]:
+        """Return the loader's iterators that iter(loader) did not replace, and warn about them."""
         current = self._find_iterators()
         lasting = [key for key in current if self._iterators.get(key) is current[key]]
         for place, name in lasting:
@@ -3318,7 +3330,7 @@ class SavedAttributes:
         """
         # A checkpoint contains only attributes that the saved run has changed. Earlier fits may
         # have changed other attributes, so reset these attributes here.
-        self.watch_optimizer([*split_optimizers(getattr(self.loop, "optimizer", None))[0], None][0])
+        self.add_optimizer([*split_optimizers(getattr(self.loop, "optimizer", None))[0], None][0])
         ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
         saved = ranks[self.loop.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
         states: dict[str, dict[str, Any]] = {}
@@ -3326,17 +3338,17 @@ class SavedAttributes:
         if run is not None:
             # Register load_parts first, so that ExitStack calls it last, after attributes are
             # restored.
-            self._redo.callback(self.load_parts, contents)
-            self._redo.callback(self._start_objects.clear)
+            self._restore_on_failure.callback(self.load_parts, contents)
+            self._restore_on_failure.callback(self._start_objects.clear)
         for place, owner, kind in self._record_keys():
             is_recorded = kind in EARLIER_FITS.get(id(owner), {})
             values: Any = self._read_values(place, kind) if is_recorded else None
             start = {} if values is None else self._take_start_values(owner, kind, run, values)
             if start and kind == "options":
-                self._redo.callback(vars(self.loop).update, values)
+                self._restore_on_failure.callback(vars(self.loop).update, values)
                 vars(self.loop).update(start)
             elif start and kind in ("requires_grad", "training"):
-                self._redo.callback(set_flags, self._network, {kind: values})
+                self._restore_on_failure.callback(set_flags, self._network, {kind: values})
                 set_flags(
                     self._network, {kind: {n: v for n, v in start.items() if v is not REMOVED}}
                 )
@@ -3350,7 +3362,9 @@ class SavedAttributes:
                 contents[place] = {name: values.get(name, REMOVED) for name in names}
                 part = self.parts[place]
                 for name in namespace_of(part).keys() & state:
-                    self._redo.callback(set_value, part, name, namespace_of(part)[name])
+                    self._restore_on_failure.callback(
+                        set_value, part, name, namespace_of(part)[name]
+                    )
         if states:
             self.load_parts(states)
 
@@ -3385,7 +3399,7 @@ class SavedAttributes:
             if not (is_needed or is_unknown):
                 chosen[name] = value
             elif is_needed or not are_objects:
-                self._not_reset.add((place, name))
+                self._unknown_start_values.add((place, name))
             is_lost = is_unknown and not (is_needed or are_objects)
             if is_lost and name in values and name not in of_place:
                 text = f"resume: an earlier fit in this process changed the attribute {name!r} of"
@@ -3394,10 +3408,10 @@ class SavedAttributes:
                 warnings.warn(text, stacklevel=2)
         return chosen
 
-    def record_start(self, run: Path, options: dict[str, Any]) -> None:
+    def record_run_start(self, run: Path, options: dict[str, Any]) -> None:
         """Record the attributes of the model, the loaders and the loop at the start of training."""
-        self._redo.pop_all()
-        self._recorded_objects = self.mark_objects()
+        self._restore_on_failure.pop_all()
+        self._recorded_objects = self.get_object_marks()
         values = {"options": options, **self._start_flags}
         for place, owner, kind in self._record_keys():
             start = values.get(kind, self._start_states.get(place))
@@ -3412,7 +3426,7 @@ class SavedAttributes:
                     del starts[oldest]
 
     def _record_end(self) -> None:
-        current = self.mark_objects()
+        current = self.get_object_marks()
         for place, owner, kind in self._record_keys() if self._starts else ():
             starts = self._starts.get((id(owner), kind), {})
             values = self._read_values(place, kind) if starts else None
@@ -4229,7 +4243,9 @@ def is_intact(path: Path) -> bool:
         # torch reads other parts of a zip file's index than Python, so let torch read it, too.
         load_file(path, is_mapped=True)
     except pickle.UnpicklingError:
-        pass
+        pass  # read_checkpoint() names the objects that torch refuses to read.
+    except MemoryError:
+        raise
     except Exception as error:
         # With EINVAL, the file contains an impossible offset. Other OSErrors are disk failures.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:

@@ -411,7 +411,7 @@ class PlainState:
         self._saved = {id(part): part for part in saved}
         self._given |= parts
         self._find_objects()
-        digests, ids = self.digests(), self._ids()
+        digests, ids = self.digests(), self._ids_in_network()
         for place, value in self.attributes():
             if place[0] in parts:
                 self._start_objects[place] = Reference(value)
@@ -544,7 +544,7 @@ class PlainState:
     def changed_attributes(self) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
         encoder = Encoder(self._device, self.addresses_of_network())
-        attributes, ids = dict(self.attributes()), self._ids()
+        attributes, ids = dict(self.attributes()), self._ids_in_network()
         places = [place for place in self._at_start if place[0] in self._parts]
         changed = {place: REMOVED for place in places if place not in attributes}
         for place, value in attributes.items():
@@ -583,7 +583,7 @@ class PlainState:
                 reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
                 self._warn(f"the attribute {'.'.join(place)}", reason)
 
-    def _ids(self) -> set[int]:
+    def _ids_in_network(self) -> set[int]:
         """Return the ids of the network's modules and parameters."""
         network = self._network
         parts = [] if network is None else [*network.modules(), *network.parameters()]
@@ -662,8 +662,7 @@ class PlainState:
                 for place, value in state["attributes"].items()
                 if not f"{place[0]}.".startswith(tuple(missing))
             },
-            # Older checkpoints do not contain this key.
-            "rebound": state.get("rebound", {}),
+            "rebound": state["rebound"],
         }
 
     def load_attributes(

@@ -130,10 +130,10 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     # With strict_loading = False, torch ignores unknown names. A module with on_load_checkpoint may
     # have loaded the weights in this hook.
     has_hook = overridden(run.model, "on_load_checkpoint") is not None
-    if others and not has_hook and len(others) == len(weights):
+    if len(others) == len(weights) and not has_hook and target.state_dict():
+        got = f"the weights {others[:3]}" if others else "no weights"
         raise OtherModelError(
-            f"{path}: got the weights {others[:3]}, but the model has none of them. Rename the"
-            " saved weights."
+            f"{path}: got {got}, expected weights of the model. Rename the saved weights."
         )
 
 
@@ -543,7 +543,7 @@ def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
     for old, new in islice(pairs, num_saved):
         if not old or not new:
             continue
-        # Older checkpoints contain fewer arguments.
+        # Another version of torch may have more arguments.
         new = {name: value for name, value in new.items() if name in old}
         # Convert both to JSON, because MiniLoop stores the arguments as JSON.
         values = [json.loads(json.dumps(i, default=str, skipkeys=True)) for i in (new, old)]

@@ -135,7 +135,8 @@ def check_learning_rates(run: Run) -> None:
         raise ConfigurationError(
             f"optimizer: got the learning rates {', '.join(found)} in the processes, expected equal"
             " values, because the weights of the processes would differ. If ReduceLROnPlateau"
-            " monitors a metric, log this metric with sync_dist=True."
+            " monitors a metric, log this metric with sync_dist=True. If the script draws random"
+            " hyperparameters, pass devices=1."
         )
 
 

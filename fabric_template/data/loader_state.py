@@ -161,9 +161,15 @@ class ResumableLoader:
 
     def read_to_end(self) -> None:
         """Run the loader's code after the last batch, if exactly len(loader) batches were read."""
-        reader, is_at_end = self._reader, self.batches == sized_len(self.loader)
-        if reader is not None and is_at_end and not self.is_finished:
-            next(reader, END)
+        reader, number = self._reader, self.batches
+        if reader is None or self.is_finished or number != sized_len(self.loader):
+            return
+        if next(reader, END) is not END:
+            warnings.warn(
+                f"The loader yielded more than {number} batches, its length. The next batch was"
+                " skipped. Return the correct length in __len__.",
+                stacklevel=2,
+            )
 
     def end_pass(self) -> None:
         """Read all prefetched batches to get the latest RNG states of persistent workers."""
@@ -489,7 +495,7 @@ def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
     drawn = list(islice(indices, 1))
     state = capture_rng_state()
     drawn += islice(indices, number - 1)
-    if has_drawn(state):
+    if has_drawn_numbers(state):
         own = loader.batch_sampler
         if own is None or is_of_library(own):
             own = getattr(loader.sampler, "given_sampler", loader.sampler)
@@ -507,7 +513,7 @@ def drop_batches(reader: Iterator[Any], number: int, loader: Any) -> None:
     deque(islice(reader, min(number, 1)), maxlen=0)
     state = capture_rng_state()
     deque(islice(reader, max(number - 1, 0)), maxlen=0)
-    if has_drawn(state):
+    if has_drawn_numbers(state):
         warnings.warn(
             f"resume: {type(getattr(loader, 'dataset', loader)).__name__} draws random numbers"
             " during the epoch, so the rest of this epoch may have different samples. If random"
@@ -516,7 +522,7 @@ def drop_batches(reader: Iterator[Any], number: int, loader: Any) -> None:
         )
 
 
-def has_drawn(state: dict[str, Any]) -> bool:
+def has_drawn_numbers(state: dict[str, Any]) -> bool:
     """Return whether random numbers have been drawn since ``state`` was captured."""
     current = capture_rng_state()
     return any(current[name] != state[name] for name in ("torch", "python", "numpy"))

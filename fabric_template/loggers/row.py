@@ -49,7 +49,7 @@ class RowWriter:
         self.is_step_based = False
         self.learning_rates: list[Any] = []
         # The optimizer step of ``learning_rates``.
-        self._recorded_step: int | None = None
+        self._step_of_rates: int | None = None
         self.step_values: dict[str, Any] = {}
         # Results of evaluations and values from loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
@@ -135,8 +135,8 @@ class RowWriter:
     def record_learning_rates(self) -> None:
         """Record the learning rates of a step, before schedulers or hooks change them."""
         step = self.run.progress.global_step
-        if self._recorded_step != step:
-            self.learning_rates, self._recorded_step = learning_rates(self.run), step
+        if self._step_of_rates != step:
+            self.learning_rates, self._step_of_rates = learning_rates(self.run), step
 
     def collect(self, values: Mapping[str, Any]) -> None:
         """Add values to the next row of metrics.csv."""
@@ -279,8 +279,7 @@ class RowWriter:
         self._collected = dict(state["collected"])
         self.step_values = dict(state["step_values"])
         self.learning_rates = list(state["learning_rates"])
-        # Older checkpoints of runs without schedulers contain no learning rates.
-        self._recorded_step = self.run.progress.global_step if self.learning_rates else None
+        self._step_of_rates = self.run.progress.global_step
         self._is_validated = state["is_validated"]
         self._num_samples = state["num_samples"] if self.counts_steps else 0
         names = ("seconds", "seconds_waited", "excluded_seconds")

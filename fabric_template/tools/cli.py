@@ -595,21 +595,21 @@ def predict_command(
         text = f"--out: got {size} processes, each of which predicts only a part of the samples."
         raise ValueError(f"{text} Add --devices 1.")
     batches = loop.predict(model, data, load=load) or []
-    has_several = len(loop.predict_loop.epoch_batch_indices) > 1
-    number = sum(map(len, batches)) if has_several else len(batches)
+    has_several_loaders = len(loop.predict_loop.epoch_batch_indices) > 1
+    number = sum(map(len, batches)) if has_several_loaders else len(batches)
     if loop.fabric.is_global_zero:
         print(f"predicted   {number} batches, first: {str(batches[:1])[1:200]}")
         if out is not None:
-            save_predictions(batches, has_several, out)
+            save_predictions(batches, has_several_loaders, out)
             print(f"saved       {out}")
     return 0
 
 
-def save_predictions(batches: list[Any], has_several: bool, out: str) -> None:
+def save_predictions(batches: list[Any], has_several_loaders: bool, out: str) -> None:
     """Save predictions as a CSV file with one row per sample, or unchanged as a .pt file.
 
     Args:
-        batches: The predictions of each batch or, if ``has_several`` is True, a list per loader.
+        batches: The predictions of each batch. With several loaders, a list of these per loader.
     """
     import pandas as pd
     import torch
@@ -618,7 +618,7 @@ def save_predictions(batches: list[Any], has_several: bool, out: str) -> None:
         torch.save(batches, out)
         return
     try:
-        if has_several:
+        if has_several_loaders:
             tables = [make_table(of_loader) for of_loader in batches]
             table = pd.concat(tables, keys=range(len(tables)), names=["loader"])
             table = table.reset_index("loader")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -198,7 +199,7 @@ def _parse_scheduler(item: Any, is_automatic: bool, where: str) -> LRSchedulerCo
             'The "interval" key in lr scheduler dict must be "step" or "epoch" but is'
             f' "{config.interval}"'
         )
-    if not isinstance(config.frequency, Real) or not config.frequency >= 1:
+    if not isinstance(config.frequency, Real) or not 1 <= config.frequency < math.inf:
         raise ConfigurationError(
             f"frequency: got {config.frequency!r} in the lr scheduler dict, expected a number of"
             f' {config.interval}s (int >= 1). Write "frequency": 1.'

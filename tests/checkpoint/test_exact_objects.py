@@ -114,7 +114,7 @@ class View(Model):
         return super().training_step(batch, batch_idx) * self.scales[0]
 
 
-class Exports(Model):
+class ExtraState(Model):
     """Adds a tensor to its state_dict() that is neither a parameter nor a buffer, and does not load it."""
 
     def __init__(self):
@@ -830,7 +830,7 @@ class OwnLoader:
             yield x + shift, y
 
 
-def owned():
+def own_loader():
     return Model(), OwnLoader()
 
 
@@ -845,7 +845,7 @@ CASES = {
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
-    "tensor of the extra state": shuffled(Exports),
+    "tensor of the extra state": shuffled(ExtraState),
     "values that cannot be changed in place": shuffled(Frozen),
     "views that cannot be changed in place": shuffled(Views),
     "constants": shuffled(Stages),
@@ -853,7 +853,7 @@ CASES = {
     "new list of a sampler": handed,
     "running metric": shuffled(Running),
     "orders of a sampler": ordered,
-    "objects of an own loader": owned,
+    "objects of an own loader": own_loader,
     "tensor of two datasets": grown,
     "objects of a dataset": transformed,
     "sampler of torch": mining,

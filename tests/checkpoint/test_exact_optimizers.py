@@ -131,8 +131,9 @@ def train(loop_class, root, make, stops_at=None, is_given=False):
 
 @pytest.mark.parametrize("loop_class", LOOPS)
 @pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithTeacher, WithGroups, "function"])
-def test_attributes_from_configure_optimizers_are_restored(tmp_path, loop_class, make):
-    is_given, make = make == "function", Lit if make == "function" else make
+def test_copies_of_weights_made_with_the_optimizer_are_restored(tmp_path, loop_class, make):
+    is_given = make == "function"
+    make = Lit if is_given else make
     expected = train(loop_class, tmp_path / "whole", make, is_given=is_given)
     for stops_at in (7, 10):
         with pytest.raises(Stop):
@@ -141,6 +142,13 @@ def test_attributes_from_configure_optimizers_are_restored(tmp_path, loop_class,
     assert logs_of(tmp_path / "cut") == logs_of(tmp_path / "whole")
     if not is_given:
         assert same(train(pl.Trainer, tmp_path, make), expected)
+
+
+def test_a_checkpoint_of_mini_loop_contains_the_parameter_groups_only_once(tmp_path):
+    train(MiniLoop, tmp_path, WithGroups)
+    checkpoint = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
+    parts = checkpoint["fabric_template"]["ranks"][0]["rng"]["parts"]
+    assert "groups" not in parts.get("", {})
 
 
 @pytest.mark.parametrize(("first", "second"), [LOOPS, LOOPS[::-1]])

@@ -123,17 +123,6 @@ def test_a_rebound_attribute_is_restored_as_a_new_object(tmp_path):
     assert (new.tensor.sum(), new.array.sum(), new.factory["a"], new.factory["b"]) == (3, 2, 1, 7)
 
 
-def test_a_checkpoint_without_the_ids_of_rebound_attributes_is_restored_in_place():
-    """Older checkpoints do not contain these ids."""
-    holder, new = Holder(value=[0]), Holder(value=[0])
-    saving, original = PlainState({"a": Part(holder)}), new.value
-    holder.value = [1]
-    state = saving.state_dict()
-    del state["rebound"]
-    PlainState({"a": Part(new)}).load_state_dict(state)
-    assert original == [1]
-
-
 def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_run(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
@@ -224,7 +213,8 @@ def test_an_attribute_that_cannot_be_saved_causes_one_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert state.changed_attributes() == {("a", "count"): 3}
-        state.load_state_dict({"generators": {"a.rng": 3}, "attributes": {("a", "x"): ("no", [])}})
+        attributes = {("a", "x"): ("no", [])}
+        state.load_state_dict({"generators": {"a.rng": 3}, "attributes": attributes, "rebound": {}})
     assert not hasattr(holder, "x")
 
 

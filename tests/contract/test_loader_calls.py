@@ -176,7 +176,7 @@ class Continues:
 
 
 # Loaders that run code after their last batch.
-ENDS = {
+LOADERS_WITH_CODE_AT_THE_END = {
     "sampler": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
     "sampler, workers": lambda: DataLoader(DATA, 4, sampler=CountsEpochs(), num_workers=2),
     "batch sampler": lambda: DataLoader(DATA, batch_sampler=CountsBatches()),
@@ -185,7 +185,7 @@ ENDS = {
 }
 
 
-def read_with_for(loader, val, net, optimizer, epochs=3):
+def train_by_hand(loader, val, net, optimizer, epochs=3):
     """Train with a hand-written loop."""
     for epoch in range(epochs):
         net.train()
@@ -206,12 +206,12 @@ def train(loop, name, is_lightning_module=False, root=".", resume=None, seed=1, 
     """Train for three epochs, and return the network."""
     torch.manual_seed(seed)
     np.random.seed(seed)
-    module, loader = Module(), {**LOADERS, **ENDS}[name]()
+    module, loader = Module(), {**LOADERS, **LOADERS_WITH_CODE_AT_THE_END}[name]()
     # Also validate on the loaders that run code after their last batch.
-    val = loader if name in ENDS else Shuffles(2)
+    val = loader if name in LOADERS_WITH_CODE_AT_THE_END else Shuffles(2)
     optimizer = module.configure_optimizers()
     if loop == "hand":
-        read_with_for(loader, val, module.net, optimizer)
+        train_by_hand(loader, val, module.net, optimizer)
     elif loop == "Trainer":
         pl.Trainer(**quiet(max_epochs=3, num_sanity_val_steps=0)).fit(module, loader, val)
     else:
@@ -226,16 +226,18 @@ def train(loop, name, is_lightning_module=False, root=".", resume=None, seed=1, 
 
 
 @functools.cache
-def train_oracle(name, is_lightning_module):
+def train_reference(name, is_lightning_module):
     return train("Trainer" if is_lightning_module else "hand", name)
 
 
 @pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize("is_lightning_module", [True, False])
 @pytest.mark.parametrize(("loop", "name"), itertools.product(LOOPS, LOADERS))
-def test_both_loops_call_iter_and_set_epoch_like_their_oracle(tmp_path, loop, name, is_lightning_module):
+def test_both_loops_call_iter_and_set_epoch_like_trainer_or_a_hand_written_loop(
+    tmp_path, loop, name, is_lightning_module
+):
     net = train(loop, name, is_lightning_module, tmp_path)
-    assert_same_weights(train_oracle(name, is_lightning_module), net)
+    assert_same_weights(train_reference(name, is_lightning_module), net)
 
 
 KILLED = """
@@ -274,7 +276,7 @@ def kill_and_resume(root, loop, name, is_lightning_module, steps, **options):
         ("MiniLoop", "set_epoch has its own generator, workers", True, 4),
     ],
 )
-def test_a_killed_run_calls_iter_and_set_epoch_as_before(tmp_path, loop, name, is_lightning_module, steps):
+def test_a_killed_run_resumes_exactly_if_iter_or_set_epoch_shuffles(tmp_path, loop, name, is_lightning_module, steps):
     options = {"validate_every_n_steps": 2}
     expected = train(loop, name, is_lightning_module, tempfile.mkdtemp(), **options)
     resumed = kill_and_resume(tmp_path, loop, name, is_lightning_module, steps, **options)
@@ -283,15 +285,15 @@ def test_a_killed_run_calls_iter_and_set_epoch_as_before(tmp_path, loop, name, i
 
 @pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", LOADERS_WITH_CODE_AT_THE_END)
 def test_both_loops_read_a_loader_to_its_end_like_a_for_loop(tmp_path, loop, name):
-    assert_same_weights(train_oracle(name, False), train(loop, name, False, tmp_path))
+    assert_same_weights(train_reference(name, False), train(loop, name, False, tmp_path))
 
 
-@pytest.mark.parametrize("name", [name for name in ENDS if "sampler" in name])
+@pytest.mark.parametrize("name", [name for name in LOADERS_WITH_CODE_AT_THE_END if "sampler" in name])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_both_loops_end_an_epoch_of_a_lightning_module_like_trainer(tmp_path, loop, name):
-    assert_same_weights(train_oracle(name, True), train(loop, name, True, tmp_path))
+def test_both_loops_and_trainer_skip_code_after_the_last_batch_of_a_lightning_module(tmp_path, loop, name):
+    assert_same_weights(train_reference(name, True), train(loop, name, True, tmp_path))
 
 
 def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_path):
@@ -305,6 +307,8 @@ def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
+# The last two loaders are their own iterators, so a validation within an epoch reads batches of the epoch.
+@pytest.mark.filterwarnings("ignore:The loader yielded more than 5 batches")
 @pytest.mark.parametrize(
     ("loop", "name", "steps"),
     [
@@ -321,6 +325,24 @@ def test_a_killed_run_on_a_loader_that_is_read_to_its_end_resumes_exactly(tmp_pa
     options = {"save_every_n_steps": 1} if loop == "FabricLoop" else {"validate_every_n_steps": 3}
     expected = train(loop, name, False, tempfile.mkdtemp(), **options)
     assert_same_weights(expected, kill_and_resume(tmp_path, loop, name, False, steps, **options))
+
+
+class Longer:
+    """A loader with a wrong length."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(X.split(4))
+
+
+@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
+def test_a_batch_after_the_last_one_causes_a_warning(tmp_path, kind):
+    module = Module()
+    loop = kind(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="The loader yielded more than 4 batches, its length"):
+        loop.fit(module.net, Longer(), optimizer=module.configure_optimizers(), training_step=lambda n, b: n(b).mean())
 
 
 class KeepsIterator(DataLoader):
