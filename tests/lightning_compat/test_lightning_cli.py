@@ -50,7 +50,8 @@ SGD = ["--optimizer=SGD", "--optimizer.lr=0.1"]
     "typed",
     [
         ["fit", *SGD, "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss",
-         "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.monitor=val_loss", "--trainer.profiler=simple",
+         "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.monitor=val_loss",
+         "--trainer.profiler=simple",
          "--trainer.accumulate_grad_batches=2",
          "--model.width=7", "--seed_everything=7"],
         ["test"],
