@@ -81,7 +81,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 from tqdm import tqdm
@@ -189,8 +189,8 @@ LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
     strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
-    _batches_read _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
-    _given_options _has_validated _hook _is_first_batch _is_last _is_lightning_module
+    _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
+    _given_options _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _num_groups
     _precision _resumed_flags _resumed_options _resumed_state _row_started _sampler_seed
     _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
@@ -354,7 +354,6 @@ class MiniLoop:
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
-        self._has_validated = False
         self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
         # The current training batch's values for steps.csv, or None between batches.
         self._step_values: Any = None
@@ -417,7 +416,6 @@ class MiniLoop:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
-                        self._print_if_finished(path)
                     self._attributes.record_run_start(
                         self.checkpoint_dir.resolve(), self._given_options
                     )
@@ -467,8 +465,6 @@ class MiniLoop:
             self._train_epoch()
         if not is_done:
             self._call("on_train_end")
-            self._warn_if_never_validated(is_resumed)
-            self._warn_if_never_stepped()
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > (self.history[-1]["step"] if self.history else 0):
@@ -494,7 +490,7 @@ class MiniLoop:
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         self._window_size = self.accumulate_grad_batches
-        batches: Iterable[Any] = self._checked_batches()
+        batches: Iterable[Any] = self._train_batches()
         if self.batches_done == 0 and self.should_stop:
             # As in Trainer, an epoch has no batches if on_train_epoch_start sets should_stop.
             batches, self._is_last = (), True
@@ -510,6 +506,8 @@ class MiniLoop:
                 self._save(is_validated)
             if self._is_done():
                 break
+        text = "_train_batches: got an epoch without a last batch. Set self._is_last = True before"
+        check(self._is_last or self._is_done(), f"{text} the last yield of an epoch.")
         self._update_metrics()
         if not self._is_last:
             self._save(is_validated)
@@ -522,22 +520,6 @@ class MiniLoop:
             self._reset_metrics()
             self.current_epoch, self.batches_done, self._batches = epoch + 1, 0, None
             self._save(is_validated)
-
-    def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches of the epoch, and check that each batch is trained exactly once."""
-        # Users may edit `_train_batches` and `_train_batch`. Raise an error if the edited code sets
-        # `_is_last` to a wrong value, or does not train each batch exactly once.
-        is_end, number = False, self.batches_done
-        text = "_train_batches: expected _is_last to be True for the last batch of an epoch, and"
-        text += " only for this batch. To skip, repeat or reorder batches, set self._is_last before"
-        text += " each yield."
-        for batch in self._train_batches():
-            check(not is_end, text)
-            yield batch
-            is_end, number = self._is_last, number + 1
-            is_trained = self.batches_done == number
-            check(is_trained, "_train_batch: expected one call for each batch of _train_batches.")
-        check(is_end, text)
 
     def _train_batch(self, batch: Any) -> None:
         """Compute a batch's gradients, and step the optimizer if an accumulation window ends."""
@@ -688,10 +670,8 @@ class MiniLoop:
         bar.update(file=sys.stdout if is_notebook else sys.stderr)
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
-        self._batches_read = self.batches_done
         for is_last, batch in self._timed(tqdm(self._batches, **bar)):
             self._is_last = is_last
-            self._batches_read += 1
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in this epoch, but the loader's"
         text += f" length is {length}. Return the correct length in __len__."
@@ -747,11 +727,9 @@ class MiniLoop:
                 if (batch := next(batches, END)) is END:
                     return
                 yield number == length, batch
-            # Unlike Trainer, a for loop runs the loader's code after the last batch.
-            if not self._is_lightning_module and next(batches, END) is not END:
-                text = f"The loader yielded more than {int(length)} batches, its length. The next"
-                text += " batch was skipped. Return the correct length in __len__."
-                warnings.warn(text, stacklevel=2)
+            if not self._is_lightning_module:
+                # Unlike Trainer, a for loop runs the loader's code after the last batch.
+                next(batches, END)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
         for number in count(1):
@@ -852,40 +830,11 @@ class MiniLoop:
             self._batches.close()
         self._batches = None
 
-    def _warn_if_never_validated(self, is_resumed: bool) -> None:
-        if self.val_loader is None or self._has_validated or is_resumed:
-            return
-        step = self.global_step
-        text = f"val_dataloaders: training ended after {step} steps, before the first validation."
-        text += f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
-        if self.fabric.is_global_zero:
-            warnings.warn(text, stacklevel=4)
-
-    def _warn_if_never_stepped(self) -> None:
-        """Warn if training ended before the first step of a scheduler that steps once per epoch."""
-        if self.current_epoch > 0 or not self.fabric.is_global_zero or self.should_stop:
-            return
-        for config in self.schedulers:
-            if config["interval"] == "epoch":
-                kind = type(config["scheduler"]).__name__
-                text = f"scheduler: training ended after {self.global_step} steps, before the end"
-                text += f" of the first epoch, so {kind} took no step. To step it after each"
-                text += ' optimizer step, use {"scheduler": scheduler, "interval": "step"}.'
-                warnings.warn(text, stacklevel=4)
-
     def _print_interruption(self) -> None:
         saved = f"To continue from step {self._saved_step}, write resume='last'."
         saved = "No checkpoint was saved." if self._saved_step is None else saved
         place = f"in epoch {self.current_epoch}, after step {self.global_step}"
         print(f"Ctrl-C: training stops {place}. {saved}")
-
-    def _print_if_finished(self, path: Path | None) -> None:
-        if self._is_done() and self.fabric.is_global_zero:
-            text = f"resume: {path} is from a finished run (epoch {self.current_epoch}, step"
-            text += f" {self.global_step}). Nothing is left to train."
-            if self.should_stop:
-                text += " should_stop was set. To train further, write resume='last'."
-            print(f"{text} For a new run, leave out resume=.", file=sys.stderr)
 
     # Validation
 
@@ -909,7 +858,8 @@ class MiniLoop:
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
-        if self._is_last and self._batches_read == self.num_training_batches:
+        if self._is_last:
+            # Run the loader's code after the last batch before the validation, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
         # validate() must not clear gradients, because a hook may call it before optimizer.step().
@@ -955,7 +905,7 @@ class MiniLoop:
             warnings.warn(text, stacklevel=3)
         self._reset_metrics()
         self._sums = training
-        self._has_validated, self._validation_names = True, set(self._validated)
+        self._validation_names = set(self._validated)
 
     # Logging
 
@@ -1212,15 +1162,11 @@ class MiniLoop:
     # Checkpoints
 
     def _save(self, is_validated: bool) -> None:
-        """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt."""
+        """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt.
+
+        A run can resume only if ``_batches_in_window`` is 0, but not after an epoch's last batch.
+        """
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        is_between_steps = self._batches_in_window == 0 and not (is_in_epoch and self._is_last)
-        text = "_save: got a call within an accumulation window or after an epoch's last batch, but"
-        text += " no run can resume there. Before the call, write `if self._batches_in_window == 0"
-        check(is_between_steps, f"{text} and not self._is_last`.")
-        if is_in_epoch and self._batches_read != self.batches_done:
-            text = "_train_batches: got skipped, repeated or reordered batches. A run that resumes"
-            warnings.warn(f"{text} within the epoch will train on other batches.", stacklevel=2)
         # A training metric is complete only at the end of an epoch or of the run.
         is_of_validation = self.monitor in self._validation_names
         is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
@@ -1429,6 +1375,9 @@ class MiniLoop:
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
+        if self._is_done() and self.fabric.is_global_zero:
+            text = f"resume: {path} is from a finished run. Nothing is left to train. For a new"
+            print(f"{text} run, leave out resume=.", file=sys.stderr)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Unless the run is finished, remove the CSV rows written after the checkpoint."""
@@ -1878,11 +1827,6 @@ class MiniLoop:
         if changed:
             text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
             text += " from the results of an uninterrupted run."
-            warnings.warn(text, stacklevel=5)
-        has_buffers = next(self.network.buffers(), None) is not None
-        if has_buffers and not getattr(self._step_module, "broadcast_buffers", True):
-            text = "resume: got broadcast_buffers=False, but a checkpoint contains only the buffers"
-            text += " of the first process. A resumed run may differ. Leave out broadcast_buffers."
             warnings.warn(text, stacklevel=5)
         for kind, described in self._arguments.items():
             for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
@@ -2500,10 +2444,6 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
     text += " strict=True. For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
-    has_interval = isinstance(item, Mapping) and "interval" in item
-    if isinstance(scheduler, OneCycleLR) and not has_interval:
-        text = "scheduler: got OneCycleLR, which usually steps after each batch. Write"
-        warnings.warn(f'{text} {{"scheduler": scheduler, "interval": "step"}}.', stacklevel=5)
     has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
     text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
     text += ' Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'

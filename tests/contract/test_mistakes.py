@@ -464,13 +464,12 @@ class EndlessData(IterableDataset):
             yield torch.ones(8), torch.tensor(1)
 
 
-@both_loops
 @pytest.mark.filterwarnings("default:val_dataloaders")
 @pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
-def test_fit_warns_if_the_run_ends_before_its_first_validation(name, train):
+def test_fit_warns_if_the_run_ends_before_its_first_validation(train):
     def run(**options):
         net = make_net()
-        loop = make_loop(name, max_epochs=None, max_steps=5, monitor="val_loss", **options)
+        loop = make_loop("FabricLoop", max_epochs=None, max_steps=5, monitor="val_loss", **options)
         loop.fit(net, train, make_loader(), optimizer=sgd(net), training_step=loss_of, validation_step=loss_of)
         return loop
 
@@ -481,14 +480,13 @@ def test_fit_warns_if_the_run_ends_before_its_first_validation(name, train):
         assert run(validate_every_n_steps=2).callback_metrics["val_loss"] > 0
 
 
-@both_loops
 @pytest.mark.filterwarnings("default:scheduler")
 @pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
-def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train):
+def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(train):
     def run(make_scheduler, max_steps=5):
         net = make_net()
         optimizer = sgd(net)
-        loop = make_loop(name, max_epochs=None, max_steps=max_steps)
+        loop = make_loop("FabricLoop", max_epochs=None, max_steps=max_steps)
         loop.fit(net, train, optimizer=optimizer, scheduler=make_scheduler(optimizer), training_step=loss_of)
 
     with pytest.warns(UserWarning, match='scheduler: training ended after 5 steps.*StepLR took.*"interval": "step"'):
@@ -501,13 +499,12 @@ def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(name, train
             run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train) + 1)
 
 
-@both_loops
-def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch(name):
+def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch():
     with pytest.warns(match="OneCycleLR"):
-        fit_with_scheduler(name, lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
+        fit_with_scheduler("FabricLoop", lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
     # No warning if the interval is written explicitly.
     fit_with_scheduler(
-        name, lambda optimizer: {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=60), "interval": "epoch"}
+        "FabricLoop", lambda optimizer: {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=60), "interval": "epoch"}
     )
 
 

@@ -204,10 +204,11 @@ def test_loaders_of_different_length_in_two_processes_are_refused():
 # Buffers that differ between the processes
 
 
-def resume_with_own_buffers(rank, kind):
+def resume_with_own_buffers(rank):
     for epochs, resume in ((1, None), (2, "last")):
         net = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-        loop = kind(accelerator="cpu", devices=2, strategy=DDPStrategy(broadcast_buffers=False), max_epochs=epochs)
+        options = {"devices": 2, "strategy": DDPStrategy(broadcast_buffers=False), "max_epochs": epochs}
+        loop = FabricLoop(accelerator="cpu", **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loop.fit(net, DataLoader(make_data(16), 4), optimizer=sgd(net), training_step=loss_of, resume=resume)
@@ -215,9 +216,8 @@ def resume_with_own_buffers(rank, kind):
             assert any("got broadcast_buffers=False" in str(warning.message) for warning in caught) == (epochs == 2)
 
 
-@both_loops
-def test_resume_warns_about_ddp_with_broadcast_buffers_false(kind):
-    codes, errors = run_processes(resume_with_own_buffers, kind)
+def test_fabric_loop_warns_at_a_resume_about_ddp_with_broadcast_buffers_false():
+    codes, errors = run_processes(resume_with_own_buffers)
     assert codes == [0, 0], errors
 
 
