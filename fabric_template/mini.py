@@ -188,7 +188,7 @@ NOT_PICKLED = """
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
-    strategy validate_every_n_steps version _arguments _batch_size _batches _batches_in_window
+    strategy validate_every_n_steps version _batch_size _batches _batches_in_window
     _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
     _given_options _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _num_groups
@@ -425,7 +425,6 @@ class MiniLoop:
                 if not is_interactive():
                     raise
             finally:
-                self._record_arguments()
                 self._stop_batches()
         return to_table(self.history)
 
@@ -1282,7 +1281,6 @@ class MiniLoop:
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": self._attributes.get_changed_flags(),
             "settings": self._run_settings(),
-            "arguments": self._arguments,
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
             "iterators": self._attributes.warn_of_lasting_iterators(),
@@ -1297,6 +1295,10 @@ class MiniLoop:
             "batch size": [getattr(loader, "batch_size", None)],
             "num_workers": [getattr(loader, "num_workers", None)],
             "optimizers": [type(self.optimizer).__name__],
+            "schedulers": [
+                [type(config["scheduler"]).__name__, config["interval"], config["frequency"]]
+                for config in self.schedulers
+            ],
         }
 
     def _names_of_groups(self) -> list[list[str]]:
@@ -1717,26 +1719,9 @@ class MiniLoop:
             "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
             "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
         }
-        arguments = [find_start_arguments(*pair) for pair in self._describe_arguments()]
-        self._arguments = {"optimizers": arguments[:1], "schedulers": arguments[1:]}
         check_readable(apply_to_collection(states, NUMPY, to_python), UNREADABLE_STATE)
         check_scheduler_states(states["lr_schedulers"], self.optimizer)
         apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
-
-    def _describe_arguments(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return pairs (object, constructor arguments) for the optimizer and each scheduler."""
-        described = [(self.optimizer, describe_optimizer(self.optimizer))]
-        for config in self.schedulers:
-            options = {name: config[name] for name in ("interval", "frequency")}
-            scheduler = config["scheduler"]
-            described.append((scheduler, describe_scheduler(scheduler, **options)))
-        return described
-
-    def _record_arguments(self) -> None:
-        """Record the constructor arguments of the optimizer and the schedulers for later fits."""
-        starts = chain(*self._arguments.values())
-        for (owner, current), start in zip(self._describe_arguments(), starts, strict=False):
-            record_of(owner)["arguments"] = start, current
 
     def _prepare_training(self, resumed: dict[str, Any], before: Any = None) -> None:
         """Record the state before training, and check whether a checkpoint can be resumed.
@@ -1799,7 +1784,10 @@ class MiniLoop:
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
-            "the number of schedulers": (len(self.schedulers), len(checkpoint["lr_schedulers"])),
+            # torch would load the state of a scheduler of a different class without an error.
+            "the class, interval and frequency of each scheduler": [
+                given.get("schedulers", settings[0]["schedulers"]) for given in settings
+            ],
             "the number of parameters in each optimizer group": sizes,
         }
         if is_in_epoch:
@@ -1813,35 +1801,18 @@ class MiniLoop:
             check(found == saved, text)
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
-        self._check_optimizer_class(own["settings"]["optimizers"][0], groups[1][0])
-        self._check_settings_and_arguments(own)
+        self._warn_of_changed_settings(*settings)
 
-    def _check_settings_and_arguments(self, own: dict[str, Any]) -> None:
-        """Warn about changed settings or arguments. Refuse a scheduler's new class or interval."""
-        current, saved = self._run_settings(), own["settings"]
+    def _warn_of_changed_settings(self, current: dict[str, Any], saved: dict[str, Any]) -> None:
         changed = [
             f"{name} was {saved[name]} and is now {value}"
             for name, value in current.items()
-            if name != "optimizers" and saved.get(name, value) != value
+            if saved.get(name, value) != value
         ]
         if changed:
             text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
             text += " from the results of an uninterrupted run."
             warnings.warn(text, stacklevel=5)
-        for kind, described in self._arguments.items():
-            for new, old in zip(described, own.get("arguments", {}).get(kind, ()), strict=False):
-                check_arguments(kind, new, old)
-
-    def _check_optimizer_class(self, saved: str, group: dict[str, Any]) -> None:
-        """Warn if the optimizer's class has changed, or raise an error if it has new options."""
-        kind = type(self.optimizer).__name__
-        if kind != saved:
-            text = f"resume: got {kind} as the optimizer, expected {saved} as in the saved run."
-            # Loading the checkpoint replaces the optimizer's options. If the checkpoint lacks an
-            # option, optimizer.step() may fail.
-            has_options = self.optimizer.defaults.keys() <= group.keys()
-            check(has_options, f"{text} Use load= to start a new run from the weights.")
-            warnings.warn(f"{text} The run continues with the saved state.", stacklevel=4)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
@@ -2498,53 +2469,6 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
             values = [g.get(f"initial_{name}", g.get(name)) for g in optimizer.param_groups]
             described[name] = values if values[1:] != values[:-1] else values[0]
     return to_plain(described)
-
-
-def describe_scheduler(scheduler: Any, **options: Any) -> dict[str, Any]:
-    """Return a scheduler's class, the given options and its JSON-serializable arguments."""
-    described = {"class": type(scheduler).__name__, **options}
-    for name in inspect.signature(type(scheduler).__init__).parameters:
-        # SequentialLR stores its arguments as _schedulers and _milestones.
-        value = vars(scheduler).get(name, vars(scheduler).get(f"_{name}", END))
-        if name not in ("optimizer", "last_epoch"):
-            with suppress(TypeError, ValueError):
-                value = [*map(describe_scheduler, value)] if name == "schedulers" else value
-                described[name] = json.loads(json.dumps(value))
-    return described
-
-
-def describe_kind(scheduler: dict[str, Any]) -> str:
-    """Return the parts of a scheduler's description that must not change when a run resumes."""
-    classes = ", ".join(describe_kind(item) for item in scheduler.get("schedulers", ()))
-    options = [f"{n}={scheduler[n]!r}" for n in ("interval", "frequency") if n in scheduler]
-    name = f"{scheduler['class']}({classes})" if classes else scheduler["class"]
-    return f"{name} with {', '.join(options)}" if options else name
-
-
-def find_start_arguments(owner: Any, current: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an optimizer or scheduler, without changes by earlier fits."""
-    start, end = EARLIER_FITS.get(id(owner), {}).get("arguments", (current, current))
-    return {n: start.get(n, v) if v == end.get(n) else v for n, v in current.items()}
-
-
-def check_arguments(kind: str, new: dict[str, Any], old: dict[str, Any]) -> None:
-    """Warn about changed arguments. Raise an error if a scheduler's kind has changed."""
-    # FabricLoop does not convert arguments to JSON. Another torch version may have more arguments.
-    old = to_plain(old)
-    new = {name: value for name, value in new.items() if name in old}
-    names = [name for name in old if name in new and old[name] != new[name]]
-    if kind == "schedulers":
-        # torch does not check a scheduler's class and interval. Raise an error if they differ from
-        # those of the saved run.
-        kinds = [describe_kind(new), describe_kind(old)]
-        text = f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
-        text += " Create the same scheduler, or use load= to start a new run from the weights."
-        check(kinds[0] == kinds[1], text)
-    if names and old["class"] == new["class"]:
-        texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
-        text = f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
-        text += " saved values. To change them, set the new values in the on_train_start hook."
-        warnings.warn(text, stacklevel=6)
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:

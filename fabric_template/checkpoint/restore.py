@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -436,8 +435,10 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """Warn or raise an error if this run's settings differ from those of the saved run."""
     current = run_settings(run)
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
-    missing = [name for name in ("batch size", "num_workers") if not saved.get(name)]
-    changed = [name for name in saved if saved[name] != current[name] and name not in missing]
+    skipped = [name for name in ("batch size", "num_workers") if not saved.get(name)]
+    # check_schedulers has compared the schedulers.
+    skipped.append("schedulers")
+    changed = [name for name in saved if name not in skipped and saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
     for name in ("number of processes", "batch size"):
@@ -510,17 +511,16 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
             " start a new run from the weights."
         )
     saved = checkpoint.get("lr_schedulers", ())
-    compare_optimizer_arguments(run, "schedulers", len(saved))
+    # StochasticWeightAveraging replaces the schedulers, so they may differ from the saved ones.
+    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
+    if not is_averaging:
+        check_schedulers(run, len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
     if states and run.plan.start.own["writer"] == "Trainer":
         warn_of_parameter_order(run)
-    compare_optimizer_arguments(run, "optimizers", len(states))
-    # StochasticWeightAveraging replaces the schedulers, so the number of saved scheduler states may
-    # differ from the number of schedulers.
-    is_averaging = bool(run.hooks.callbacks_of("StochasticWeightAveraging"))
     # Do not warn if an on_load_checkpoint hook has removed all scheduler states.
-    has_new_scheduler = run.plan.start.own.get("arguments", {}).get("schedulers") == []
+    has_new_scheduler = run.plan.start.own.get("settings", {}).get("schedulers") == []
     if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
         run.warn_once(
             f"resume: the checkpoint has the states of {len(saved)} lr_schedulers, but this run has"
@@ -531,43 +531,22 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
 
 
-def compare_optimizer_arguments(run: Run, kind: str, num_saved: int) -> None:
-    """Warn or raise an error if an argument of an optimizer or scheduler has changed.
+def check_schedulers(run: Run, num_saved: int) -> None:
+    """Raise an error if the class or the interval of a scheduler differs from the saved run.
 
     Args:
-        kind: "optimizers" or "schedulers".
-        num_saved: The number of optimizers or schedulers whose state is restored.
+        num_saved: The number of schedulers whose state is restored.
     """
-    saved, current = run.plan.start.own.get("arguments", {}), run.optimization.arguments
-    pairs = zip(saved.get(kind, ()), current[kind], strict=False)
-    for old, new in islice(pairs, num_saved):
-        if not old or not new:
-            continue
-        # Another version of torch may have more arguments.
-        new = {name: value for name, value in new.items() if name in old}
-        # Convert both to JSON, because MiniLoop stores the arguments as JSON.
-        values = [json.loads(json.dumps(i, default=str, skipkeys=True)) for i in (new, old)]
-        names = [name for name in new if values[0][name] != values[1][name]]
-        kinds = [describe_kind(item) for item in (new, old)] if kind == "schedulers" else []
-        if len(set(kinds)) > 1:
+    saved = run.plan.start.own.get("settings", {}).get("schedulers", ())
+    pairs = zip(run_settings(run)["schedulers"], saved, strict=False)
+    for found, expected in islice(pairs, num_saved):
+        # torch would load the state of a different class without an error.
+        if found != expected:
             raise CheckpointError(
-                f"resume: got {kinds[0]} as a scheduler, expected {kinds[1]} as in the saved run."
-                " Create the same scheduler, or use load= to start a new run from the weights."
+                f"resume: got {found} as the class, interval and frequency of a scheduler, expected"
+                f" {expected} as in the saved run. Create the same scheduler, or use load= to start"
+                " a new run from the weights."
             )
-        if names and old["class"] == new["class"]:
-            texts = [f"{name}={new[name]!r} (saved: {old[name]!r})" for name in names]
-            run.warn_once(
-                f"resume: got {new['class']} with {', '.join(texts)}. The run continues with the"
-                " saved values. To change them, set the new values in the on_train_start hook."
-            )
-
-
-def describe_kind(scheduler: dict[str, Any]) -> str:
-    """Return the parts of a scheduler's description that must not change when a run resumes."""
-    classes = ", ".join(describe_kind(item) for item in scheduler.get("schedulers", ()))
-    options = [f"{n}={scheduler[n]!r}" for n in ("interval", "frequency") if n in scheduler]
-    name = f"{scheduler['class']}({classes})" if classes else scheduler["class"]
-    return f"{name} with {', '.join(options)}" if options else name
 
 
 def add_missing_groups(run: Run, states: list[Any]) -> None:
@@ -695,41 +674,15 @@ def groups_of_state(state: Any) -> list[dict[str, Any]]:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
-    # Ignore options that a scheduler added to the parameter groups, such as "initial_lr".
-    options = set(getattr(optimizer, "defaults", ()))
-    known = [options & set(group) for group in optimizer.param_groups]
-    saved = groups_of_state(state)
-    has_own_format = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     try:
         load_optimizer(optimizer, state)
     except Exception as error:
-        sizes = [
-            [len(group.get("params", ())) for group in groups]
-            for groups in (saved, optimizer.param_groups)
-        ]
-        if sizes[0] == sizes[1] or (has_own_format and not saved):
-            check_options(run, optimizer, known, saved)
-            raise
         raise CheckpointError(
-            f"{run.plan.start.path}: got an optimizer with {sizes[0]} parameters in its groups,"
-            f" expected {sizes[1]}. Create the same groups in configure_optimizers or on_fit_start,"
-            " or use load= to start a new run from the weights."
+            f"{run.plan.start.path}: the saved state does not fit {type(optimizer).__name__}"
+            f" ({type(error).__name__}: {error}). Create the same optimizer as in the saved run, or"
+            " use load= to start a new run from the weights."
         ) from error
-    check_options(run, optimizer, known, optimizer.param_groups)
     check_state_shapes(optimizer)
-
-
-def check_options(
-    run: Run, optimizer: Any, known: list[set[str]], groups: list[dict[str, Any]]
-) -> None:
-    """Raise an error if the saved parameter groups lack an optimizer option such as "betas"."""
-    for names, group in zip(known, groups, strict=False):
-        if missing := sorted(names - set(group)):
-            raise CheckpointError(
-                f"{run.plan.start.path}: got an optimizer state without the options {missing},"
-                f" expected the state of {type(optimizer).__name__}. Create the same optimizer as"
-                " in the saved run, or use load= to start a new run from the weights."
-            )
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:

@@ -179,7 +179,6 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "parameter_groups": names_of_groups(run),
         "pruning_masks": pruning_masks(run),
         "settings": run_settings(run),
-        "arguments": run.optimization.arguments,
         # Save the seed even if no loader has used it, because a resumed run may need it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
@@ -235,6 +234,10 @@ def run_settings(run: Run) -> dict[str, Any]:
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimization.optimizers],
+        "schedulers": [
+            [type(config.scheduler).__name__, config.interval, config.frequency]
+            for config in run.optimization.lr_schedulers
+        ],
     }
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,33 +176,6 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
             to_yaml_value(g.get(f"initial_{name}", g.get(name))) for g in optimizer.param_groups
         ]
         described[name] = values if any(value != values[0] for value in values) else values[0]
-    return described
-
-
-def describe_scheduler(config: Any) -> dict[str, Any]:
-    """Return a scheduler's class, interval ("step" or "epoch"), frequency and arguments.
-
-    Args:
-        config: Lightning's LRSchedulerConfig.
-    """
-    options = {"interval": config.interval, "frequency": config.frequency}
-    return {**_describe_arguments(config.scheduler), **options}
-
-
-def _describe_arguments(scheduler: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"class": type(scheduler).__name__}
-    attributes = vars(scheduler)
-    for name in inspect.signature(type(scheduler).__init__).parameters:
-        # SequentialLR stores its arguments as _schedulers and _milestones.
-        name_of_attribute = name if name in attributes else f"_{name}"
-        if name_of_attribute not in attributes or name in ("optimizer", "last_epoch"):
-            continue
-        with suppress(TypeError):
-            value = attributes[name_of_attribute]
-            if name == "schedulers":
-                described[name] = [_describe_arguments(inner) for inner in value]
-            else:
-                described[name] = to_yaml_value(value, is_strict=True)
     return described
 
 

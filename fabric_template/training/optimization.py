@@ -17,7 +17,6 @@ from torch.optim import LBFGS, Optimizer
 from ..distributed.strategies import gather_tensors
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.private import set_step_callback, wrap_optimizer
-from ..loggers.run_config import call_or_none, describe_optimizer, describe_scheduler
 from .configure_optimizers import (
     NoOptimizer,
     check_parameters,
@@ -53,8 +52,6 @@ class Optimization:
     Attributes:
         lightning_optimizers: The optimizers, each wrapped in a LightningOptimizer, whose step()
             handles precision, hooks and counters.
-        arguments: The constructor arguments of the optimizers and schedulers, such as the first
-            ``lr``.
     """
 
     is_automatic = True
@@ -65,7 +62,6 @@ class Optimization:
         self.optimizers: list[Optimizer] = []
         self.lightning_optimizers: list[LightningOptimizer] = []
         self.lr_schedulers: list[LRSchedulerConfig] = []
-        self.arguments: dict[str, list[Any]] = {}
         self.is_backward_skipped = False
         self.kept_loss: Tensor | None = None
         self._outputs: dict[str, Any] = {}
@@ -83,23 +79,6 @@ class Optimization:
         self.use(optimizers, schedulers)
         check_parameters(optimizers, self.outside_parameters(), run.model, is_distributed)
         move_optimizer_states(optimizers)
-        self.arguments = {
-            "optimizers": [self._find_arguments(o, describe_optimizer, o) for o in optimizers],
-            "schedulers": [
-                self._find_arguments(config.scheduler, describe_scheduler, config)
-                for config in schedulers
-            ],
-        }
-
-    def _find_arguments(self, owner: Any, describe: Callable, part: Any) -> dict[str, Any]:
-        """Return the constructor arguments of an optimizer or scheduler, such as ``lr``."""
-
-        def read() -> dict[str, Any]:
-            return call_or_none(describe, part) or {}
-
-        arguments = read()
-        self.run.fit_record.reset_and_record_values(owner, "arguments", read, arguments.update)
-        return arguments
 
     def use(self, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]) -> None:
         """Set the optimizers and schedulers of the run."""
@@ -112,7 +91,6 @@ class Optimization:
         is_automatic = self.run.module.automatic_optimization
         optimization = (AutomaticOptimization if is_automatic else ManualOptimization)(self.run)
         optimization.use(self.optimizers, self.lr_schedulers)
-        optimization.arguments = self.arguments
         optimization.setup()
         return optimization
 

@@ -1004,21 +1004,12 @@ class ModelWithOptimizer(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resume_refuses_an_optimizer_class_whose_option_names_differ_from_the_saved_ones(tmp_path, kind):
-    def with_optimizer(name, **options):
-        return shuffled(lambda: ModelWithOptimizer(getattr(torch.optim, name), **options))
-
-    with pytest.raises(KilledError):
-        train(kind, tmp_path, with_optimizer("SGD", momentum=0.9), kill_at=6)
-    for name in ("Adam", "Adagrad", "RMSprop"):
-        match = "got an optimizer state without the options|got .* as the optimizer, expected SGD"
-        with pytest.raises(ValueError, match=match):
-            train(kind, tmp_path, with_optimizer(name), resume="last")
+def test_resume_warns_about_a_different_optimizer_class(tmp_path, kind):
     # NAdam has all options of RAdam, so the state of NAdam fits into RAdam.
     with pytest.raises(KilledError):
-        train(kind, tmp_path / "same options", with_optimizer("NAdam"), kill_at=6)
-    with pytest.warns(UserWarning, match=r"RAdam.* as the optimizer|optimizers was \['NAdam'\]"):
-        train(kind, tmp_path / "same options", with_optimizer("RAdam"), resume="last")
+        train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.NAdam)), kill_at=6)
+    with pytest.warns(UserWarning, match=r"optimizers was \['NAdam'\] and is now \['RAdam'\]"):
+        train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.RAdam)), resume="last")
 
 
 class OptimizerReplacement(Model):
@@ -1033,7 +1024,7 @@ def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), kill_at=7)
-    with pytest.raises(ValueError, match="got an optimizer state without the options"):
+    with pytest.raises(KeyError), pytest.warns(UserWarning, match="optimizers was .'Adam'"):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), resume="last")
 
 
