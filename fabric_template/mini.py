@@ -139,17 +139,6 @@ REMOVED_PARAMETER += " parameters from the start of the run. To stop training a 
 REMOVED_PARAMETER += " method requires_grad_(False)."
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
-UNREADABLE_STATE = (
-    "optimizer or scheduler: got a state that a checkpoint cannot contain ({}). Leave"
-)
-UNREADABLE_STATE += " it out of state_dict()."
-UNREADABLE_HPARAMS = "hparams: got values that a checkpoint cannot contain ({}). Write"
-UNREADABLE_HPARAMS += " save_hyperparameters(ignore=...), or use FabricLoop."
-# The keys that MiniLoop writes to a checkpoint. To add keys, edit `_build_checkpoint`.
-CHECKPOINT_KEYS = """
-    epoch global_step pytorch-lightning_version loops state_dict optimizer_states lr_schedulers
-    hyper_parameters hparams_name fabric_template
-"""
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -1175,7 +1164,11 @@ class MiniLoop:
             names, self.best_score = ["best.ckpt", "last.ckpt"], score
             self._best["kept"] = {"best.ckpt": score}
         checkpoint = self._build_checkpoint()
-        self._check_added_keys(checkpoint)
+        if self._saved_step is None:
+            # Later checkpoints contain the same types of values. Leave out the states of the
+            # processes, which may contain large attributes. `encode` allows only readable values.
+            own = {**checkpoint["fabric_template"], "ranks": []}
+            check_readable({**checkpoint, "fabric_template": own})
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -1207,45 +1200,26 @@ class MiniLoop:
             "loops": self._build_trainer_loops(),
             "state_dict": self._unwrapped.state_dict(),
             # Let Fabric gather the state of a ZeroRedundancyOptimizer from all processes.
-            "optimizer_states": [self.fabric.strategy.get_optimizer_state(self.optimizer)],
-            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
+            "optimizer_states": replace_numpy(
+                [self.fabric.strategy.get_optimizer_state(self.optimizer)]
+            ),
+            "lr_schedulers": self._scheduler_states(),
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
-        checkpoint = replace_numpy(checkpoint, {})
         own = self._build_own_state()
         if self._saved_step is None:
             check_optimizer_state(self.optimizer, self._attributes.weights)
-            # Later checkpoints contain the same types of values, so check the types only once.
-            names = ("optimizer_states", "lr_schedulers")
-            states = {name: checkpoint[name] for name in names}
-            check_readable(apply_to_collection(states, Tensor, Tensor.dim), UNREADABLE_STATE)
         return {**checkpoint, **self._hparams, "fabric_template": own}
+
+    def _scheduler_states(self) -> Any:
+        return replace_numpy([config["scheduler"].state_dict() for config in self.schedulers])
 
     def _check_learning_rates(self) -> None:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
         text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
-        text += " equal values, because the weights of the processes would differ. If"
-        text += " ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True. If the"
-        text += " script draws random hyperparameters, pass devices=1."
+        text += " equal ones. Log the metric that ReduceLROnPlateau monitors with sync_dist=True."
         check(found.count(found[0]) == len(found), text)
-
-    def _check_added_keys(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error if values that users add to a checkpoint cannot be saved or loaded."""
-        known = {*CHECKPOINT_KEYS.split(), type(self._precision).__qualname__}
-        added = {n: replace_numpy(checkpoint[n], {}) for n in checkpoint.keys() - known}
-        checkpoint.update(added)
-        if self._saved_step is None:
-            # The entry "ranks" may contain large attributes, so a complete check would be slow.
-            # Check only callback_metrics in this entry, because users may add any value to
-            # callback_metrics.
-            own = {**checkpoint["fabric_template"], "ranks": self.callback_metrics}
-            added["fabric_template"] = own
-        for name, value in added.items():
-            text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({{}})."
-            text += " Save numbers, strings, tensors, or lists and dicts of these. For a module or"
-            text += " an optimizer, save its state_dict()."
-            check_readable(apply_to_collection({name: value}, Tensor, Tensor.dim), text)
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
@@ -1715,13 +1689,7 @@ class MiniLoop:
         self._num_groups: int = len(self.optimizer.param_groups)
         self._attributes.add_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
-        states: dict[str, Any] = {
-            "optimizer_states": [{**g, "params": []} for g in self.optimizer.param_groups],
-            "lr_schedulers": [config["scheduler"].state_dict() for config in self.schedulers],
-        }
-        check_readable(apply_to_collection(states, NUMPY, to_python), UNREADABLE_STATE)
-        check_scheduler_states(states["lr_schedulers"], self.optimizer)
-        apply_to_collection(self._unwrapped.state_dict(), NUMPY, to_python)
+        check_scheduler_states(self._scheduler_states(), self.optimizer)
 
     def _prepare_training(self, resumed: dict[str, Any], before: Any = None) -> None:
         """Record the state before training, and check whether a checkpoint can be resumed.
@@ -1734,6 +1702,9 @@ class MiniLoop:
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = {name: getattr(self, name) for name in NUMBERS}
         self._hparams = find_hparams(self.model)
+        groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+        states = {"optimizer": replace_numpy(groups), "lr_schedulers": self._scheduler_states()}
+        check_readable({**self._hparams, **states, "state_dict": self._unwrapped.state_dict()})
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
         text = f"hparams: got values of {other} that differ from the model's hparams. Leave these"
@@ -2501,26 +2472,16 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
     return plain
 
 
-def replace_numpy(value: Any, known: dict[int, Any]) -> Any:
-    """Convert the NumPy numbers in nested lists, tuples and dicts to Python numbers."""
-    if isinstance(value, NUMPY):
-        return to_python(value)
-    if type(value) is tuple:
-        return tuple(replace_numpy(item, known) for item in value)
-    if isinstance(value, list | dict | deque) and id(value) not in known:
-        made = known[id(value)] = copy.copy(value)
-        for key in value if isinstance(value, dict) else range(len(value)):
-            made[key] = replace_numpy(value[key], known)
-    return known.get(id(value), value)
+def replace_numpy(state: list[Any]) -> Any:
+    """Convert the NumPy numbers in a state to Python numbers, or raise an error."""
+    return apply_to_collection(state, NUMPY, to_python)
 
 
 def to_python(value: Any) -> Any:
-    """Convert an np.float64, np.integer or np.bool_ to a Python number, or raise an error."""
     is_exact = isinstance(value, np.float64 | np.integer | np.bool_)
     fix = "a list or a tensor" if isinstance(value, np.ndarray) else f"float({value})"
     text = f"checkpoint: got the NumPy value {value!r}, which a resumed run would not restore"
-    text += f" exactly. Write {fix}."
-    check(is_exact, text)
+    check(is_exact, f"{text} exactly. Write {fix}.")
     return value.item()
 
 
@@ -2553,51 +2514,21 @@ def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path |
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state in place, and keep the saved dtypes.
-
-    load_state_dict() would convert dtypes, and would replace dicts that other objects may use.
-    """
-    groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
-    is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    """Load an optimizer's state, and keep the saved dtypes, which load_state_dict() converts."""
+    groups = optimizer.param_groups
     optimizer.load_state_dict(saved)
-    if is_usual and isinstance(groups, list):
-        for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
-            replace_content(group, dict(loaded))
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        # Keep the list and the dicts of the groups, because a hook may refer to them.
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
         optimizer.param_groups = groups
-    if is_usual and isinstance(state, dict):
-        loaded = dict(optimizer.state)
-        state.clear()
-        state.update(loaded)
-        optimizer.state = state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in saved["state"].items():
-        if not isinstance(index, int) or not isinstance(values, dict):
-            continue
-        current = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if is_usual or isinstance(value, Tensor):
-                current[name] = exact_value(current[name], value)
-
-
-def exact_value(loaded: Any, saved: Any) -> Any:
-    """Move a value from a saved optimizer state to the right device, without changing its dtype.
-
-    Args:
-        loaded: The value after load_state_dict(), which has the right device, but may have another
-            dtype.
-        saved: The value in the checkpoint.
-    """
-    if isinstance(saved, Tensor):
-        return saved.to(loaded.device)
-    if type(saved) in (list, tuple):
-        return type(saved)(map(exact_value, loaded, saved))
-    if type(saved) is deque:
-        return deque(map(exact_value, loaded, saved), saved.maxlen)
-    if isinstance(saved, dict):
-        exact = copy.copy(saved)
-        exact.update((key, exact_value(loaded[key], saved[key])) for key in saved)
-        return exact
-    return saved
+        # The index of a state that belongs to no parameter is not a number.
+        if isinstance(index, int) and isinstance(values, dict):
+            state = optimizer.state[parameters[index]]
+            tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+            state.update((name, v.to(state[name].device)) for name, v in tensors.items())
 
 
 # Attributes and random generators, which state_dict() does not contain
@@ -4130,42 +4061,48 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     text += " weights. Write torch.save({'state_dict': model.state_dict()}, path)."
     check(isinstance(checkpoint, dict) and bool(checkpoint), text)
 
-    def refuse_objects(values: Any) -> None:
-        for value in values.values() if isinstance(values, dict) else values:
-            if isinstance(value, dict | list | tuple | set | frozenset):
-                refuse_objects(value)
-            elif isinstance(value, Placeholder | type):
-                kind = value if isinstance(value, type) else type(value)
-                text = f"{path}: got an object of the class {kind.__name__}, expected tensors,"
-                text += " numbers, strings, or containers of these. Use FabricLoop."
-                raise ValueError(text)
-
     names = ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template")
-    refuse_objects([checkpoint[name] for name in names if name in checkpoint])
+    found = find_placeholder([checkpoint.get(name) for name in names])
+    text = f"{path}: got an object of the class {found}, expected tensors, numbers, strings, or"
+    check(found is None, f"{text} containers of these. Use FabricLoop.")
     return checkpoint
 
 
-def check_readable(states: dict[str, Any], text: str, may_have_objects: bool = False) -> None:
-    """Raise an error if ``states`` cannot be saved to a checkpoint and read again."""
-    file = io.BytesIO()
-    try:
-        torch.save(states, file)
-        file.seek(0)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
-        if may_have_objects or not names:
-            load_file(file)
-    except Exception as error:
-        is_read = isinstance(error, pickle.UnpicklingError)
-        reason = "torch.load does not read objects of nested classes" if is_read else error
-        raise ValueError(text.format(reason)) from error
-    check(may_have_objects or not names, text.format(", ".join(sorted(names)[:3])))
+def check_readable(checkpoint: Mapping[str, Any]) -> None:
+    """Raise an error that names the first value that cannot be saved and read again."""
+    for name, value in checkpoint.items():
+        # A resumed run does not read the hyperparameters, so they may contain objects.
+        is_hparams, file = name == "hyper_parameters", io.BytesIO()
+        try:
+            # Replace the tensors, because saving them takes long.
+            plain = value if is_hparams else apply_to_collection(value, Tensor, Tensor.dim)
+            torch.save(plain, file)
+            file.seek(0)
+            loaded = load_file(file)
+            found = None if is_hparams else find_placeholder(loaded)
+        except Exception as error:
+            is_object = isinstance(error, pickle.UnpicklingError)
+            found = "an object that torch.load refuses" if is_object else str(error)
+        text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({found})."
+        fix = "save_hyperparameters(ignore=...)" if is_hparams else "a number, text, list or tensor"
+        check(found is None, f"{text} Write {fix}.")
+
+
+def find_placeholder(value: Any) -> str | None:
+    """Return the class of the first object that load_file() has replaced, or None."""
+    if isinstance(value, Placeholder | type):
+        return (value if isinstance(value, type) else type(value)).__name__
+    items: Iterable[Any] = value if isinstance(value, list | tuple | set | frozenset) else ()
+    if isinstance(value, dict):
+        items = chain(value, value.values())
+    return next((found for found in map(find_placeholder, items) if found is not None), None)
 
 
 def find_hparams(model: Any) -> dict[str, Any]:
     """Return a model's hyperparameters, with the keys that Lightning's checkpoints use."""
-    hparams, name = dict(getattr(model, "hparams", {})), vars(model).get("_hparams_name")
-    check_readable({"hyper_parameters": hparams}, UNREADABLE_HPARAMS, may_have_objects=True)
-    return {"hyper_parameters": hparams, **({"hparams_name": name} if name else {})}
+    name = vars(model).get("_hparams_name")
+    hparams = {"hyper_parameters": dict(getattr(model, "hparams", {}))}
+    return {**hparams, **({"hparams_name": name} if name else {})}
 
 
 def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:

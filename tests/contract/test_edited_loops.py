@@ -122,19 +122,18 @@ def saves(value):
 
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_a_mini_loop_subclass_refuses_to_save_a_value_that_cannot_be_loaded(case):
-    with pytest.raises(ValueError, match=r"^checkpoint: got (a value of 'mine'|the NumPy value)") as raised:
+    with pytest.raises(ValueError, match="^checkpoint: got a value of 'mine'"):
         train(saves(UNREADABLE[case]), max_epochs=1)
-    assert "collections.deque" in str(raised.value) or case != "deque"
 
 
-@pytest.mark.parametrize("value", [np.float64(0.3), {1, 2}, torch.ones(2), [{"a": (None, "b", torch.float32)}]])
+@pytest.mark.parametrize("value", [0.3, {1, 2}, torch.ones(2), [{"a": (None, "b", torch.float32)}]])
 def test_a_value_that_a_mini_loop_subclass_adds_to_the_checkpoint_is_restored(value):
     kind = saves(value)
     train(kind, max_epochs=1)
     train(kind, max_epochs=2, resume="last")
     [restored] = kind.restored
     assert torch.equal(restored, value) if isinstance(value, torch.Tensor) else restored == value
-    assert type(restored) is (float if isinstance(value, np.float64) else type(value))
+    assert type(restored) is type(value)
 
 
 # Attributes of the loop
@@ -538,23 +537,16 @@ class AddsPath(MiniLoop):
         return {**super()._build_own_state(), "folder": Path("a")}
 
 
-class AddsPathToMetrics(MiniLoop):
-    def _end_row(self, epoch):
-        self.callback_metrics["folder"] = Path("a")
-        super()._end_row(epoch)
-
-
-@pytest.mark.parametrize("kind", [AddsPath, AddsPathToMetrics])
-def test_a_mini_loop_subclass_cannot_save_a_path_object_in_a_checkpoint(kind):
+def test_a_mini_loop_subclass_cannot_save_a_path_object_in_a_checkpoint():
     with pytest.raises(ValueError, match=r"^checkpoint: got a value of 'fabric_template' .*Path"):
-        train(kind, max_epochs=1)
+        train(AddsPath, max_epochs=1)
 
 
 def test_mini_loop_saves_large_attributes_without_checking_if_they_can_be_loaded(monkeypatch):
     """Checking each item of a list with a million items would take 5 seconds."""
     sizes = []
 
-    def measure(states, *arguments, **options):
+    def measure(states):
         sizes.append(len(pickle.dumps(states)))
 
     class Counts(MiniLoop):
