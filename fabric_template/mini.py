@@ -1788,24 +1788,16 @@ class MiniLoop:
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
 
-        optimizer.step() fails if parameters and the saved optimizer state have different dtypes.
+        optimizer.step() may fail if a parameter and its saved state have different dtypes.
         """
-        current, others = self._unwrapped.state_dict(), []
-        trained = {name.replace("_orig_mod.", "") for name in chain(*self._names_of_groups())}
-        for name, saved in weights.items():
-            name = name.removeprefix("_orig_mod.")
-            value = current.get(name)
-            if not (is_inexact(saved) and is_inexact(value)) or saved.dtype == value.dtype:
-                continue
-            text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as"
-            text += " in the saved run."
-            others.append(text)
-            text += " Use the precision= and the default dtype of the saved run, or use load= to"
-            is_trained = name.replace("_orig_mod.", "") in trained
-            check(not is_trained, f"{text} start a new run from the weights.")
-        if others:
-            text = f"{others[0]} The run continues, but its results will differ from the results of"
-            warnings.warn(f"{text} an uninterrupted run.", stacklevel=4)
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+        for name, parameter in self._unwrapped.named_parameters():
+            dtype = getattr(saved.get(name), "dtype", parameter.dtype)
+            text = f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {dtype} as in"
+            text += " the saved run. Use the precision= and the default dtype of the saved run, or"
+            text += " use load= to start a new run from the weights."
+            check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
         """Raise an error if the order of the optimizer's parameters has changed.

@@ -142,38 +142,25 @@ def checkpointed_module(run: Run) -> nn.Module:
 
 
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
-    """Raise an error if a trained parameter's dtype differs from the saved dtype."""
-    saved_groups = run.plan.start.own.get("parameter_groups", ())
-    trained = {*chain(*map(names_in_order, [*names_of_groups(run), *saved_groups]))}
+    """Raise an error if a trained parameter's dtype differs from the saved dtype.
+
+    The restored optimizer state has the saved dtype, so the optimizer step could fail.
+    """
     target = checkpointed_module(run)
     # With WeightAveraging, "state_dict" contains averaged weights instead of the trained ones.
     weights = checkpoint.get("current_model_state") or find_weights(checkpoint, run.plan.start.path)
     weights = rename_weights(weights, target)
-    current, others = target.state_dict(), []
-    for name, saved in weights.items():
-        value: Any = current.get(name)
-        if not (is_inexact(saved) and is_inexact(value)) or saved.dtype == value.dtype:
-            continue
-        text = f"resume: got {value.dtype} as the dtype of {name!r}, expected {saved.dtype} as in"
-        text += " the saved run."
-        if plain_name(name) in trained:
-            # The restored optimizer state has the saved dtype. The optimizer step would fail if the
-            # parameter had a different dtype.
+    optimizers = run.optimization.optimizers
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    for name, parameter in target.named_parameters():
+        saved = getattr(weights.get(name), "dtype", parameter.dtype)
+        if id(parameter) in trained and saved != parameter.dtype:
             raise CheckpointError(
-                f"{text} Use the precision= and the default dtype of the saved run, or use load= to"
-                " start a new run from the weights."
+                f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {saved} as in"
+                " the saved run. Use the precision= and the default dtype of the saved run, or use"
+                " load= to start a new run from the weights."
             )
-        others.append(text)
-    if others:
-        run.warn_once(
-            f"{others[0]} The run continues, but its results will differ from the results of an"
-            " uninterrupted run."
-        )
-
-
-def is_inexact(value: Any) -> bool:
-    """Return whether a value is a tensor of floating-point or complex numbers."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -517,8 +504,6 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
         check_schedulers(run, len(saved))
     for optimizer, state in zip(optimizers, states, strict=False):
         load_optimizer_state(run, optimizer, state)
-    if states and run.plan.start.own["writer"] == "Trainer":
-        warn_of_parameter_order(run)
     # Do not warn if an on_load_checkpoint hook has removed all scheduler states.
     has_new_scheduler = run.plan.start.own.get("settings", {}).get("schedulers") == []
     if (saved or has_new_scheduler) and len(saved) != len(schedulers) and not is_averaging:
@@ -584,87 +569,24 @@ def check_parameter_order(run: Run) -> None:
 
     torch matches optimizer states to parameters by position, because the states contain no names.
     """
-    saved = run.plan.start.own.get("parameter_groups", ())
-    if difference := find_other_parameter(run, [names_in_order(groups) for groups in saved]):
-        index, found, expected = difference
-        raise CheckpointError(
-            f"resume: got {found!r} as parameter {index} of the optimizer, expected {expected!r} as"
-            " in the saved run. Create the layers, and pass the parameters to the optimizer, in the"
-            " order of the saved run, or use load= to start a new run from the weights."
-        )
-
-
-def warn_of_parameter_order(run: Run) -> None:
-    """For a Trainer checkpoint, warn if the order of an optimizer's parameters may have changed."""
-    # Trainer does not save the names of an optimizer's parameters. If this run's optimizer has the
-    # parameters in the model's order, assume the order of the saved weights for the saved run.
-    weights = list(map(plain_name, run.plan.start.own.get("weights", ())))
-    known = list(map(plain_name, run.optimization.named_parameters()))
-    orders = []
-    for new in [names_in_order(groups) for groups in names_of_groups(run)]:
-        trained = {*new}
-        is_in_order = new == [name for name in known if name in trained]
-        orders.append([name for name in weights if name in trained] if is_in_order else new)
-    if difference := find_other_parameter(run, orders):
-        index, found, expected = difference
-        # Only warn about the different order, because an on_save_checkpoint hook may have sorted
-        # the saved weights.
-        run.warn_once(
-            f"resume: got {found!r} as parameter {index} of the optimizer, but in the order of the"
-            f" saved weights, this is {expected!r}. If the saved run created its layers in another"
-            " order, the optimizer states now belong to the wrong parameters. In this case, create"
-            " the layers in the order of the saved run, or use load= to start a new run from the"
-            " weights."
-        )
-
-
-def find_other_parameter(run: Run, saved: list[list[str]]) -> tuple[int, str, str] | None:
-    """Return the first parameter whose position in its optimizer differs from the saved position.
-
-    Args:
-        saved: The names of the parameters of each optimizer, in the order of the saved run.
-
-    Returns:
-        The index of the parameter, its name in this run and its name in the saved run, or None.
-    """
     known = set(map(plain_name, run.optimization.named_parameters()))
-    current = [names_in_order(groups) for groups in names_of_groups(run)]
-    for old, new in zip(saved, current, strict=False):
-        # Compare only names that exist in both runs, because a layer may have been renamed.
-        shared = known & {*old}
-        orders = [[name for name in names if name in shared] for names in (old, new)]
-        if len(old) != len(new) or orders[0] == orders[1]:
-            continue
-        for index, (expected, found) in enumerate(zip(old, new, strict=True)):
-            if found != expected and expected in shared:
-                return index, found, expected
-    return None
+    saved = run.plan.start.own.get("parameter_groups", ())
+    for old, new in zip(saved, names_of_groups(run), strict=False):
+        names = zip(names_in_order(new), names_in_order(old), strict=False)
+        for index, (found, expected) in enumerate(names):
+            # Ignore names that this run does not have, because a layer may have been renamed.
+            if found != expected and expected in known:
+                raise CheckpointError(
+                    f"resume: got {found!r} as parameter {index} of the optimizer, expected"
+                    f" {expected!r} as in the saved run. Create the layers, and pass the parameters"
+                    " to the optimizer, in the order of the saved run, or use load= to start a new"
+                    " run from the weights."
+                )
 
 
 def names_in_order(groups: list[list[str | None]]) -> list[str]:
     """Return the names of an optimizer's parameters, without components such as "_orig_mod"."""
     return [plain_name(str(name)) for name in chain(*groups)]
-
-
-def check_state_shapes(optimizer: Any) -> None:
-    """Raise an error if tensors in the restored state of a torch optimizer have wrong shapes.
-
-    torch detects wrong shapes in optimizer state only in the first optimizer step.
-    """
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    if not is_torchs or type(optimizer).__name__ in ("Adafactor", "LBFGS"):
-        return
-    parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
-    for index, parameter in enumerate(parameters):
-        shape = parameter.shape
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape:
-                raise CheckpointError(
-                    f"resume: got the shape {tuple(shape)} for parameter {index} of the optimizer,"
-                    f" expected {tuple(value.shape)}, the shape of its {name!r} in the saved run."
-                    " Create the layers, and pass the parameters to the optimizer, in the order of"
-                    " the saved run, or use load= to start a new run from the weights."
-                )
 
 
 def groups_of_state(state: Any) -> list[dict[str, Any]]:
@@ -682,7 +604,6 @@ def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
             f" ({type(error).__name__}: {error}). Create the same optimizer as in the saved run, or"
             " use load= to start a new run from the weights."
         ) from error
-    check_state_shapes(optimizer)
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:

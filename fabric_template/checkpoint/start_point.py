@@ -162,8 +162,6 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "epochs_done": checkpoint["epoch"],
     }
     own: dict[str, Any] = {"writer": "Trainer", "progress": progress, "loader_states": []}
-    # Store the names of the weights now, because an on_load_checkpoint hook may change them.
-    own["weights"] = list(checkpoint.get("state_dict", ()))
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None:
         return own

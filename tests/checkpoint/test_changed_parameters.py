@@ -1,7 +1,6 @@
 """Test runs that are resumed with parameters in another order, with other dtypes or with other settings."""
 
 import warnings
-from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -129,46 +128,6 @@ def save_with_trainer(model, **options):
     trainer.save_checkpoint("trainer.ckpt")
 
 
-ORDER_WARNING = "as parameter 0 of the optimizer, but in the order of the saved weights, this is"
-
-
-def test_resuming_a_trainer_run_warns_about_layers_in_a_different_order():
-    save_with_trainer(Layers())
-    with pytest.warns(UserWarning, match=f"resume: got 'b.weight' {ORDER_WARNING} 'a.weight'"):
-        train("FabricLoop", Layers("bac"), 2, resume="trainer.ckpt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=f".*{ORDER_WARNING}")
-        train("FabricLoop", Layers(), 2, resume="trainer.ckpt")
-
-
-class SortsWeights(Layers):
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["state_dict"] = dict(sorted(checkpoint["state_dict"].items()))
-
-
-@pytest.mark.parametrize("shapes", [SAME_SHAPE, OTHER_SHAPE], ids=["equal shapes", "different shapes"])
-def test_resume_warns_about_reordered_weights_in_a_trainer_checkpoint(shapes):
-    save_with_trainer(SortsWeights("cba", shapes=shapes))
-    with pytest.warns(UserWarning, match=f"resume: got 'c.weight' {ORDER_WARNING} 'a.bias'"):
-        train("FabricLoop", SortsWeights("cba", shapes=shapes), 2, resume="trainer.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("second", "shape"), [(partial(Layers, "bac"), r"\(8, 5\)"), (ReverseOrder, r"\(3,\)")], ids=["layers", "optimizer"]
-)
-def test_resuming_a_trainer_run_is_refused_if_optimizer_states_have_the_wrong_shapes(second, shape):
-    save_with_trainer(Layers(shapes=OTHER_SHAPE))
-    text = f"resume: got the shape {shape} for parameter 0 of the optimizer, expected "
-    with pytest.raises(ValueError, match=text + r"\(5, 8\), the shape of its 'exp_avg'"):
-        train("FabricLoop", second(shapes=OTHER_SHAPE), 2, resume="trainer.ckpt")
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.ASGD])
-def test_resume_accepts_optimizer_states_with_other_shapes_than_the_weights(optimizer):
-    save_with_trainer(Layers(optimizer=optimizer))
-    train("FabricLoop", Layers(optimizer=optimizer), 2, resume="trainer.ckpt")
-
-
 # Dtypes
 
 
@@ -200,29 +159,6 @@ def test_resuming_with_a_different_default_dtype_is_refused(kind):
 def test_a_run_resumes_with_a_different_precision_if_weights_keep_their_dtype(kind, precisions):
     train(kind, Layers(), 1, precision=precisions[0])
     train(kind, Layers(), 2, resume="last", precision=precisions[1])
-
-
-class HasTeacher(Layers):
-    """Has a buffer and a frozen layer whose dtypes can be chosen."""
-
-    def __init__(self, buffer, teacher):
-        super().__init__()
-        self.register_buffer("mean", torch.ones(8, dtype=buffer))
-        self.teacher = nn.Linear(8, 8).to(teacher).requires_grad_(False)
-
-
-@pairs_of_loops
-@pytest.mark.parametrize(
-    ("name", "dtypes"),
-    [("mean", (torch.float64, torch.float32)), ("teacher.weight", (torch.float32, torch.bfloat16))],
-    ids=["buffer", "frozen layer"],
-)
-def test_resume_warns_about_a_different_dtype_of_a_buffer_or_a_frozen_layer(kinds, name, dtypes):
-    train(kinds[0], HasTeacher(torch.float32, torch.float32), 1)
-    dtype = next(item for item in dtypes if item != torch.float32)
-    text = f"resume: got {dtype} as the dtype of '{name}', expected torch.float32 as in the saved run. The run contin"
-    with pytest.warns(UserWarning, match=text):
-        train(kinds[1], HasTeacher(*dtypes), 2, resume="last")
 
 
 def test_a_float64_checkpoint_of_trainer_cannot_be_resumed_with_float32_weights():
