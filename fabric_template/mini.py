@@ -130,13 +130,6 @@ SECOND_BACKWARD = "training_step: got a second backward pass through the same gr
 SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
 SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
 SECOND_BACKWARD += " state, call detach() on them."
-ADDED_GROUP = "optimizer: got a parameter group that a hook added, which MiniLoop cannot train. Use"
-ADDED_GROUP += " FabricLoop."
-CHANGED_OPTIMIZERS = "optimizers: a hook changed the list, which MiniLoop does not support. Use"
-CHANGED_OPTIMIZERS += " FabricLoop."
-REMOVED_PARAMETER = "optimizer: a hook removed a parameter or a parameter group, expected the"
-REMOVED_PARAMETER += " parameters from the start of the run. To stop training a parameter, call its"
-REMOVED_PARAMETER += " method requires_grad_(False)."
 NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
 NEEDS_CLOSURE += " closure. Use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
@@ -180,7 +173,7 @@ LOOP_ATTRIBUTES = f"""
     strategy validate_every_n_steps version _batch_size _batches _batches_in_window
     _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
     _given_options _hook _is_first_batch _is_last _is_lightning_module
-    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs _num_groups
+    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs
     _precision _resumed_flags _resumed_options _resumed_state _row_started _sampler_seed
     _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
     _window_size active_stage batches_done best_score callback_metrics checkpoint_dir
@@ -601,10 +594,6 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        number = len(self.optimizer.param_groups)
-        if number != self._num_groups:
-            raise ValueError(ADDED_GROUP if number > self._num_groups else REMOVED_PARAMETER)
-        check(self.optimizers == [self.optimizer], CHANGED_OPTIMIZERS)
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -1183,15 +1172,10 @@ class MiniLoop:
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "optimizer: a hook replaced a parameter of the model, but the optimizer still trains"
-        text += " the old one. Change the parameter's values in place, as with copy_()."
-        current = {*self.network.parameters()}
-        check(trained <= current, text)
-        text = "model: a hook added, removed or replaced a parameter of the model, which MiniLoop"
-        text += " does not support. Create all parameters before fit, and change their values in"
-        check(current == self._start_parameters, f"{text} place, as with copy_().")
-        check_removed_parameters(self.optimizer)
+        text = "optimizer: a hook changed the parameters of the model, the parameter groups or the"
+        text += " optimizer, which MiniLoop does not support. Create them before fit, or use"
+        is_unchanged = self._find_parameters() == self._start_parameters
+        check(is_unchanged and self.optimizers == [self.optimizer], f"{text} FabricLoop.")
         self._check_learning_rates()
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
@@ -1213,6 +1197,11 @@ class MiniLoop:
 
     def _scheduler_states(self) -> Any:
         return replace_numpy([config["scheduler"].state_dict() for config in self.schedulers])
+
+    def _find_parameters(self) -> list[set[Any]]:
+        """Return the parameters of the model and of each parameter group."""
+        groups = [{*group["params"]} for group in self.optimizer.param_groups]
+        return [{*self.network.parameters()}, *groups]
 
     def _check_learning_rates(self) -> None:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
@@ -1686,7 +1675,6 @@ class MiniLoop:
         check_optimizer(optimizers, set(self.network.parameters()))
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
-        self._num_groups: int = len(self.optimizer.param_groups)
         self._attributes.add_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         check_scheduler_states(self._scheduler_states(), self.optimizer)
@@ -1724,7 +1712,7 @@ class MiniLoop:
             text += " intentional, you can ignore this warning."
             warnings.warn(text, stacklevel=3)
         self._attributes.record_start_flags()
-        self._start_parameters = {*self.network.parameters()}
+        self._start_parameters = self._find_parameters()
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
         own = checkpoint.get("fabric_template", {})
@@ -1870,7 +1858,6 @@ class MiniLoop:
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
         create_late_buffers(self._unwrapped, weights, self.fabric.device)
-        check_tied_weights(self._unwrapped, weights, path)
         try:
             is_strict = getattr(self.model, "strict_loading", True)
             found = self._unwrapped.load_state_dict(weights, is_strict)
@@ -2399,14 +2386,6 @@ def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     check(not refers_to(state, ids, addresses), text)
 
 
-def check_removed_parameters(optimizer: Any) -> None:
-    """Raise an error if the optimizer has a state of a parameter that is in none of its groups."""
-    is_usual = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    states = [p for p in optimizer.state if isinstance(p, Tensor)] if is_usual else []
-    check(trained.issuperset(map(id, states)), REMOVED_PARAMETER)
-
-
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
     """Return whether a value contains ids of modules or parameters, or tensors of parameters.
 
@@ -2489,20 +2468,6 @@ def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: tor
             late = weights.get(f"{place}.{name}".removeprefix("."))
             if value is None and isinstance(late, Tensor):
                 module._buffers[name] = torch.empty_like(late, device=device)
-
-
-def check_tied_weights(network: nn.Module, weights: dict[str, Any], path: Path | None) -> None:
-    """Raise an error if a shared parameter has two different values in the checkpoint."""
-    names: dict[Any, str] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        if isinstance(weights.get(name), Tensor):
-            first = names.setdefault(parameter, name)
-            one, two = weights[first], weights[name]
-            is_same_value = address_of(one) == address_of(two) or torch.equal(one, two)
-            text = f"{path}: got different values of {first!r} and {name!r}, but in this model,"
-            text += " both are names of one parameter. Create the model with two separate"
-            text += " parameters, as in the saved run."
-            check(is_same_value, text)
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:

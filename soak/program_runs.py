@@ -387,7 +387,7 @@ def is_refusal(error, points):
         "on_train_batch_start: got -1",
         "training_step: got None at",
         "optimizer: got an optimizer whose step() needs a closure",
-        "optimizer: got a parameter group that a hook added",
+        "optimizer: a hook changed the parameters of the model",
     )
     return not points.counts["backward"] or str(error).startswith(late)
 

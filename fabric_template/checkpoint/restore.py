@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities import find_shared_parameters
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -115,7 +114,6 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
-    check_tied_weights(target, weights, path)
     try:
         found = target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -172,20 +170,6 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
         buffers = modules[place]._buffers if place in modules else {}
         if buffer in buffers and buffers[buffer] is None:
             buffers[buffer] = torch.empty_like(value, device=device)
-
-
-def check_tied_weights(network: nn.Module, weights: Mapping[str, Any], path: Any) -> None:
-    """Raise an error if tied parameters of the model have different values in the checkpoint."""
-    for names in find_shared_parameters(network):
-        saved = [name for name in names if type(weights.get(name)) in (Tensor, nn.Parameter)]
-        for other in saved[1:]:
-            one, two = weights[saved[0]], weights[other]
-            if one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
-                raise OtherModelError(
-                    f"{path}: got different values of {saved[0]!r} and {other!r}, but in this"
-                    " model, both are names of one parameter. Create the model with two separate"
-                    " parameters, as in the saved run."
-                )
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
@@ -265,7 +249,6 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     options = own.get("options", {})
     limits = {name: options[name] for name in ("max_epochs", "max_steps") if name in options}
     restore_options(run, limits)
-    check_counters(run, own["progress"])
     epochs_done, max_epochs = own["progress"]["epochs_done"], run.stop.max_epochs
     if -1 < max_epochs < epochs_done:
         raise ConfigurationError(
@@ -289,20 +272,6 @@ def restore_options(run: Run, changed: dict[str, Any]) -> None:
         # If the user passes a new value for the option, do not replace it with the saved value.
         if name in options and options[name] == given:
             setattr(run.loop, name, value)
-
-
-def check_counters(run: Run, counters: dict[str, Any]) -> None:
-    """Raise an error for impossible counters, such as negative numbers."""
-    for name, value in counters.items():
-        kind = type(getattr(run.progress, name, None))
-        is_wrong = kind in (int, bool) and type(value) is not kind
-        if is_wrong or (type(value) is int and not 0 <= value < 2**62):
-            expected = "True or False" if kind is bool else "an int from 0 to 2**62 - 1"
-            raise CheckpointError(
-                f"{run.plan.start.path}: got the counter {name}={shorten(repr(value), 40)},"
-                f" expected {expected}. Use another checkpoint, or use load= to start a new run"
-                " from the weights."
-            )
 
 
 def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
@@ -486,7 +455,6 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
     optimizers, schedulers = run.optimization.optimizers, run.optimization.lr_schedulers
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
-    check_replaced_parameters(run)
     # Accept a checkpoint without optimizer states, because an on_load_checkpoint hook may have
     # removed the states.
     if states:
@@ -549,21 +517,6 @@ def add_missing_groups(run: Run, states: list[Any]) -> None:
                 optimizer.add_param_group(group)
 
 
-def check_replaced_parameters(run: Run) -> None:
-    """Raise an error if a hook replaced a trained parameter of the model during the saved run."""
-    saved = run.plan.start.own.get("parameter_groups", ())
-    pairs = zip(saved, names_of_groups(run), strict=False)
-    names = [(chain(*old), chain(*new)) for old, new in pairs]
-    for old, new in chain(*(zip(*pair, strict=False) for pair in names)):
-        # A name such as "optimizer.0.3" means that the parameter was not in the model.
-        if str(old).startswith("optimizer.") and not str(new).startswith("optimizer."):
-            raise CheckpointError(
-                f"{run.plan.start.path}: a hook of the saved run replaced the parameter {new!r},"
-                " but the optimizer still trained the original one, which was no longer in the"
-                " model. Use load= to start a new run from the weights."
-            )
-
-
 def check_parameter_order(run: Run) -> None:
     """Raise an error if an optimizer has the parameters in a different order than in the saved run.
 
@@ -574,8 +527,9 @@ def check_parameter_order(run: Run) -> None:
     for old, new in zip(saved, names_of_groups(run), strict=False):
         names = zip(names_in_order(new), names_in_order(old), strict=False)
         for index, (found, expected) in enumerate(names):
-            # Ignore names that this run does not have, because a layer may have been renamed.
-            if found != expected and expected in known:
+            # Ignore names that this run does not have, because a layer may have been renamed. A
+            # name such as "optimizer.0.3" means that a hook replaced the parameter in the model.
+            if found != expected and (expected in known or expected.startswith("optimizer.")):
                 raise CheckpointError(
                     f"resume: got {found!r} as parameter {index} of the optimizer, expected"
                     f" {expected!r} as in the saved run. Create the layers, and pass the parameters"

@@ -91,8 +91,6 @@ def build_checkpoint(
 def training_state(run: Run) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision plugin."""
     strategy, optimization = run.fabric.strategy, run.optimization
-    for optimizer in optimization.optimizers:
-        check_removed_parameters(optimizer)
     check_learning_rates(run)
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
@@ -108,20 +106,6 @@ def training_state(run: Run) -> dict[str, Any]:
     if scaler_state := strategy.precision.state_dict():
         state[type(strategy.precision).__qualname__] = scaler_state
     return state
-
-
-def check_removed_parameters(optimizer: Any) -> None:
-    """Raise an error if the optimizer has a state of a parameter that is in none of its groups."""
-    if has_own_state(optimizer):
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    states = [p for p in getattr(optimizer, "state", ()) if isinstance(p, torch.Tensor)]
-    if not trained.issuperset(map(id, states)):
-        raise CheckpointError(
-            "optimizer: a hook removed a parameter or a parameter group, but the optimizer still"
-            " has the state of a removed parameter, which a checkpoint cannot contain. To stop"
-            " training a parameter, call its method requires_grad_(False)."
-        )
 
 
 def check_learning_rates(run: Run) -> None:

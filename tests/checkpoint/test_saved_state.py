@@ -1,4 +1,4 @@
-"""Test state that cannot be pickled, impossible counters, and a changed number of schedulers."""
+"""Test state that cannot be pickled, and a changed number of schedulers."""
 
 import threading
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from modules import Classifier, assert_same_weights
-from parameters import once
 from runs import fit
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
-from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO, read_checkpoint
+from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.errors import CheckpointError
 
 LAST = "checkpoints/run/version_0/last.ckpt"
@@ -143,25 +142,6 @@ def test_training_continues_if_the_second_checkpoint_cannot_be_saved(tmp_path):
     with warned, pytest.raises(CheckpointError, match="Training ended"):
         fit(tmp_path, max_epochs=3, callbacks=[Keeps(since=1)])
     assert read_checkpoint(tmp_path / LAST)["epoch"] == 0
-
-
-# Counters
-
-WRONG = [float("nan"), -1, 10**30, 2.0, "3", None, True]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), once(["global_step", "epochs_done", "batches_done", "is_in_epoch"], WRONG), ids=repr
-)
-def test_resume_refuses_an_impossible_step_or_epoch_counter(tmp_path, name, value):
-    fit(tmp_path, max_epochs=1)
-    checkpoint = read_checkpoint(tmp_path / LAST)
-    checkpoint["fabric_template"]["progress"][name] = value
-    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / LAST)
-    if (name, value) == ("is_in_epoch", True):
-        pytest.skip("True is a valid value of is_in_epoch")
-    with pytest.raises(CheckpointError, match=rf"last\.ckpt: got the counter {name}="):
-        fit(tmp_path, max_epochs=2, resume="last")
 
 
 # Schedulers

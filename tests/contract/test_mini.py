@@ -558,7 +558,7 @@ def test_mini_loop_refuses_a_hook_that_adds_a_parameter_group():
                 self.extra = nn.Parameter(torch.ones(1))
                 self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
 
-    with pytest.raises(ValueError, match="optimizer: got a parameter group that a hook added, .* Use FabricLoop"):
+    with pytest.raises(ValueError, match="optimizer: a hook changed the parameters .* use FabricLoop"):
         fit("MiniLoop", "run", 2, make_module=Grows)
 
 
