@@ -32,7 +32,6 @@ from __future__ import annotations
 import atexit
 import copy
 import csv
-import errno
 import glob
 import inspect
 import io
@@ -1349,19 +1348,14 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # A damaged or edited CSV file may contain rows without a step. Drop these rows.
-            rows = [row for row in read_rows(path) if "step" in row]
+            rows = read_rows(path)
             if not is_done:
                 # If a user has deleted a row, the first rows include rows after the checkpoint.
                 rows = [row for row in rows if row["step"] <= self.global_step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
-                text = f"{name}: {table['rows'] - len(rows)} rows from before the checkpoint are"
-                text += " missing. The run continues without them."
-                if self.fabric.is_global_zero and path.exists() and not is_done:
-                    path.replace(path.with_name(f"{name}.changed"))
-                    text += f" The file was renamed to {name}.changed."
-                warnings.warn(text, stacklevel=3)
+                text = f"{name}: rows from before the checkpoint are missing. The run continues"
+                warnings.warn(f"{text} without them.", stacklevel=3)
             if self.fabric.is_global_zero and not is_done and (columns or path.exists()):
                 write_rows(path, columns, rows)
             self._tables[name] = len(rows), columns
@@ -1391,7 +1385,7 @@ class MiniLoop:
             text = f"{path}: the file is damaged, or not in the format of torch.save. Use another"
             check(is_intact(path), f"{text} checkpoint.")
             return path, read_checkpoint(path)
-        newest, checkpoint = self._find_newest(argument, given)
+        newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
             kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
             text = f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}."
@@ -1399,31 +1393,22 @@ class MiniLoop:
             raise FileNotFoundError(text)
         return newest, checkpoint
 
-    def _find_newest(self, argument: str, given: str) -> tuple[Path | None, dict[str, Any]]:
+    def _find_newest(self, given: str) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of the newest run's "last" or "best" checkpoint."""
-        skipped: list[Path] = []
         # Escape a version's name, because characters such as * and [ are special in glob patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
+        # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
+        names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
         for folder in sorted(folders, key=age_of, reverse=True):
-            # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
-            names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
             found = [folder / name for name in names if (folder / name).is_file()]
-            intact = next(filter(is_intact, found), None)
-            for damaged in found[: None if intact is None else found.index(intact)]:
-                text = f"{damaged}: the file is damaged. Using the previous checkpoint instead."
-                warnings.warn(text, stacklevel=3)
-            if found and intact is None:
+            for path in found:
+                if is_intact(path):
+                    return path, read_checkpoint(path)
+                text = f"{path}: the file is damaged. Using the previous checkpoint instead."
+                warnings.warn(text, stacklevel=4)
+            if found:
                 # If the newest run has only damaged checkpoints, do not silently use an older run.
                 break
-            checkpoint = {} if intact is None else read_checkpoint(intact)
-            if checkpoint and not is_replaced(checkpoint, folder):
-                for newer in skipped:
-                    text = f"{argument}: {newer.name} was started later but has no checkpoint, so"
-                    text += f" {folder.name} continues. To continue another run, pass version= or"
-                    text += " the path of a checkpoint."
-                    warnings.warn(text, stacklevel=3)
-                return intact, checkpoint
-            skipped.append(folder)
         return None, {}
 
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
@@ -1442,9 +1427,6 @@ class MiniLoop:
         text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop."
         text += " To start a new run from the weights, pass the path as load=."
         check(is_own and self.version in (None, folder.name), text)
-        text = f"resume: got {path}, whose run was replaced by a newer run. To start a new run from"
-        text += " the weights, pass the path as load=."
-        check(not is_replaced(resumed, folder), text)
         return folder.name
 
     @contextmanager
@@ -3958,10 +3940,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     # Mode "x" creates a new file, and never writes through a symbolic link.
     with temporary.open("xb") as file:
         yield file
-        if path.suffix != ".yaml":
-            # Do not sync YAML files to the disk, because a resumed run does not read them.
-            file.flush()
-            os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
@@ -3974,36 +3954,22 @@ class Placeholder:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
-def load_file(file: Path | io.BytesIO, is_mapped: bool = False) -> dict[str, Any]:
+def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
     """Load a file that torch.save wrote, with placeholders for objects that torch.load refuses."""
-    # Pass a copy of an io.BytesIO, because get_unsafe_globals_in_checkpoint() moves the read
-    # position.
+    # get_unsafe_globals_in_checkpoint() moves the read position of an io.BytesIO, so pass a copy.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
-        loaded: dict[str, Any] = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=is_mapped
-        )
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return loaded
 
 
 def is_intact(path: Path) -> bool:
     """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
-    try:
-        if zipfile.ZipFile(path).testzip() is not None:
-            return False
-        # torch reads other parts of a zip file's index than Python, so let torch read it, too.
-        load_file(path, is_mapped=True)
-    except pickle.UnpicklingError:
-        pass  # read_checkpoint() names the objects that torch refuses to read.
-    except MemoryError:
-        raise
-    except Exception as error:
-        # With EINVAL, the file contains an impossible offset. Other OSErrors are disk failures.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
-        return False
-    return True
+    # A damaged file may raise any error.
+    with suppress(Exception):
+        return zipfile.ZipFile(path).testzip() is None
+    return False
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -4062,12 +4028,6 @@ def find_hparams(model: Any) -> dict[str, Any]:
     return {**hparams, **({"hparams_name": name} if name else {})}
 
 
-def is_replaced(checkpoint: dict[str, Any], folder: Path) -> bool:
-    """Return whether another run started in the folder after the checkpoint was saved."""
-    started, _ = read_times(folder)
-    return bool(checkpoint.get("fabric_template", {}).get("saved_at", started) < started)
-
-
 def read_times(folder: Path) -> tuple[float, float]:
     """Read the times of the last start and the last save from a version folder's .lock file."""
     times, lines = {"started": 0.0, "saved": 0.0}, []
@@ -4083,31 +4043,15 @@ def read_times(folder: Path) -> tuple[float, float]:
 
 def age_of(folder: Path) -> tuple[float, int]:
     """Return the time when a version folder was last used, and the version number."""
-    number, age = folder.name.removeprefix("version_"), max(read_times(folder))
-    for name in ("last.ckpt", "best.ckpt") if age == 0.0 else ():
-        # If the folder has no .lock file with times, use the time at which a checkpoint was saved.
-        # Ignore damaged checkpoints here, because `_find_newest` warns about them.
-        with suppress(Exception):
-            saved = load_file(folder / name, is_mapped=True)["fabric_template"]["saved_at"]
-            age = max(age, float(saved))
-    return age, int(number) if number.isdigit() else -1
-
-
-def create_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"default_root_dir: got {str(folder)!r}, expected a writable folder. The system"
-        text += f" reported: {error.strerror}. Choose another folder."
-        raise ValueError(text) from error
+    number = folder.name.removeprefix("version_")
+    return max(read_times(folder)), int(number) if number.isdigit() else -1
 
 
 def claim_version(*folders: Path) -> str:
     """Create a folder with the next free version number, even if several runs start at once."""
-    create_folder(folders[0])
-    names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
-    numbers = [name[8:] for name in names if name.startswith("version_")]
-    version = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+    names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
+    version = max((int(name) for name in names if name.isdecimal()), default=-1) + 1
+    folders[0].mkdir(parents=True, exist_ok=True)
     while True:
         with suppress(FileExistsError):
             (folders[0] / f"version_{version}").mkdir()
@@ -4130,7 +4074,7 @@ def read_git(folder: str) -> dict[str, Any]:
 @contextmanager
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
-    create_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
         # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
         with suppress(ImportError, OSError):
@@ -4164,25 +4108,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a CSV file, without empty cells or an incomplete last line."""
     # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
-    columns, *lines = [next(csv.reader([line]), []) for line in text.split("\n")[:-1]] or [[]]
-    rows: list[dict[str, Any]] = []
-    for line in lines:
-        rows.append({})
-        for name, cell in zip(columns, line, strict=False):
-            value = read_cell(cell)
-            is_count = isinstance(value, int) or name not in ("epoch", "step")
-            if is_count and value != "":
-                rows[-1][name] = value
-    return rows
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].split("\n"))
+    return [{name: read_cell(cell) for name, cell in row.items() if name and cell} for row in rows]
 
 
-def read_cell(cell: str) -> Any:
-    """Return the number in a cell of a CSV file, or the text of the cell if it is not a number."""
+def read_cell(cell: str) -> int | float | str:
     for kind in (int, float):
         with suppress(ValueError):
-            # Text such as "007" stays text, because a resumed run writes it to the file again.
-            if str(kind(cell)) == cell:
-                return kind(cell)
+            return kind(cell)
     return cell
 
 
