@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
-from ..lightning_compat.private import resets_pruned_weights
 from ..plain_state import REMOVED, Part, register_buffer
 from ..plain_values import Decoder, load_object, load_optimizer, replace_content, shares_memory
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
@@ -96,11 +94,8 @@ def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
             f" callbacks: {missing}."
         )
     run.hooks.call_callbacks("on_load_checkpoint", checkpoint)
-    of_process = run.plan.start.state_of_process(run.fabric.global_rank).get("callbacks", {})
     for callback in run.hooks.callbacks:
-        key = key_of(callback)
-        state = of_process[key] if key in of_process and key in states else states.get(key)
-        load_state(callback, deepcopy(state) or None)
+        load_state(callback, deepcopy(states.get(key_of(callback))) or None)
 
 
 def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
@@ -235,10 +230,12 @@ def plain_name(name: str) -> str:
 
 def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
+    if run.hooks.callbacks_of("ModelPruning"):
+        raise CheckpointError(
+            "resume: got ModelPruning, whose masks a checkpoint does not contain. Leave it out, or"
+            " use load= to start a new run from the weights."
+        )
     check_dtypes(run, checkpoint)
-    # Pruning changes the order of the model's parameters. Prune after configure_optimizers, so that
-    # the optimizers get the original order.
-    restore_pruning(run, run.plan.start.own.get("pruning_masks", {}))
     restore_optimizers(run, checkpoint)
     precision = run.fabric.strategy.precision
     load_state(precision, checkpoint.get(type(precision).__qualname__))
@@ -430,23 +427,6 @@ def restore_network(
         parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
-
-
-def restore_pruning(run: Run, masks: dict[str, torch.Tensor]) -> None:
-    """Prune the same weights that ModelPruning pruned in the saved run."""
-    callbacks = run.hooks.callbacks_of("ModelPruning")
-    if any(map(resets_pruned_weights, callbacks)):
-        run.warn_once(
-            "resume: ModelPruning with use_lottery_ticket_hypothesis=True resets weights to their"
-            " initial values, which checkpoints do not contain. A resumed run may differ. Pass"
-            " use_lottery_ticket_hypothesis=False for an exact resume."
-        )
-    for path, mask in masks.items() if callbacks else ():
-        owner, _, name = path.rpartition(".")
-        module = run.network.get_submodule(owner)
-        if name in module._parameters:
-            weight = module.get_parameter(name)
-            prune.custom_from_mask(module, name, mask.to(weight))
 
 
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:

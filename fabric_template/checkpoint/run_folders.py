@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -30,17 +29,13 @@ from ..files import (
 from ..loggers.csv_logger import FILES
 from ..loggers.row import REPLACED_LOGS
 from .distributed import remove_checkpoint
-from .find_checkpoint import is_in_log_folder, run_folder, version_of_checkpoint
+from .find_checkpoint import run_folder, version_of_checkpoint
 
 if TYPE_CHECKING:
     from ..training.run import Run
 
 # Matches the names of the checkpoints that FabricLoop and MiniLoop write.
 _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
-
-
-# Maps each ModelCheckpoint without dirpath= to the folder that it chose in an earlier call.
-_chosen_folders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class RunFolders:
@@ -140,43 +135,14 @@ class RunFolders:
                     os.fsync(file.fileno())
 
 
-@contextmanager
-def recorded_folders(run: Run) -> Iterator[list[Any]]:
-    """Record the folders that ModelCheckpoint objects choose during ``setup``.
-
-    Yields:
-        The objects that still have the folder that they chose in an earlier call.
-    """
-    reused: list[Any] = []
-    chosen: list[Any] = []
-    # A user's subclass of a callback may raise any error, which must not stop the run.
-    with suppress(Exception):
-        for saver in run.hooks.callbacks_of("ModelCheckpoint"):
-            if saver.dirpath is None:
-                chosen.append(saver)
-            elif _chosen_folders.get(saver) == saver.dirpath:
-                reused.append(saver)
-    yield reused
-    with suppress(Exception):
-        for saver in chosen:
-            _chosen_folders[saver] = saver.dirpath
-
-
-def open_folders(run: Run, stack: ExitStack, reused: list[Any]) -> None:
-    """Choose and lock the folders for a run's checkpoints and CSV files.
-
-    Args:
-        reused: The ModelCheckpoint objects that have the folder of an earlier call.
-    """
+def open_folders(run: Run, stack: ExitStack) -> None:
+    """Choose and lock the folders for a run's checkpoints and CSV files."""
     own, version = run.loop.own_logger, run.config.version
     folder = choose_checkpoint_folder(run)
     run.checkpoints.use_folder(folder, folder is not None and continues_in(run, folder))
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    # A user's subclass of a callback may raise any error, which must not stop the run.
-    with suppress(Exception):
-        warn_of_reused_callbacks(run, reused)
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
         # If an older run with the same version has checkpoints, also lock their folder, because
@@ -196,33 +162,6 @@ def open_folders(run: Run, stack: ExitStack, reused: list[Any]) -> None:
     if own is not None and log_folder is not None:
         # Start new CSV files, so that they contain no rows of an older run.
         own.rewind({})
-
-
-def warn_of_reused_callbacks(run: Run, reused: list[Any]) -> None:
-    """Warn about a ModelCheckpoint or an EarlyStopping that still has the state of another run."""
-    for stopper in run.hooks.callbacks_of("EarlyStopping"):
-        best = float(getattr(stopper, "best_score", math.inf))
-        if math.isfinite(best) and not run.plan.start.resumes:
-            run.warn_once(
-                "callbacks: got an EarlyStopping that an earlier call used. It compares this run"
-                f" with the best score of that run, {best:.4g}, and may stop too early. Create a"
-                " new EarlyStopping for each run."
-            )
-    savers = run.hooks.callbacks_of("ModelCheckpoint")
-    loggers = run.loop.loggers if savers else []
-    paths = [getattr(logger, "log_dir", None) for logger in loggers]
-    log_folders = [Path(path).resolve() for path in paths if path]
-    for saver in savers:
-        path = Path(saver.dirpath or "").resolve()
-        is_other = path.parent not in log_folders
-        is_of_same_name = any(is_in_log_folder(path, folder.parent) for folder in log_folders)
-        is_of_other_name = saver in reused and not continues_in(run, path)
-        if is_other and (is_of_same_name or is_of_other_name):
-            run.warn_once(
-                "callbacks: got a ModelCheckpoint that an earlier call used. It still saves to"
-                f" {path}, and may delete the checkpoints of that run. Create a new ModelCheckpoint"
-                " for each run."
-            )
 
 
 def set_aside(folder: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overr
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
 from ..plain_state import Part, PlainState, buffers_of
-from ..plain_values import address_of, digest, is_plain_tensor, refers_to
+from ..plain_values import address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
@@ -149,7 +149,6 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
     of_process = {
         "rng": capture_rng_state(),
         "gradients": run.optimization.accumulated_gradients(),
-        "callbacks": callback_states_of_process(run, checkpoint.get("callbacks", {})),
         **states_of(run, per_process=True),
     }
     outside = run.optimization.outside_parameters()
@@ -161,30 +160,10 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
-        "pruning_masks": pruning_masks(run),
         "settings": run_settings(run),
         # Save the seed even if no loader has used it, because a resumed run may need it.
         "sampler_seed": run.data.common_seed(),
         "ranks": gather_objects(run, of_process),
-    }
-
-
-def callback_states_of_process(run: Run, states: dict[str, Any]) -> dict[str, Any]:
-    """For the user's callbacks, return the states that differ between the processes."""
-    if run.fabric.world_size == 1:
-        return {}
-    users = [part for part in run.hooks.callbacks if not is_callback_of_lightning(part)]
-    own = {key: states[key] for key in map(key_of, users) if key in states}
-    digests = {}
-    for key, state in own.items():
-        # digest() raises an error if the state contains objects of unsupported types.
-        with suppress(Exception):
-            digests[key] = repr(digest(state))
-    gathered = gather_objects(run, digests)
-    return {
-        key: state
-        for key, state in own.items()
-        if any(other.get(key) != gathered[0].get(key) for other in gathered)
     }
 
 
@@ -277,19 +256,6 @@ def names_of_groups(run: Run) -> list[list[list[str | None]]]:
         [[names.get(id(parameter)) for parameter in group["params"]] for group in item.param_groups]
         for item in run.optimization.optimizers
     ]
-
-
-def pruning_masks(run: Run) -> dict[str, torch.Tensor]:
-    """Return the masks of the weights that ModelPruning has pruned, keyed by the weight's name."""
-    # Checkpoints need the masks, because by default, ModelPruning saves only the masked weights.
-    if not run.hooks.callbacks_of("ModelPruning"):
-        return {}
-    parameters, masks = dict(run.network.named_parameters()), {}
-    for name, buffer in run.network.named_buffers():
-        weight = name.removesuffix("_mask")
-        if weight != name and f"{weight}_orig" in parameters:
-            masks[weight] = buffer.detach().clone()
-    return masks
 
 
 # Hyperparameters

@@ -53,11 +53,6 @@ def last_checkpoints(callback: Any, trainer: Any) -> set[str]:
     return callback._find_last_checkpoints(trainer)
 
 
-def resets_pruned_weights(callback: Any) -> bool:
-    """Return whether a ModelPruning callback has use_lottery_ticket_hypothesis turned on."""
-    return bool(getattr(callback, "_use_lottery_ticket_hypothesis", False))
-
-
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Set ``LightningModule.device_mesh``, which ``configure_model`` uses to shard the module."""
     module._device_mesh = mesh

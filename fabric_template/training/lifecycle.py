@@ -20,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
 from ..checkpoint.fit_record import store_fit_record
 from ..checkpoint.restore import load_weights, restore_model, restore_training
-from ..checkpoint.run_folders import choose_version, open_folders, recorded_folders
+from ..checkpoint.run_folders import choose_version, open_folders
 from ..checkpoint.state import check_saved_state, reset_and_record_optimizers
 from ..distributed.launch import (
     check_new_parameters,
@@ -131,12 +131,11 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     run.undo_earlier_fits()
     prepare_data(run)
     names = [name for name, _ in run.network.named_parameters()]
-    with recorded_folders(run) as reused:
-        run.hooks.call_with_stage("setup", run.stage)
+    run.hooks.call_with_stage("setup", run.stage)
     run.find_new_modules()
     check_new_parameters(run, names, "setup")
     if is_training:
-        open_folders(run, stack, reused)
+        open_folders(run, stack)
     with run.fabric.strategy.module_init_context():
         run.hooks.call_module("configure_model")
     run.find_new_modules()

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from modules import Classifier
 from parameters import halve
-from runs import assert_same_end, fit, logs_of, make_loader, tree, val_loader, with_files
+from runs import assert_same_end, fit, logs_of, tree, val_loader, with_files
 
 from fabric_template import FabricLoop
 from fabric_template.errors import MissingCheckpointError
@@ -143,58 +143,6 @@ def test_resume_auto_works_if_validate_has_used_the_same_model_checkpoint_callba
     callback = ModelCheckpoint(save_last=True)
     loop = FabricLoop(**with_files(tmp_path, callbacks=[callback]))
     loop.validate(Classifier(), val_loader(), load="last", verbose=False)
-    with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_1"):
-        loop, _, history = fit(tmp_path, max_epochs=2, val=val_loader, resume="auto", callbacks=[callback])
+    loop, _, history = fit(tmp_path, max_epochs=2, val=val_loader, resume="auto", callbacks=[callback])
     assert Path(loop.ckpt_path).parents[1].name == Path(loop.log_dir).name == "version_0"
     assert len(history) == 2
-
-
-@pytest.mark.parametrize("kind", [None, CSVLogger, TensorBoardLogger])
-def test_fit_warns_if_two_runs_use_the_same_model_checkpoint_callback(tmp_path, kind):
-    def run(callback):
-        logger = True if kind is None else kind(tmp_path, "run")
-        fit(tmp_path, max_epochs=1, callbacks=[callback], logger=logger)
-
-    callback = ModelCheckpoint(monitor="train_loss")
-    run(callback)
-    with pytest.warns(UserWarning, match="a ModelCheckpoint that an earlier call used.*version_0"):
-        run(callback)
-
-
-OTHER_LOOPS = {
-    "name": {"name": "other"},
-    "name and version": {"name": "other", "version": "large"},
-    "folder": {"default_root_dir": "other"},
-    "logger": {"logger": False},
-}
-
-
-@pytest.mark.parametrize("first", [{}, {"version": "small"}, {"logger": False}], ids=str)
-@pytest.mark.parametrize("other", OTHER_LOOPS)
-@pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_fit_warns_if_another_loop_has_used_the_model_checkpoint_callback(tmp_path, first, other, stage):
-    options = {**OTHER_LOOPS[other]}
-    root = tmp_path / options.pop("default_root_dir", "")
-    callback = ModelCheckpoint()
-    loop = FabricLoop(**with_files(tmp_path, max_epochs=1, callbacks=[callback], **first))
-    if stage == "fit":
-        loop.fit(Classifier(), make_loader())
-    else:
-        loop.validate(Classifier(), val_loader(), verbose=False)
-    with pytest.warns(UserWarning, match=f"that an earlier call used. It still saves to {callback.dirpath},"):
-        fit(root, max_epochs=1, callbacks=[callback], **options)
-
-
-def test_fit_does_not_warn_if_a_loop_resumes_with_its_model_checkpoint_callback(tmp_path, recwarn):
-    callback = ModelCheckpoint(save_last=True)
-    for epochs in (1, 2, 3):
-        loop, module, _ = fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto", logger=epochs < 3)
-        loop.validate(module, val_loader(), verbose=False)
-    assert [str(warning.message) for warning in recwarn if "earlier call" in str(warning.message)] == []
-
-
-def test_fit_does_not_warn_about_a_reused_model_checkpoint_callback_with_a_dirpath(tmp_path, recwarn):
-    callback = ModelCheckpoint(tmp_path / "kept", save_last=True)
-    for epochs in (1, 2):
-        fit(tmp_path, max_epochs=epochs, callbacks=[callback], resume="auto")
-    assert [str(warning.message) for warning in recwarn if "earlier call" in str(warning.message)] == []

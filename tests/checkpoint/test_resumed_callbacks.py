@@ -13,6 +13,7 @@ from runs import assert_same_end, fit
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
+from fabric_template.errors import CheckpointError
 from fabric_template.plain_state import Part, PlainState
 
 
@@ -46,27 +47,13 @@ def assert_resumes_exactly(tmp_path, make, make_callbacks, seed=9, **options):
     return whole, resumed
 
 
-def prune(**options):
-    return cb.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"], **options)
+def prune():
+    return cb.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
 
 
-PRUNINGS = {
-    "once": {"apply_pruning": lambda epoch: epoch == 0},
-    "in each epoch": {},
-    "by layer": {"use_global_unstructured": False},
-}
-
-
-@pytest.mark.parametrize("name", PRUNINGS)
-def test_a_resumed_run_still_trains_pruned_layers_and_keeps_their_masks(tmp_path, name):
-    options = {**PRUNINGS[name], "use_lottery_ticket_hypothesis": False}
-    _, (_, module, _) = assert_resumes_exactly(tmp_path, Classifier, lambda: [prune(**options)])
-    assert all(isinstance(layer.weight, nn.Parameter) for layer in module.modules() if isinstance(layer, nn.Linear))
-
-
-def test_resume_warns_that_a_pruning_callback_does_not_save_initial_weights(tmp_path):
+def test_resuming_with_model_pruning_is_refused(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
-    with pytest.warns(UserWarning, match="use_lottery_ticket_hypothesis=True resets weights"):
+    with pytest.raises(CheckpointError, match="resume: got ModelPruning, whose masks"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
 
 
@@ -231,29 +218,3 @@ def test_fit_warns_about_callback_state_that_on_load_checkpoint_cannot_read(tmp_
     fit(tmp_path, callbacks=[kind()], max_epochs=1, train=OPTIONS["train"])
     found = [warning for warning in recwarn if "Settings" in str(warning.message)]
     assert len(found) == (kind is ReadsSettings)
-
-
-def test_fit_warns_about_an_early_stopping_callback_used_by_an_earlier_run(tmp_path, recwarn):
-    stopping = cb.EarlyStopping("train_loss")
-    for resume in (None, "auto", None):
-        texts = [str(warning.message) for warning in recwarn]
-        assert not any("got an EarlyStopping that an earlier call used" in text for text in texts)
-        fit(tmp_path, callbacks=[stopping], resume=resume, **OPTIONS)
-    assert any("got an EarlyStopping that an earlier call used" in str(warning.message) for warning in recwarn)
-
-
-class Patient(cb.EarlyStopping):
-    """Has no best score before the first validation."""
-
-    def __init__(self, monitor):
-        super().__init__(monitor)
-        self.best_score = None
-
-    def _run_early_stopping_check(self, trainer):
-        self.best_score = trainer.callback_metrics[self.monitor]
-
-
-def test_fit_accepts_an_early_stopping_callback_that_has_no_best_score_yet(tmp_path):
-    callback = Patient("train_loss")
-    fit(tmp_path, callbacks=[callback], max_epochs=1, train=OPTIONS["train"])
-    assert callback.best_score is not None

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -55,7 +55,6 @@ OF_LIGHTNING = {
     "_lightning_module": PyTorchProfiler,
     "_find_last_checkpoints": ModelCheckpoint,
     "_device_mesh": pl.LightningModule,
-    "_use_lottery_ticket_hypothesis": lambda: ModelPruning("l1_unstructured"),
     "_ddp_comm_hook": DDPStrategy,
     "_save_distributed_checkpoint": lambda: ModelParallelStrategy(print),
 }

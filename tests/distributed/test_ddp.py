@@ -3,8 +3,6 @@
 Each process writes its results under tmp_path, and the test reads them.
 """
 
-from pathlib import Path
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -313,31 +311,6 @@ def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
     whole = fit(tmp_path / "mid", train=train, callbacks=[SavesInMidStep()], **options)
     resumed = fit(tmp_path / "rest", train=train, seed=99, resume=tmp_path / "mid/mid.ckpt", **options)
     assert_same_weights(whole[1], resumed[1])
-
-
-class CountsByRank(pl.Callback):
-    """Has a state_dict whose count differs between the processes."""
-
-    def __init__(self):
-        self.count = 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-    def on_train_batch_end(self, trainer, *args):
-        self.count += 1 + trainer.global_rank
-
-    def on_train_end(self, trainer, module):
-        Path(trainer.default_root_dir, f"count{trainer.global_rank}").write_text(str(self.count))
-
-
-def test_each_process_restores_its_own_callback_state(tmp_path):
-    for steps, resume in ((2, None), (4, "last")):
-        fit(tmp_path, max_steps=steps, callbacks=[CountsByRank()], resume=resume, **FORK)
-    assert [(tmp_path / f"count{rank}").read_text() for rank in range(2)] == ["4", "8"]
 
 
 # Evaluation and errors
