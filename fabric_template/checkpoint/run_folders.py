@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -78,12 +77,11 @@ class RunFolders:
                 self._write(end)
                 self._files = {}
 
-    def start_new_run(self, folder: Path | None, log_folder: Path | None) -> None:
+    def start_new_run(self, folder: Path | None) -> None:
         """Record the start of a new run, and find the files that it replaces.
 
         Args:
             folder: The folder of the checkpoints, or None.
-            log_folder: The folder whose CSV files the new run replaces, or None.
         """
         # The system clock may have been set back since the last save. Record a start time that is
         # later than that save.
@@ -91,15 +89,14 @@ class RunFolders:
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
         self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
-        if log_folder is not None:
-            self._replaced_logs = log_folder / REPLACED_LOGS
-            set_aside(log_folder, self._replaced_logs)
+        if self._replaced_logs is not None:
+            set_aside(self._replaced_logs.parent, self._replaced_logs)
 
-    def restore_replaced_run(self, log_folder: Path | None) -> None:
-        """Make a run resumable again after a later run with the same ``version=`` replaced it."""
-        self._write("started 0.0", is_synced=True)
-        # This folder contains CSV rows that the run needs to resume. Remove the folder only after
-        # the run has saved a new checkpoint.
+    def use_log_folder(self, log_folder: Path | None) -> None:
+        """Set the folder whose CSV files a new run replaces.
+
+        The old CSV files are kept until the run saves a checkpoint, because the old run may resume.
+        """
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
@@ -153,12 +150,10 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     locked = run.checkpoints.folders
     stack.enter_context(locked.locked(folders))
     log_folder = None if own is None or version is None else Path(own.log_dir)
+    locked.use_log_folder(log_folder)
     if any(continues_in(run, folder) for folder in folders):
-        saved_at = math.inf if run.plan.start.saved_at is None else run.plan.start.saved_at
-        if any(saved_at < read_times(folder)[0] for folder in folders):
-            locked.restore_replaced_run(log_folder)
         return
-    locked.start_new_run(folder, log_folder)
+    locked.start_new_run(folder)
     if own is not None and log_folder is not None:
         # Start new CSV files, so that they contain no rows of an older run.
         own.rewind({})

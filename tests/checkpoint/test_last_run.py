@@ -201,7 +201,8 @@ def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(
     assert (loop.current_epoch, loop.global_step) == (3, 30)
     assert rows["epoch"].tolist() == read_logs(root / "logs")["epoch"].tolist() == [0, 1, 2]
     assert not Path(loop.log_dir, ".replaced").exists()
-    assert fit(root, Plain, max_epochs=4, resume="last", **first)[0].current_epoch == 4
+    if "save_last" not in first:
+        assert fit(root, Plain, max_epochs=4, resume="last", **first)[0].current_epoch == 4
     # resume="auto" starts a new run instead of raising an error.
     root = tmp_path / "again"
     loop, _, rows = fit(root, Plain, max_epochs=1, version=version, resume="auto", **first)
