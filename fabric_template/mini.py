@@ -108,11 +108,6 @@ NUMBERS = {
     ),
     "gradient_clip_val": (0, "a number >= 0"),
 }
-# Options that cannot be changed after the loop is created.
-OPTIONS_OF_CREATION = (
-    *("name", "version", "monitor", "mode", "default_root_dir"),
-    *("accelerator", "strategy", "devices", "precision"),
-)
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
 # For each of these arguments of log(), MiniLoop accepts only the listed value or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
@@ -223,14 +218,9 @@ class MiniLoop:
     def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
         known = [field.name for field in fields(cls)]
         plain = [kind for kind in cls.__mro__[:-1] if "__dataclass_fields__" not in vars(kind)]
-        refused = [name for name in known for kind in plain if name in vars(kind)]
-        if any("__init__" in vars(kind) or inspect.get_annotations(kind) for kind in plain):
-            refused += [*values, *(options.keys() - {*known})]
-        text = f"{cls.__name__}: got the option {[*refused, None][0]!r}, but the class is not a"
-        text += " dataclass. Write @dataclass(kw_only=True, eq=False) above each class that adds or"
-        text += " changes options, and write each option with its type, as in `decay: float = 0.9`."
-        if refused:
-            raise TypeError(text)
+        for name in [name for kind in plain for name in known if name in vars(kind)]:
+            text = f"{cls.__name__}: got the option {name!r}, but the class is not a dataclass."
+            raise TypeError(f"{text} Write @dataclass(kw_only=True, eq=False) above the class.")
         refuse_unknown("MiniLoop", options, known)
         return super().__new__(cls)
 
@@ -276,7 +266,9 @@ class MiniLoop:
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
         self.active_stage: str | None = None  # "fit", "validate", or None if the loop is idle.
-        self._created_with = {name: getattr(self, name) for name in OPTIONS_OF_CREATION}
+        # Options that cannot be changed after the loop is created.
+        fixed = {field.name for field in fields(MiniLoop)} - {*NUMBERS, "fabric", "hparams"}
+        self._created_with = {name: getattr(self, name) for name in fixed}
         self._reset()
 
     def _check_options(self) -> None:
@@ -615,8 +607,7 @@ class MiniLoop:
             if config["interval"] != interval or not is_of_kind or done % config["frequency"] != 0:
                 continue
             if is_plateau:
-                fix = "Use one of them as the monitor"
-                self._check_is_logged(monitor, "scheduler", fix, is_by_step=interval == "step")
+                self._check_is_logged(monitor, "scheduler")
                 scheduler.step(self.callback_metrics[monitor])
             else:
                 scheduler.step()
@@ -912,9 +903,11 @@ class MiniLoop:
             text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in"
             text += f" {self._hook}, which logs nothing in MiniLoop. Write on_epoch=True, or use"
             raise ValueError(f"{text} FabricLoop.")
+        if batch_size is not None and type(batch_size) is not int:
+            # Clone a tensor, because the step may later change it in place.
+            batch_size = to_metric("batch_size", batch_size).clone()
         # A batch_size of 0 excludes this batch from the metric's mean.
-        if batch_size is not None:
-            batch_size = self._logged_batch_size = convert_batch_size(name, batch_size)
+        self._logged_batch_size = self._logged_batch_size if batch_size is None else batch_size
         if not isinstance(value, Tensor) and hasattr(value, "compute"):
             self._add_torchmetric(name, value, on_epoch)
             # Use a private attribute, because torchmetrics has no public one for a batch's value.
@@ -967,26 +960,17 @@ class MiniLoop:
             # Read only the loss, because a LightningModule logs its other values itself.
             name = "loss" if "loss" in values else f"{prefix}loss"
             values = {name: values[name]} if name in values else {}
-        columns = set()
-        for key, value in values.items():
-            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-            if name in columns:
-                step = "training_step" if prefix == "train_" else "validation_step"
-                text = f"{step}: got the keys {list(values)}, of which two name the same column."
-                raise ValueError(f"{text} Return only one of them.")
-            columns.add(name)
+        names = [key if str(key).startswith(prefix) else f"{prefix}{key}" for key in values]
+        text = f"{self._hook}: got the keys {list(values)}, of which two name the same column."
+        check(len({*names}) == len(names), f"{text} Return only one of them.")
+        for name, value in zip(names, values.values(), strict=True):
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-            if is_number and not self._is_logged(name):
+            # A logged value replaces a returned value of the same name.
+            is_logged = any(n == name and hook != "returned" for hook, n in self._sums[0])
+            if is_number and not is_logged:
                 sizes = (self._logged_batch_size, self._batch_size, 1)
                 weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
-
-    def _is_logged(self, name: str) -> bool:
-        """Return whether a step or a hook of this epoch has logged a value under the name."""
-        sums = self._sums[0]
-        if ("returned", name) in sums or (self._hook, name) in sums:
-            return (self._hook, name) in sums
-        return any(logged == name for _, logged in sums)
 
     def _add_to_mean(self, key: tuple[str, str], value: Any, weight: Any, is_synced: bool) -> None:
         """Add a value to a metric's running sums, without waiting for the GPU."""
@@ -1047,19 +1031,11 @@ class MiniLoop:
                 metric.reset()
         self._sums[0] = {}
 
-    def _check_is_logged(self, name: str, option: str, fix: str, is_by_step: bool = False) -> None:
-        is_of_validation = name.startswith("val")
-        is_silent = not (self._validation_names if is_of_validation else self.callback_metrics)
-        step = "validation_step" if is_of_validation else "training_step"
-        silent = f"Return the loss from {step}, or log the metric in it"
-        fix = silent if is_silent else fix
-        fix += "." if self._saved_step is None else ", and continue with resume='last'."
+    def _check_is_logged(self, name: str, option: str) -> None:
         names = ", ".join(sorted(self.callback_metrics)) or "none"
-        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. {fix}"
-        if is_by_step:
-            text += ' With interval="step", a metric is missing until the first epoch or validation'
-            text += " has ended."
-        check(name in self.callback_metrics, text)
+        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Return the"
+        text += " loss from the step. A metric is missing until the first epoch or validation has"
+        check(name in self.callback_metrics, f"{text} ended.")
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv."""
@@ -1167,7 +1143,7 @@ class MiniLoop:
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
         is_complete = is_validated or (not is_in_epoch and self.val_loader is None)
         if self.monitor is not None and is_complete and not can_follow:
-            self._check_is_logged(self.monitor, "monitor", "Set monitor= to one of them")
+            self._check_is_logged(self.monitor, "monitor")
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
@@ -1531,13 +1507,11 @@ class MiniLoop:
         """Raise an error if this loop is already running, for example if a hook calls fit."""
         stage = self.active_stage
         text = f"{call}: got a call while {stage} is running, expected a call after {stage}. In a"
-        text += f" hook, use another loop: MiniLoop().{call}(model, loader)."
-        check(stage is None, text)
+        check(stage is None, f"{text} hook, use another loop: MiniLoop().{call}(model, loader).")
         for option, given in self._created_with.items():
             value = getattr(self, option)
-            text = f"{option}: got {value!r} for an existing loop, but this option can only be set"
-            text += f" when the loop is created. Write MiniLoop({option}={value!r})."
-            check(value == given, text)
+            text = f"{option}: got {value!r} for an existing loop, expected {given!r}. Write"
+            check(value == given, f"{text} MiniLoop({option}={value!r}).")
         self._check_options()
 
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
@@ -1967,60 +1941,46 @@ def has_modules(value: Any, depth: int = 0) -> bool:
 
 def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a step function that takes batch and batch_idx, even if ``step`` takes only batch."""
-    first = "model" if isinstance(step, partial) else "self"
+    is_function, bound = isinstance(step, partial), getattr(step, "keywords", {})
+    expected = "expected a function with the arguments (model, batch) or (model, batch, batch_idx)"
     try:
         parameters = inspect.signature(step).parameters
-    except (TypeError, ValueError):
-        text = f"{name}: got {getattr(step, 'func', step)}, expected a function {name}({first},"
-        raise TypeError(f"{text} batch) or {name}({first}, batch, batch_idx).") from None
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {getattr(step, 'func', step)}, {expected}.") from error
     places = [p for p in parameters.values() if p.kind < p.KEYWORD_ONLY]
-    required = [p.name for p in places if p.default is p.empty and p.kind != p.VAR_POSITIONAL]
-    names = [p.name for p in places]
-    is_bound = "batch_idx" in getattr(step, "keywords", {})
-    is_misplaced = "batch_idx" in parameters and names[1:2] != ["batch_idx"] and not is_bound
-    needs_keyword = any(
-        p.default is p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY
-    )
-    is_refused = (
-        "dataloader_iter" in parameters or (is_misplaced and first == "model") or needs_keyword
-    )
-    if len(required) > 2 or not places or is_refused:
-        written = str(inspect.signature(getattr(step, "func", step)))
-        if first == "self":
-            written = f"(self, {written[1:]}".replace(", )", ")")
-        text = f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
-        text += " batch, batch_idx)."
-        raise TypeError(text)
-    # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
-    given = required if isinstance(step, partial) else names
     has_any = any(p.kind is p.VAR_POSITIONAL for p in places)
+    names = [p.name for p in places if p.kind is not p.VAR_POSITIONAL]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+    is_misplaced = "batch_idx" in parameters.keys() - bound and names[1:2] != ["batch_idx"]
+    is_refused = len(required) > 2 or not {*required} <= {*names} or "dataloader_iter" in names
+    if is_refused or not (names or has_any) or (is_function and is_misplaced):
+        text = f"{name}: got the arguments {inspect.signature(step)} after the model"
+        raise TypeError(f"{text}, {expected}.")
+    # In a step method, treat the argument after the batch as batch_idx, even if it has a default.
+    given = required if is_function else names
     if has_any or "batch_idx" in names or len({*given} - {"dataloader_idx"}) > 1:
         return step
     return lambda batch, batch_idx: step(batch)
 
 
 def find_loss(output: Any, batch_idx: int) -> Tensor:
-    loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(output, Mapping) and "loss" not in output:
+    loss: Any = output[0] if isinstance(output, tuple) and len(output) == 2 else output
+    if isinstance(output, Mapping):
         text = f"training_step: got a dict with the keys {sorted(map(str, output))} at batch"
-        text += f' {batch_idx}, expected the key "loss". Write return {{"loss": loss}}.'
-        raise TypeError(text)
-    if isinstance(output, tuple) and len(output) == 2:
-        loss = output[0]
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        return loss
-    if isinstance(loss, Tensor) and not loss.requires_grad:
-        text = f"training_step: got a loss without a gradient at batch {batch_idx}, expected a"
-        text += " tensor computed from the model's parameters. Remove detach(), item(), no_grad()"
-        text += " or requires_grad=False."
-        raise TypeError(text)
+        if "loss" not in output:
+            raise TypeError(f'{text} {batch_idx}. Write return {{"loss": loss}}.')
+        loss = output["loss"]
     kind = "None" if loss is None else f"a {type(loss).__name__}"
     fix = "Write `return loss` at the end of the step"
     if isinstance(loss, Tensor):
+        if loss.requires_grad and loss.numel() == 1:
+            return loss
         kind, fix = f"a tensor of shape {tuple(loss.shape)}", "Return the mean, loss.mean()"
+        if not loss.requires_grad:
+            kind, fix = "a loss without a gradient", "Remove detach(), item() or no_grad()"
     text = f"training_step: got {kind} at batch {batch_idx}, expected the loss as a tensor with one"
-    text += f" element. {fix}."
-    raise TypeError(text)
+    raise TypeError(f"{text} element and a gradient. {fix}.")
 
 
 def find_batch_size(batch: Any) -> Any:
@@ -2050,11 +2010,9 @@ def check_log_arguments(given: dict[str, Any]) -> None:
 
 
 def check_metric_name(name: Any) -> None:
-    """Refuse the name of a metric that a CSV file cannot contain."""
-    is_text = isinstance(name, str) and 0 < len(name) == len(name.strip())
+    is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) == len(name.strip())
     text = f"log: got the name {name!r}, expected text without line breaks and outer spaces, for"
-    text += " the CSV file."
-    check(is_text and not re.search("[\0\r\n\ud800-\udfff]", name), text)
+    check(is_name, f"{text} the CSV file.")
 
 
 def to_metric(name: str, value: Any) -> Tensor:
@@ -2070,19 +2028,6 @@ def to_metric(name: str, value: Any) -> Tensor:
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     number = value if isinstance(value, Tensor) else float(value)
     return torch.as_tensor(number, dtype=dtype).detach().reshape(())
-
-
-def convert_batch_size(name: str, batch_size: Any) -> Any:
-    """Convert a batch_size to a Python number or, if it is a tensor, to a 0-dimensional tensor."""
-    if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
-        # Clone the tensor, because the step may later change it in place.
-        return batch_size.detach().clone().reshape(())
-    if isinstance(batch_size, np.generic):
-        batch_size = batch_size.item()
-    text = f"log {name!r}: got batch_size={batch_size!r}, expected one number or a tensor with one"
-    check(isinstance(batch_size, Real), f"{text} element. Pass the number of samples in the batch.")
-    # torch.add(alpha=) does not accept True, so convert a bool to an int.
-    return int(batch_size) if isinstance(batch_size, bool) else batch_size
 
 
 # Processes and loaders

@@ -919,9 +919,9 @@ SECOND_VALIDATION = {
 """: """        check_log_arguments(options)
         name += self._suffix
 """,
-    """            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-""": """            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-            name += self._suffix
+    """        for name, value in zip(names, values.values(), strict=True):
+""": """        names = [name + self._suffix for name in names]
+        for name, value in zip(names, values.values(), strict=True):
 """,
 }
 WARM_UP = {
@@ -1190,7 +1190,7 @@ ERRORS = {
         lambda: fit_functions(lambda net, batch: net(batch[0]).mean().detach()),
         "got a loss without a gradient at batch 0",
     ),
-    "arguments": (lambda: fit_functions(lambda net: 0), "training_step: got training_step(net), expected"),
+    "arguments": (lambda: fit_functions(lambda net: 0), "expected a function with the arguments (model, batch) or"),
     "val without step": (lambda: fit_functions(val_dataloaders=make_loader()), "without validation_step"),
     "step without val": (lambda: fit_functions(validation_step=lambda net, batch: 0), "without val_dataloaders"),
     "dataset": (

@@ -735,9 +735,7 @@ def needs_option(net, batch, *, scale):
 @pytest.mark.parametrize("step", [scaled, keyword_only, needs_option])
 @both_loops
 def test_a_step_function_with_a_misplaced_argument_is_refused(name, step):
-    with pytest.raises(
-        TypeError, match=r"training_step: got training_step\(net, batch, .*expected training_step\(model"
-    ):
+    with pytest.raises(TypeError, match=r"training_step: got .*batch, .*expected .*\(model, batch\) or"):
         fit(name, step)
 
 
