@@ -45,13 +45,7 @@ from .loggers.console import format_results, format_summary, summarize_run
 from .loggers.csv_logger import CSVLogger, to_cell
 from .loggers.log_arguments import check_metric_name
 from .loggers.logger_connector import make_logger
-from .loggers.run_config import (
-    call_or_none,
-    describe_batch_size,
-    describe_model,
-    describe_optimizer,
-    record_own_loop,
-)
+from .loggers.run_config import log_settings
 from .trainer_api import StrategyAPI, TrainerAPI, make_profiler
 from .training.configure_optimizers import add_scheduler
 from .training.lifecycle import run_plan, set_torch_flags
@@ -120,9 +114,7 @@ class FabricLoop(TrainerAPI):
         self.has_fitted = False
         self.loggers = self._make_loggers()
         self.profiler = make_profiler(self.config.profiler)
-        # Descriptions of the objects passed to setup(), for config.yaml.
-        self._own_parts: dict[str, list[Any]] = {"model": [], "optimizer": [], "batch_size": []}
-        self._is_recorded = False
+        self._has_logged_hparams = False
         self.run: Run | None = None
         self.runs: dict[str, Run] = {}
         self.status = TrainerStatus.INITIALIZING
@@ -310,20 +302,12 @@ class FabricLoop(TrainerAPI):
             check_type("setup", optimizer, Optimizer, f"an optimizer. Write {expected}")
         check_setup_loaders(loaders)
         join_processes(self.fabric)
-        self._describe_parts(model, optimizer, loaders)
         parts = [model] if optimizer is None else [model, optimizer]
         prepared: Any = self.fabric.setup(*parts)
         if not needs_no_strategy(self.fabric):
             parts = [prepared] if optimizer is None else list(prepared)
         parts += [self._setup_loader(loader) for loader in loaders]
         return parts[0] if len(parts) == 1 else tuple(parts)
-
-    def _describe_parts(self, model: Any, optimizer: Any, loaders: tuple[Any, ...]) -> None:
-        own = self._own_parts
-        own["model"].append(call_or_none(describe_model, model, model))
-        if optimizer is not None:
-            own["optimizer"].append(call_or_none(describe_optimizer, optimizer))
-        own["batch_size"] += [call_or_none(describe_batch_size, loader) for loader in loaders[:1]]
 
     def _setup_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoader):
@@ -420,14 +404,15 @@ class FabricLoop(TrainerAPI):
         if run is not None:
             log_in_run(run, scalars, step)
         elif self.fabric.is_global_zero:
-            self._record_own_loop()
+            self._log_own_hparams()
             log_rows(self.loggers, scalars, step)
 
-    def _record_own_loop(self) -> None:
-        """Write the settings of a hand-written loop to config.yaml before the first logged row."""
-        if not (self._is_recorded or self.has_fitted):
-            self._is_recorded = True
-            record_own_loop(self, self._own_parts)
+    def _log_own_hparams(self) -> None:
+        """Log the ``hparams`` of a hand-written loop before its first row."""
+        if not (self._has_logged_hparams or self.has_fitted):
+            self._has_logged_hparams = True
+            for logger in self.loggers:
+                log_settings(logger, dict(self.config.hparams or {}), self.config)
 
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Atomically write a checkpoint that contains modules, optimizers and other values.

@@ -27,7 +27,6 @@ from .csv_logger import CSVLogger
 
 if TYPE_CHECKING:
     from ..config import LoopConfig
-    from ..loop import FabricLoop
     from ..training.run import Run
 
 HEAD = (
@@ -47,33 +46,10 @@ def write_run_config(run: Run) -> None:
             if not path.exists() or (is_own and not run.plan.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
-            warn_of_record(f"{path}: the file", error)
-
-
-def warn_of_record(what: str, error: Exception) -> None:
-    warnings.warn(f"{what} could not be written, and training continues: {error!r}", stacklevel=3)
-
-
-def record_own_loop(loop: FabricLoop, parts: Mapping[str, Sequence[Any]]) -> None:
-    """Save the options and hyperparameters of a training loop written by the user.
-
-    Args:
-        parts: Descriptions of the models, optimizers and loaders that the loop has set up. The keys
-            are names such as "optimizer".
-    """
-    hparams, unknown = dict(loop.config.hparams or {}), dict[str, str]()
-    about = describe_process(loop.fabric)
-    for kind, found in parts.items():
-        about |= number_parts(kind, found)
-    config = keep_plain({**loop.recipe, "hparams": hparams or None, "version": None}, unknown)
-    config["about"] = about | {"unknown": unknown}
-    for logger in loop.loggers:
-        try:
-            if isinstance(logger, CSVLogger):
-                write_yaml(Path(logger.log_dir, "config.yaml"), config, HEAD)
-            log_settings(logger, hparams, loop.config)
-        except Exception as error:
-            warn_of_record(f"{type(logger).__name__}: the settings", error)
+            warnings.warn(
+                f"{path}: the file could not be written, and training continues: {error!r}",
+                stacklevel=2,
+            )
 
 
 def collect_run_config(run: Run) -> dict[str, Any]:
