@@ -624,10 +624,11 @@ class PlainState:
         self.load_generator_states(state["generators"])
         restored = {} if restored is None else restored
         self.load_attributes(state["attributes"], rebound=state["rebound"], restored=restored)
-        for place, encoded in state["attributes"].items():
-            if encoded != REMOVED:
-                # Mark the attribute as changed, so that the next checkpoint also contains it.
-                self._at_start.pop(place, None)
+        # The next checkpoint must contain the restored attributes again, even if their values are
+        # those from the start of this run, for example because an earlier fit has set them.
+        self._at_start |= dict.fromkeys(state["attributes"], UNKNOWN)
+        for place in state["rebound"]:
+            self._start_objects.pop(place, None)
 
     def _register_buffers(self, saved: dict[Place, Any]) -> None:
         """Register the saved buffers that a module lacks, so that state_dict() leaves them out."""

@@ -257,8 +257,10 @@ def is_allowed_after_resume(line, end):
     if line.endswith("/callbacks/callbacks.VisitsHooks: more"):
         # Only runs that an event ends have this callback, which counts the hooks.
         return True
-    if re.search(r"/plain_state/attributes/\(.*\): more$", line):
-        # A resumed run also saves an attribute that changed earlier but has its first value again.
+    if re.search(
+        r"/(plain_state/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$", line
+    ):
+        # A resumed run also saves an attribute or a flag that changed earlier but has its first value again.
         return True
     if line == "schedulers: 0 items instead of 1":
         # StochasticWeightAveraging sets its scheduler during an epoch. This resumed run had no epoch left.

@@ -264,11 +264,13 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 def restore_options(run: Run, changed: dict[str, Any]) -> None:
     """Set options such as max_epochs to the values that hooks of the saved run assigned."""
-    options = vars(run.plan.config)
+    options = run.given_options
     for name, (given, value) in changed.items():
         # If the user passes a new value for the option, do not replace it with the saved value.
-        if name in options and options[name] == given:
+        # The loop already has the saved value if the saved run was an earlier fit of this loop.
+        if name in options and options[name] in (given, value):
             setattr(run.loop, name, value)
+            options[name] = given
 
 
 def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
@@ -421,10 +423,9 @@ def restore_network(
     run: Run, flags: dict[str, dict[str, bool]], gradients: dict[str, torch.Tensor]
 ) -> None:
     """Restore train modes, requires_grad and accumulated gradients."""
-    run.steps.set_training_modes(flags["training"])
-    requires_grad = flags["requires_grad"]
-    for name, parameter in run.optimization.named_parameters().items():
-        parameter.requires_grad = requires_grad.get(name, parameter.requires_grad)
+    parameters = run.optimization.named_parameters()
+    run.steps.load_flags(flags, parameters)
+    for name, parameter in parameters.items():
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
 

@@ -170,7 +170,7 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
 def changed_options(run: Run) -> dict[str, tuple[Any, Any]]:
     """Return the original and the current value of each option that a hook has changed."""
     current = vars(run.config)
-    pairs = {name: (value, current[name]) for name, value in vars(run.plan.config).items()}
+    pairs = {name: (value, current[name]) for name, value in run.given_options.items()}
     return {
         name: pair
         for name, pair in pairs.items()

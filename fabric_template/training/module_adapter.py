@@ -305,7 +305,7 @@ class StepRunner:
             return self._modes
         return {name: module.training for name, module in self.network.named_modules()}
 
-    def set_training_modes(self, modes: dict[str, bool]) -> None:
+    def set_training_modes(self, modes: Mapping[str, bool]) -> None:
         for name, module in self.network.named_modules():
             if name in modes:
                 module.training = modes[name]
@@ -330,6 +330,16 @@ class StepRunner:
             kind: dict(sorted(flags.items() - self._flags_at_start[kind].items()))
             for kind, flags in self.flags(parameters).items()
         }
+
+    def load_flags(
+        self, flags: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Any]
+    ) -> None:
+        """Restore the flags in a checkpoint, which the next checkpoint then contains again."""
+        self.set_training_modes(flags["training"])
+        for name, parameter in parameters.items():
+            parameter.requires_grad = flags["requires_grad"].get(name, parameter.requires_grad)
+        for kind, known in self._flags_at_start.items():
+            self._flags_at_start[kind] = {n: v for n, v in known.items() if n not in flags[kind]}
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:

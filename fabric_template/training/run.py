@@ -40,6 +40,7 @@ class Run:
 
     Attributes:
         config: The current options.
+        given_options: The options as the script passed them, before hooks changed any of them.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Runs the steps with the precision, the strategy and torch.compile.
@@ -54,6 +55,7 @@ class Run:
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
+        self.given_options = dict(vars(config))
         self.model, self.module, self.network = plan.model, plan.module, plan.network
         self.is_lightning_module = plan.is_lightning_module
         self.hooks = Hooks(loop, self.module, self.model, self.datamodule)

@@ -123,6 +123,23 @@ def test_a_rebound_attribute_is_restored_as_a_new_object(tmp_path):
     assert (new.tensor.sum(), new.array.sum(), new.factory["a"], new.factory["b"]) == (3, 2, 1, 7)
 
 
+def test_a_restored_attribute_is_saved_again_even_if_its_value_does_not_change():
+    """In one process, a second run starts with the values and objects that the first run has set."""
+    orders = [[0, 1], [1, 0]]
+    holder = Holder(count=0, order=orders[0], label="a", scale=1.0)
+    first = PlainState({"a": Part(holder)})
+    holder.count, holder.order = 30, orders[1]
+    del holder.label
+    saved = first.state_dict()
+    second = PlainState({"a": Part(holder)})
+    second.load_state_dict(saved)
+    holder.order = orders[1]
+    again = second.state_dict()
+    assert sorted(again["attributes"]) == [("a", "count"), ("a", "label"), ("a", "order")]
+    # A resumed run must not write the saved order into the list that it starts with.
+    assert list(again["rebound"]) == [("a", "order")]
+
+
 def test_restored_attributes_share_a_tensor_only_if_they_shared_it_in_the_saved_run(tmp_path):
     """Only attributes that shared a value in the saved run share it again."""
     shared = torch.zeros(2)
