@@ -38,7 +38,6 @@ from .plain_values import (
     TENSORS,
     Decoder,
     Encoder,
-    Identity,
     NotPlainError,
     Reference,
     TooLargeError,
@@ -420,10 +419,6 @@ class PlainState:
             # training changes this dict.
             if place in digests and (is_compared or refers_to(value, ids)):
                 self._at_start[place] = digests[place]
-
-    def record_objects(self) -> None:
-        """Treat the current objects of the attributes as those from the start of the run."""
-        self._start_objects = self._references()
 
     def _references(self) -> dict[Place, Reference]:
         return {place: Reference(value) for place, value in self.attributes()}
@@ -815,7 +810,7 @@ class PlainState:
 
     def keep_start_values(self) -> None:
         """Copy attributes of up to 256 MB, to undo changes by hooks such as on_train_start."""
-        self._start_values = self._encoded_values(self._parts, MOST_BYTES, {})
+        self._start_values = self._encoded_values(MOST_BYTES)
 
     def drop_start_values(self) -> None:
         self._start_values = {}
@@ -831,7 +826,7 @@ class PlainState:
         known = {*saved, *(place for place, _ in self.attributes() if place not in current)}
         changed: dict[Place, Any] = {}
         for place, (mark, value) in self._start_values.items():
-            if place in known or isinstance(mark, Identity) or current.get(place) == mark:
+            if place in known or current.get(place) == mark:
                 continue
             with self._guarded(f"the attribute {'.'.join(map(str, place))}"):
                 if value == UNKNOWN:
@@ -841,53 +836,19 @@ class PlainState:
 
     def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
         """Return a pair (digest, encoded value) for each plain attribute of at most 10 MB."""
-        found = self._encoded_values(self._parts, 10 * COMPARED_BYTES, {})
+        found = self._encoded_values(10 * COMPARED_BYTES)
         return {place: pair for place, pair in found.items() if pair[1] != UNKNOWN}
 
-    def start_values(self, names: Collection[str]) -> dict[str, dict[str, tuple[Any, Any]]]:
-        """Return a digest and the encoded value of each attribute of the given objects.
-
-        Returns:
-            A dict such as {"model": {"attribute": (digest, encoded value)}}. The encoded value is
-            UNKNOWN if the value is larger than 1 MB or has an unsupported type.
-        """
-        found: dict[str, dict[str, tuple[Any, Any]]] = {name: {} for name in names}
-        # The caller has just created this PlainState, so the digests from __init__ are still valid.
-        values = self._encoded_values(names, COMPARED_BYTES, self._at_start)
-        for (name, attribute), pair in values.items():
-            found[name][attribute] = pair
-        return found
-
-    def _encoded_values(
-        self, names: Collection[str], most_bytes: int, digests: Mapping[Place, Any]
-    ) -> dict[Place, tuple[Any, Any]]:
+    def _encoded_values(self, most_bytes: int) -> dict[Place, tuple[Any, Any]]:
+        """Return the digest of each plain attribute, and its encoded value or UNKNOWN."""
         encoder = Encoder(self._device, self.addresses_of_network(), most_bytes)
-        found: dict[Place, tuple[Any, Any]] = {}
-        for place, value in self.attributes():
-            if place[0] not in names:
-                continue
-            mark = digests[place] if place in digests else self._digest_or_identity(value)
+        attributes, found = dict(self.attributes()), {}
+        for place, mark in self.digests().items():
             found[place] = mark, UNKNOWN
             # The code of a user's class may raise any error.
             with suppress(Exception):
-                if not isinstance(mark, Identity):
-                    found[place] = mark, encoder.encode_attribute(value)
+                found[place] = mark, encoder.encode_attribute(attributes[place])
         return found
-
-    def digests_of(self, part: Part) -> dict[str, Any]:
-        """Return a digest of each attribute of an object, to detect changes."""
-        return {name: self._digest_or_identity(value) for name, value in part.attributes().items()}
-
-    def _digest_or_identity(self, value: Any) -> Any:
-        try:
-            return self._digest(value)
-        except Exception:
-            return Identity(value)
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """The objects whose attributes are saved, keyed by name."""
-        return self._parts
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

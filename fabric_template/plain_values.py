@@ -174,26 +174,6 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
     return shares_memory(value, addresses)
 
 
-class Identity:
-    """Compares an object by identity, because digest() does not support its type."""
-
-    def __init__(self, value: Any) -> None:
-        items = _items_of(value) if type(value) in CONTAINERS else ()
-        self._ids = id(value), hash(tuple(map(id, items)))
-        self._reference: Any = None
-        # Lists, dicts and objects of some classes with __slots__ do not support weak references.
-        with suppress(TypeError):
-            self._reference = weakref.ref(value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity) or self._ids != other._ids:
-            return False
-        # Python reuses the ids of deleted objects. Therefore, equal ids identify an object only
-        # while the object still exists.
-        references = (self._reference, other._reference)
-        return all(reference is None or reference() is not None for reference in references)
-
-
 class Reference:
     """Recognizes an object, even if its content has changed, without keeping it in memory."""
 

@@ -446,7 +446,7 @@ def make_plain_state(run: Run) -> PlainState:
     return PlainState(parts, run.fabric.device, run.network, partial(parts_of_model, run))
 
 
-def reset_and_record_optimizers(run: Run) -> None:
+def add_optimizers(run: Run) -> None:
     """Include the attributes of the optimizers in checkpoints."""
     optimization = run.optimization
     optimizers = optimization.optimizers
@@ -454,9 +454,6 @@ def reset_and_record_optimizers(run: Run) -> None:
         f"optimizer.{index}": Part(item, _OF_OPTIMIZER, has_attributes=not has_own_state(item))
         for index, item in enumerate(optimizers)
     }
-    # First reset attributes that an earlier ``fit`` call changed, because plain_state.add() records
-    # the values at the start of the run.
-    run.fit_record.reset_and_record_parts(parts)
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
     # configure_optimizers runs after the weights of a checkpoint are loaded. If it copies weights,
     # the copies in a resumed run differ from those of the saved run.

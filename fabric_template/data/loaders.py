@@ -28,7 +28,7 @@ from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .loader_parts import is_of_library, parts_of_order, parts_of_samples, samplers_of
+from .loader_parts import is_of_library, samplers_of
 from .loader_state import END, STICKY_POSITION, ResumableLoader
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
@@ -386,9 +386,6 @@ class StageLoaders:
         self, run: Run, stage: str, combined: CombinedLoader, previous: StageLoaders | None = None
     ) -> None:
         self.run, self.stage, self._mode = run, stage, combined_mode(combined)
-        for loader in combined.flattened if previous is None else ():
-            run.fit_record.reset_and_record_parts(parts_of_order(loader))
-            run.fit_record.reset_and_record_parts(parts_of_samples(loader))
         self.loaders = [prepare_loader(run, loader, stage) for loader in combined.flattened]
         self.as_given: Any = with_loaders(combined, self.loaders).iterables
         limit = getattr(run.config, f"limit_{stage}_batches")

@@ -40,7 +40,6 @@ def fit(run: Run) -> None:
     if run.stop.is_finished or run.config.limit_train_batches == 0:
         # Like Trainer, skip on_train_start and on_train_end if no training batches are left.
         restore_position(run)
-        run.fit_record.keep_resets()
         finish_averaging(run)
         run.row.write_after_training()
         return
@@ -54,7 +53,6 @@ def fit(run: Run) -> None:
     resume_averaging(run)
     # Code between restore_position and the first batch must not draw random numbers.
     restore_position(run)
-    run.fit_record.keep_resets()
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)

@@ -18,10 +18,9 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
-from ..checkpoint.fit_record import store_fit_record
 from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
-from ..checkpoint.state import check_saved_state, reset_and_record_optimizers
+from ..checkpoint.state import add_optimizers, check_saved_state
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,
@@ -72,7 +71,6 @@ def run_plan(plan: Plan) -> Any:
     finally:
         # A second Ctrl-C may interrupt handle_exception, so end the run in `finally`.
         run.progress.end_run()
-        store_fit_record(run)
 
 
 def run_in_process(run: Run) -> Any:
@@ -128,7 +126,6 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     """
     is_training = run.stage == "fit"
     attach_run(run, stack)
-    run.undo_earlier_fits()
     prepare_data(run)
     names = [name for name, _ in run.network.named_parameters()]
     run.hooks.call_with_stage("setup", run.stage)
@@ -157,7 +154,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     """Set up the optimizers, restore a checkpoint, and run the sanity check."""
     # Record attributes before on_fit_start, because a checkpoint contains only attributes that
     # change afterwards.
-    run.reset_and_record_attributes()
+    run.record_attributes()
     with run.plain_state.accepting_new_objects():
         run.optimization.configure()
         names = [name for name, _ in run.network.named_parameters()]
@@ -172,7 +169,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     check_saved_state(run)
     run.loggers.log_hyperparameters()
     run.start_optimization()
-    reset_and_record_optimizers(run)
+    add_optimizers(run)
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..checkpoint.find_checkpoint import find_start_point
-from ..checkpoint.fit_record import reset_options
 from ..checkpoint.start_point import StartPoint
 from ..data.loaders import has_loader
 from .check_arguments import LOADER_OF_STAGE, check_call, check_idle, check_sources
@@ -115,10 +114,7 @@ def make_plan(
         returns_predictions=returns_predictions,
     )
     check_call(plan)
-    plan = replace(plan, start=find_start_point(plan, start, weights_only))
-    if stage == "fit":
-        reset_options(loop, plan.start)
-    return replace(plan, config=loop.config)
+    return replace(plan, start=find_start_point(plan, start, weights_only))
 
 
 def choose_model(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import WarningCache
 
-from ..checkpoint.fit_record import FitRecord, reset_and_record_flags, undo_earlier_fits
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.state import make_plain_state
 from ..data.loaders import DataConnector
@@ -44,7 +43,6 @@ class Run:
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
         steps: Runs the steps with the precision, the strategy and torch.compile.
-        fit_record: Undoes changes that earlier calls to ``fit`` made to the run's objects.
         plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
 
@@ -72,7 +70,6 @@ class Run:
         self.steps = StepRunner(fabric, self.module, self.network, plan.compile)
         self.optimization: Optimization = Optimization(self)
         self.validation_schedule = ValidationSchedule(self)
-        self.fit_record = FitRecord()
         self.plain_state: PlainState = PlainState({})
         self.loggers = LoggerConnector(self)
         has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
@@ -104,14 +101,9 @@ class Run:
         self.stop.set_options(config)
         self.checkpoints.set_options(config)
 
-    def undo_earlier_fits(self) -> None:
-        self.fit_record = undo_earlier_fits(self)
-
-    def reset_and_record_attributes(self) -> None:
+    def record_attributes(self) -> None:
         """Record the attributes of the model, the datamodule and the callbacks before training."""
         self.plain_state = make_plain_state(self)
-        self.fit_record.reset_and_record_attributes(self.plain_state)
-        reset_and_record_flags(self, self.fit_record)
 
     def mark_changes(self) -> None:
         """Save all that on_train_start has changed, because a resumed run calls it again."""

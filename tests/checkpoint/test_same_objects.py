@@ -1,5 +1,6 @@
-"""Test that a run resumes exactly with the objects of an earlier fit in the same process, in both loops."""
+"""Test several calls of fit in one process, with the same objects and with new ones, in both loops."""
 
+import csv
 import gc
 import random
 import weakref
@@ -9,13 +10,15 @@ import pytest
 import torch
 from killed_model import KilledError
 from modules import make_data
-from parameters import keep, once
+from parameters import once
+from runs import TIMES
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import FabricLoop, MiniLoop
 
-both_loops = pytest.mark.parametrize("kind", [MiniLoop, FabricLoop])
+LOOPS = [MiniLoop, FabricLoop]
+both_loops = pytest.mark.parametrize("kind", LOOPS)
 
 
 class Noisy(Dataset):
@@ -47,15 +50,34 @@ class Buffer:
         self.values, self.generator = [], random.Random(3)
 
 
+class Tracker:
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class SlotNoise:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 0.0
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.dropout = torch.nn.Linear(8, 3), torch.nn.Dropout(0.3)
         self.register_buffer("temperature", torch.ones(1), persistent=False)
-        self.scale, self.history, self.memory = 1.0, [], None
+        self.scale, self.history, self.memory, self.offset = 1.0, [], None, 0.5
+        self.noise, self.space = SlotNoise(), SimpleNamespace(item=0.0)
 
     def forward(self, x):
-        scale = self.scale + 0.1 * len(self.history)
+        scale = self.scale + 0.1 * len(self.history) + getattr(self, "offset", 0.0)
         return self.layer(self.dropout(x)) * scale * self.temperature
 
 
@@ -65,11 +87,13 @@ class Script:
     Args:
         change: A function of the script that a hook calls once per epoch.
         first: The first epoch in which the hook calls ``change``.
+        last: The last epoch in which the hook calls ``change``.
     """
 
-    def __init__(self, kind, root, change, first=2):
+    def __init__(self, kind, root, change, first=2, last=9):
         torch.manual_seed(0)
-        self.kind, self.root, self.change, self.first, self.kill_at = kind, root, change, first, None
+        self.kind, self.root, self.change = kind, root, change
+        self.epochs, self.kill_at, self.error = range(first, last + 1), None, KilledError
         # MiniLoop refuses a change of accumulate_grad_batches within an accumulation window.
         self.batch = 0 if change is accumulate else 1
         self.make_objects()
@@ -86,11 +110,11 @@ class Script:
     def training_step(self, net, batch, batch_idx):
         x, y = batch
         if (self.loop.current_epoch, batch_idx) == self.kill_at:
-            raise KilledError
+            raise self.error
         return cross_entropy(net(x), y)
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.loop.current_epoch >= self.first and batch_idx == self.batch:
+        if self.loop.current_epoch in self.epochs and batch_idx == self.batch:
             self.change(self)
 
     def fit(self, resume=None, kill_at=None):
@@ -99,10 +123,15 @@ class Script:
             self.loop.fit(
                 self.net, self.loader, optimizer=self.optimizer, training_step=self.training_step, resume=resume
             )
-        except KilledError:
+        except self.error:
             assert kill_at is not None
         del self.net.on_train_batch_start
         return [value.clone() for value in self.net.state_dict().values()]
+
+    def rows(self):
+        (path,) = (self.root / "logs").rglob("metrics.csv")
+        rows = csv.DictReader(path.read_text().splitlines())
+        return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
 def freeze(script):
@@ -143,154 +172,18 @@ def remember(script):
     script.net.scale = sum(script.net.memory.values)
 
 
-CHANGES = [freeze, scale, count, heat, stop_dropout, add_noise, decay, accumulate, remember]
-
-
-def assert_equal(weights, expected):
-    assert all(map(torch.equal, weights, expected))
-
-
-@pytest.mark.parametrize(("kind", "change"), once([MiniLoop, FabricLoop], CHANGES))
-def test_resuming_with_the_same_model_and_loader_objects_is_exact(tmp_path, kind, change):
-    expected = Script(kind, tmp_path / "whole", change).fit()
-    script = Script(kind, tmp_path / "killed", change)
-    script.fit(kill_at=(2, 3))
-    assert_equal(script.fit(resume="last"), expected)
-
-
-@both_loops
-@pytest.mark.parametrize("change", keep([freeze, scale, decay, remember], freeze, remember))
-def test_resuming_several_times_with_the_same_model_and_loader_objects_is_exact(tmp_path, kind, change):
-    expected = Script(kind, tmp_path / "whole", change, first=1).fit()
-    script, resume = Script(kind, tmp_path / "killed", change, first=1), None
-    for kill_at in [(2, 3), (2, 2), (2, 4), (3, 2)]:
-        script.fit(resume, kill_at)
-        resume = "last"
-    assert_equal(script.fit(resume), expected)
-
-
-@both_loops
-def test_a_new_loop_resumes_exactly_with_the_same_model_and_loader(tmp_path, kind):
-    expected = Script(kind, tmp_path / "whole", scale).fit()
-    script = Script(kind, tmp_path / "killed", scale)
-    script.fit(kill_at=(2, 3))
-    script.loop = script.make_loop()
-    assert_equal(script.fit(resume="last"), expected)
-
-
-@both_loops
-def test_a_resumed_fit_saves_the_attribute_changes_that_the_first_fit_made(tmp_path, kind):
-    def scale_once(script):
-        script.net.scale = 2.0
-
-    expected = Script(kind, tmp_path / "whole", scale_once, first=0).fit()
-    script, resume = Script(kind, tmp_path / "continued", scale_once, first=0), None
-    for epochs in (1, 2):
-        script.loop = script.make_loop(epochs)
-        script.fit(resume)
-        script.change, resume = lambda script: None, "last"
-    script.make_objects()
-    assert_equal(script.fit(resume), expected)
-
-
-@both_loops
-def test_resume_keeps_an_attribute_that_the_user_changed_between_two_calls_of_fit(tmp_path, kind):
-    script = Script(kind, tmp_path, lambda script: setattr(script.net, "scale", script.net.scale + 1.0))
-    script.fit(kill_at=(2, 3))
-    script.net.scale = 7.0
-    script.loop.max_epochs = 3
-    script.fit(resume="last")
-    assert script.net.scale == 8.0
-    assert script.loop.current_epoch == 3
-
-
-@both_loops
-def test_resuming_a_run_resets_attributes_to_their_values_at_the_start_of_the_run(tmp_path, kind):
-    script = Script(kind, tmp_path, scale, first=1)
-    script.fit(kill_at=(1, 3))
-    assert script.net.scale == 2.0
-    script.fit(kill_at=(1, 3))
-    assert script.net.scale == 3.0
-    folder = tmp_path / "checkpoints" / "run"
-    script.fit(folder / "version_1" / "last.ckpt", kill_at=(1, 0))
-    assert script.net.scale == 2.0
-    script.fit(folder / "version_0" / "last.ckpt", kill_at=(1, 0))
-    assert script.net.scale == 1.0
-
-
-@both_loops
-def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, kind):
-    script = Script(kind, tmp_path, scale)
-    script.fit(kill_at=(2, 3))
-    script.fit(kill_at=(0, 0))
-    assert script.net.scale == 2.0
-
-
-@both_loops
-def test_resume_warns_if_an_earlier_fit_changed_a_large_tensor_of_the_dataset(tmp_path, kind):
-    def change(script):
-        script.dataset.large.add_(0.5)
-
-    script = Script(kind, tmp_path, change)
-    script.fit(kill_at=(2, 3))
-    with pytest.warns(UserWarning, match=r"earlier fit in this process changed the attribute .*large"):
-        script.fit(resume="last")
-
-
-@both_loops
-def test_objects_passed_to_an_earlier_fit_are_garbage_collected(tmp_path, kind):
-    script = Script(kind, tmp_path, scale)
-    script.fit(kill_at=(2, 3))
-    script.fit(resume="last")
-    objects = (script.net, script.optimizer, script.loader, script.dataset, script.loop)
-    references = [weakref.ref(item) for item in objects]
-    del script, objects
-    gc.collect()
-    assert [reference() for reference in references] == [None] * 5
-
-
-# Kinds of values that a resume resets
-
-
-class Tracker:
-    def __init__(self):
-        self.count = 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
-class SlotNoise:
-    __slots__ = ("value",)
-
-    def __init__(self):
-        self.value = 0.0
-
-
 def track(script):
     script.net.memory = script.net.memory or Tracker()
     script.net.memory.count += 1
     script.net.scale = 1.0 + script.net.memory.count / 10
 
 
-def collect(script):
-    if not script.net.history:
-        script.net.history.append(Tracker())
-    script.net.history[0].count += 1
-    script.net.scale = script.net.history[0].count / 10
+def delete(script):
+    vars(script.net).pop("offset", None)
 
 
 def set_best_to_none(script):
     script.net.best = None
-    script.net.scale += 1.0
-
-
-def add_dropout(script):
-    script.net.extra = getattr(script.net, "extra", torch.nn.Dropout(0.1))
-    assert script.net.extra.training is True
     script.net.scale += 1.0
 
 
@@ -304,30 +197,90 @@ def scale_namespace(script):
     script.net.scale = script.net.space.item
 
 
-def become_nan(script):
-    script.net.scale += 1.0
-    script.net.total = script.net.total + script.net.scale
-    if script.kill_at is not None and script.loop.current_epoch == script.kill_at[0]:
-        script.net.total = float("nan")
-    elif script.net.total != script.net.total:
-        script.net.scale = 100.0
+CHANGES = [freeze, scale, count, heat, stop_dropout, add_noise, decay, accumulate, remember]
+CHANGES += [track, delete, set_best_to_none, scale_by_slot, scale_namespace]
 
 
-RECORDED = [track, collect, set_best_to_none, add_dropout, scale_by_slot, scale_namespace, become_nan]
+def assert_equal(weights, expected):
+    assert all(map(torch.equal, weights, expected))
 
 
-class RecordedScript(Script):
-    def make_objects(self):
-        super().make_objects()
-        self.net.noise, self.net.space, self.net.total = SlotNoise(), SimpleNamespace(item=0.0), 0.0
+@pytest.mark.parametrize(("kind", "change"), once(LOOPS, CHANGES))
+def test_a_run_continues_exactly_with_the_same_objects_and_a_higher_max_epochs(tmp_path, kind, change):
+    whole = Script(kind, tmp_path / "whole", change, first=1)
+    expected = whole.fit()
+    script = Script(kind, tmp_path / "parts", change, first=1)
+    for epochs, resume in ((2, None), (3, "last"), (4, "last")):
+        script.loop.max_epochs = epochs
+        weights = script.fit(resume)
+    assert_equal(weights, expected)
+    assert script.rows() == whole.rows()
 
 
-@pytest.mark.parametrize(("kind", "change", "first"), once([MiniLoop, FabricLoop], RECORDED, [1, 2]))
-def test_resuming_with_the_model_object_of_a_killed_run_gives_the_uninterrupted_result(tmp_path, kind, change, first):
-    expected = RecordedScript(kind, tmp_path / "whole", change, first).fit()
-    script = RecordedScript(kind, tmp_path / "killed", change, first)
+@pytest.mark.parametrize(("kind", "change"), once(LOOPS, CHANGES))
+@pytest.mark.parametrize("error", [KilledError, KeyboardInterrupt])
+def test_resuming_after_an_error_is_exact_with_new_objects_in_the_same_process(tmp_path, kind, change, error):
+    expected = Script(kind, tmp_path / "whole", change).fit()
+    script = Script(kind, tmp_path / "killed", change)
+    script.error = error
     script.fit(kill_at=(2, 3))
+    script.make_objects()
     assert_equal(script.fit(resume="last"), expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resumed_fit_saves_the_changes_that_the_first_fit_made_to_the_same_objects(tmp_path, change):
+    expected = Script(FabricLoop, tmp_path / "whole", change, first=0, last=0).fit()
+    script, resume = Script(FabricLoop, tmp_path / "parts", change, first=0, last=0), None
+    for epochs in (1, 2, 3):
+        script.loop.max_epochs = epochs
+        script.fit(resume)
+        resume = "last"
+    script.make_objects()
+    assert_equal(script.fit(resume), expected)
+
+
+@both_loops
+def test_a_counter_of_an_earlier_fit_is_in_the_checkpoints_of_a_resumed_fit(tmp_path, kind):
+    script = Script(kind, tmp_path, scale, first=0)
+    script.loop.max_epochs = 1
+    script.fit()
+    script.change, script.loop.max_epochs = lambda script: None, 2
+    script.fit(resume="last")
+    script.make_objects()
+    script.loop.max_epochs = 3
+    script.fit(resume="last")
+    assert script.net.scale == 2.0
+
+
+@both_loops
+def test_a_new_loop_continues_exactly_with_the_same_model_and_loader(tmp_path, kind):
+    expected = Script(kind, tmp_path / "whole", scale).fit()
+    script = Script(kind, tmp_path / "parts", scale)
+    script.loop.max_epochs = 3
+    script.fit()
+    script.loop = script.make_loop()
+    assert_equal(script.fit(resume="last"), expected)
+
+
+@both_loops
+def test_resume_keeps_attributes_that_the_checkpoint_does_not_contain(tmp_path, kind):
+    script = Script(kind, tmp_path, scale, first=3)
+    script.loop.max_epochs = 2
+    script.fit()
+    script.net.scale, script.net.memory = 7.0, SlotNoise()
+    memory, script.loop.max_epochs = script.net.memory, 4
+    script.fit(resume="last")
+    assert script.net.scale == 8.0
+    assert script.net.memory is memory
+
+
+@both_loops
+def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, kind):
+    script = Script(kind, tmp_path, scale)
+    script.fit(kill_at=(2, 3))
+    script.fit(kill_at=(0, 0))
+    assert script.net.scale == 2.0
 
 
 @both_loops
@@ -341,57 +294,52 @@ def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fi
     assert (script.loop.max_epochs, script.loop.current_epoch) == (3, 3)
 
 
-@both_loops
-def test_resume_undoes_changes_that_validation_made_to_model_attributes(tmp_path, kind):
-    def validation_step(net, batch):
-        net.scale += 10.0
-        return torch.zeros(())
-
-    script = Script(kind, tmp_path, scale, first=3)
-    script.fit(kill_at=(2, 3))
-    script.loop.validate(script.net, script.loader, validation_step=validation_step)
+def test_an_option_that_a_hook_has_changed_keeps_its_value_until_the_script_changes_it(tmp_path):
+    script = Script(FabricLoop, tmp_path, accumulate, first=0, last=0)
+    script.loop.max_epochs = 1
+    script.fit()
+    script.loop.max_epochs = 2
     script.fit(resume="last")
-    assert script.net.scale == 2.0
+    assert script.loop.accumulate_grad_batches == 2
+    script.loop.max_epochs, script.loop.accumulate_grad_batches = 3, 4
+    script.fit(resume="last")
+    assert script.loop.accumulate_grad_batches == 4
+    script.change = lambda script: None
+    script.fit()
+    assert script.loop.accumulate_grad_batches == 4
 
 
 @both_loops
 def test_a_refused_resume_changes_neither_model_attributes_nor_requires_grad(tmp_path, kind):
     def change(script):
-        script.net.scale, script.loop.accumulate_grad_batches = 5.0, 2
+        script.net.scale = 5.0
         script.net.memory = script.net.memory or Buffer()
         script.net.history.append(1)
         freeze(script)
 
-    script = Script(kind, tmp_path, change)
-    script.batch = 0
+    script = Script(kind, tmp_path, change, first=0, last=0)
     script.fit(kill_at=(2, 3))
     memory, history, script.optimizer = script.net.memory, script.net.history, Decaying([script.net.layer.weight])
+    script.net.scale, script.net.layer.bias.requires_grad = 6.0, True
     with pytest.raises(ValueError, match="parameters in each optimizer group|parameter group"):
         script.fit(resume="last")
-    assert script.net.scale == 5.0
-    # FabricLoop resets its options before it checks the optimizer.
-    assert kind is FabricLoop or script.loop.accumulate_grad_batches == 2
+    assert script.net.scale == 6.0
     assert script.net.memory is memory
     assert script.net.history is history
     assert history == [1]
-    assert not script.net.layer.bias.requires_grad
-    script.optimizer = Decaying(script.net.parameters())
-    script.change = lambda script: None
-    script.fit(resume="last")
-    assert (script.net.scale, script.net.memory, script.net.history) == (1.0, None, [])
+    assert script.net.layer.bias.requires_grad
 
 
 @both_loops
-def test_an_object_that_the_user_assigns_between_two_calls_of_fit_is_kept(tmp_path, kind):
-    def change(script):
-        script.net.memory = Buffer()
-
-    script = Script(kind, tmp_path, change)
+def test_objects_passed_to_an_earlier_fit_are_garbage_collected(tmp_path, kind):
+    script = Script(kind, tmp_path, scale)
     script.fit(kill_at=(2, 3))
-    script.net.memory = memory = SlotNoise()
-    script.change = scale
     script.fit(resume="last")
-    assert script.net.memory is memory
+    objects = (script.net, script.optimizer, script.loader, script.dataset, script.loop)
+    references = [weakref.ref(item) for item in objects]
+    del script, objects
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
 
 
 class Jittered(Noisy):
