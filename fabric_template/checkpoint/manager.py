@@ -141,17 +141,11 @@ class CheckpointManager:
             return
         if self.config.limit_val_batches == 0:
             return
-        is_of_validation = monitor.startswith("val")
-        step = "validation_step" if is_of_validation else "training_step"
-        advice = "Set monitor= to one of them"
-        if is_of_validation and not run.should_validate:
-            advice = "Pass val_dataloaders and a validation_step"
-        elif not (run.results.evaluated if is_of_validation else metrics):
-            advice = f"Return the loss from {step}, or log the metric in it"
+        step = "validation_step" if monitor.startswith("val") else "training_step"
         names = ", ".join(sorted(metrics)) or "none"
         raise ConfigurationError(
-            f"monitor: got {monitor!r}, which is not logged. Logged metrics: {names}. {advice}, and"
-            " continue with resume='last'."
+            f"monitor: got {monitor!r}, which is not logged. Logged metrics: {names}. Return the"
+            f" loss from {step}, or log the metric in it, and continue with resume='last'."
         )
 
     def save_last(self, run: Run) -> None:
