@@ -728,20 +728,11 @@ class MiniLoop:
         """Move a batch to the device, and convert it to a precision such as "bf16-true"."""
         if self._converts_dtype:
             batch = self._precision.convert_input(batch)
-        if not self._is_one_cpu_in_32_bits:
-            return self.fabric.to_device(batch)
         # A fast path for the usual batch of a DataLoader, which is a list of tensors.
-        if type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}:
+        is_list = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}
+        if self._is_one_cpu_in_32_bits and is_list:
             return type(batch)(batch)
-        try:
-            return self.fabric.to_device(batch)
-        except Exception as error:
-            # On the CPU, a step can also use a batch that cannot be copied, such as a dataclass
-            # with frozen=True.
-            text = f"loader: got a batch that cannot be moved to a device ({type(error).__name__}:"
-            text += f" {error}), so the step gets the loader's own object. Let the loader yield"
-            warnings.warn(f"{text} tensors in dicts, lists, tuples or dataclasses.", stacklevel=5)
-            return batch
+        return self.fabric.to_device(batch)
 
     def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
         """Call training_step or validation_step with the loop's precision and strategy."""
@@ -1897,11 +1888,7 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    # FabricLoop adds the log() method of a ResultCollection to models. Ignore this method, because
-    # the model does not define it.
-    owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
-    kinds = {kind.__name__ for kind in type(owner).__mro__}
-    is_added = is_loop(owner) or "ResultCollection" in kinds
+    is_added = is_loop(getattr(method, "__self__", None))
     return method if callable(method) and not (is_empty or is_added) else None
 
 
@@ -2054,25 +2041,21 @@ def started_processes() -> tuple[int, int]:
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    kind, given = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
+    kind, parts = type(loader).__name__, loader if isinstance(loader, list | tuple) else []
     arrays = Tensor | np.ndarray | str | bytes
-    has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in given)
-    is_several = has_loaders or isinstance(loader, Mapping) or hasattr(loader, "iterables")
     is_array = isinstance(loader, arrays) or hasattr(loader, "iloc")
-    is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in given))
-    if is_several or is_array or not isinstance(loader, Iterable | None):
-        text = f"{argument}: got a {kind}, expected a loader (an iterable of batches)."
-        fix = "Pass a DataLoader, such as DataLoader(dataset, batch_size=32)."
-        if is_array and not isinstance(loader, str | bytes):
-            fix = "Pass DataLoader(TensorDataset(x, y), batch_size=32)."
-        elif is_several:
-            fix = "For several loaders, use FabricLoop."
-        raise TypeError(f"{text} {fix}")
+    is_array = is_array or (isinstance(loader, tuple) and all(isinstance(p, arrays) for p in parts))
+    has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in parts)
+    is_several = has_loaders or isinstance(loader, Mapping) or hasattr(loader, "iterables")
+    if is_array or is_several or not isinstance(loader, Iterable | None):
+        text = f"{argument}: got a {kind}, expected a loader (an iterable of batches). Pass"
+        text += " DataLoader(TensorDataset(x, y), batch_size=32). For several loaders, use"
+        raise TypeError(f"{text} FabricLoop.")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
-    text = f"{argument}: got persistent_workers=True. MiniLoop cannot save the workers' state."
-    text += " Write persistent_workers=False, or use FabricLoop."
-    check(not getattr(loader, "persistent_workers", False), text)
+    text = f"{argument}: got persistent_workers=True, whose state MiniLoop cannot save. Write"
+    is_persistent = getattr(loader, "persistent_workers", False)
+    check(not is_persistent, f"{text} persistent_workers=False, or use FabricLoop.")
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
@@ -2239,29 +2222,15 @@ def warn_of_keys(what: str, given: Mapping[str, Any], known: str) -> None:
 
 
 def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
-    kinds = " and ".join(type(item).__name__ for item in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        kinds = " and ".join(type(item).__name__ for item in optimizers)
         text = f"optimizer: got {kinds}, expected one optimizer, such as SGD(model.parameters())."
-        text += " For several optimizers or none, use FabricLoop."
-        raise TypeError(text)
+        raise TypeError(f"{text} For several optimizers or none, use FabricLoop.")
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is closure.empty
-    check(not needs_closure, NEEDS_CLOSURE)
-    is_usual = getattr(optimizers[0].zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-    text = "optimizer: got an optimizer with its own zero_grad(), which may keep gradients."
-    text += " MiniLoop does not save gradients. Use FabricLoop."
-    check(is_usual, text)
-    # In a ZeroRedundancyOptimizer, state_dict() fails until all processes have sent their states.
-    is_sharded = hasattr(optimizers[0], "consolidate_state_dict")
-    if type(optimizers[0]).state_dict is not torch.optim.Optimizer.state_dict and not is_sharded:
-        text = "optimizer: got an optimizer whose state_dict() has no dict 'state' or no list"
-        text += " 'param_groups'. MiniLoop cannot restore such a state. Use FabricLoop."
-        check(has_format_of_torch(optimizers[0].state_dict()), text)
-    given = [p for group in optimizers[0].param_groups for p in group["params"]]
+    check(closure is None or closure.default is not closure.empty, NEEDS_CLOSURE)
+    given = {p for group in optimizers[0].param_groups for p in group["params"]}
     text = "optimizer: got parameters that are not in the model, expected only the model's"
-    text += " parameters. The loop would not save these parameters or move them to the device."
-    text += " Assign them, or the module that owns them, to an attribute of the model."
-    check(all(parameter in own for parameter in given), text)
+    check(given <= own, f"{text} parameters. Assign them to an attribute of the model.")
 
 
 def has_format_of_torch(state: Any) -> bool:
@@ -2276,41 +2245,34 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     config.update(item if isinstance(item, Mapping) else {"scheduler": item})
     known = "scheduler interval frequency monitor strict reduce_on_plateau name"
     warn_of_keys("lr scheduler dict", config, known)
-    scheduler, is_strict = config.get("scheduler"), config.get("strict", True)
+    scheduler, frequency = config.get("scheduler"), config["frequency"]
+    kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
-        kind = type(scheduler).__name__
-        text = f"scheduler: got a {kind}, expected a scheduler from torch. For schedulers of"
-        text += " other packages, use FabricLoop."
-        raise TypeError(text)
+        text = f"scheduler: got a {kind}, expected a scheduler from torch. For others, use"
+        raise TypeError(f"{text} FabricLoop.")
+    text = f"scheduler: got a {kind} for another optimizer, expected a scheduler for the optimizer"
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
-    text = f"scheduler: got a {type(scheduler).__name__} for another optimizer, expected a"
-    text += " scheduler for the optimizer passed to fit. Write StepLR(optimizer, step_size=1)."
-    check(is_own, text)
-    is_usual = config["interval"] in ("step", "epoch") and is_strict
-    is_number = isinstance(config["frequency"], Real)
-    is_usual = is_usual and is_number and 1 <= config["frequency"] < math.inf
+    check(is_own, f"{text} passed to fit. Write StepLR(optimizer, step_size=1).")
+    is_usual = isinstance(frequency, int) and frequency >= 1 and config.get("strict", True)
+    is_usual = is_usual and config["interval"] in ("step", "epoch")
     text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
     text += " strict=True. For other values, use FabricLoop."
     check(is_usual and not config.get("reduce_on_plateau"), text)
-    has_monitor = config["monitor"] is not None or not isinstance(scheduler, ReduceLROnPlateau)
+    needs_monitor = isinstance(scheduler, ReduceLROnPlateau) and config["monitor"] is None
     text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
     text += ' Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
-    check(has_monitor, text)
+    check(not needs_monitor, text)
     return config
 
 
 def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
     """Raise an error if the optimizer's state contains parameters or their ids."""
-    # A resumed run creates new parameters with new ids. Old parameters or ids in the optimizer
-    # state would not refer to the new parameters.
+    # A resumed run creates new parameters with new ids, to which an old state would not refer.
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    state = [*optimizer.state.values(), *groups]
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    addresses = weights.keys() - {0}
+    found = refers_to([*optimizer.state.values(), *groups], ids, weights.keys() - {0})
     text = "optimizer: got a state that contains parameters or their ids, which a resumed run"
-    text += " cannot restore. Write self.state[p] with tensors of its own, such as"
-    text += " p.detach().clone()."
-    check(not refers_to(state, ids, addresses), text)
+    check(not found, f"{text} cannot restore. Write self.state[p] = p.detach().clone().")
 
 
 def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
@@ -2342,14 +2304,12 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
     """Raise an error if a scheduler's state contains parameters of the optimizer."""
-    # If a scheduler's state contained parameters, a resumed scheduler would use copies of the
-    # parameters. The optimizer does not train these copies.
+    # The resumed scheduler would use copies of the parameters, which the optimizer does not train.
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
-    text = "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
-    text += " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
-    text += " of keeping the groups in another attribute."
+    text = "scheduler: got a state_dict() that contains parameters of the optimizer. Write"
+    text += " self.optimizer.param_groups in the scheduler, and keep no groups in an attribute."
     check(trained.isdisjoint(map(id, found)), text)
 
 

@@ -256,7 +256,6 @@ CASES = {
     "hooks": shuffled(Hooked),
     "wrapper": shuffled(lambda: Optimized(Wrapper)),
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
-    "containers": shuffled(lambda: Optimized(KeepsContainers)),
     "kept_group": shuffled(KeepsGroup),
 }
 
@@ -282,13 +281,21 @@ def assert_same(resumed, whole):
 
 @pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [3, 6]))
 def test_a_run_resumes_exactly_if_attributes_are_large_or_contain_weights(tmp_path, name, kind, kill_at):
+    assert_resumes(tmp_path, kind, CASES[name], kill_at)
+
+
+def test_fabric_loop_restores_float64_tensors_in_containers_of_an_optimizer_state(tmp_path):
+    assert_resumes(tmp_path, FabricLoop, shuffled(lambda: Optimized(KeepsContainers)), 3)
+
+
+def assert_resumes(root, kind, make, kill_at):
     torch.manual_seed(1)
-    whole = train(kind, tmp_path / "whole", CASES[name])
+    whole = train(kind, root / "whole", make)
     torch.manual_seed(1)
     with pytest.raises(KilledError):
-        train(kind, tmp_path / "cut", CASES[name], kill_at=kill_at)
+        train(kind, root / "cut", make, kill_at=kill_at)
     torch.manual_seed(2)
-    assert_same(train(kind, tmp_path / "cut", CASES[name], resume="auto"), whole)
+    assert_same(train(kind, root / "cut", make, resume="auto"), whole)
 
 
 @pytest.mark.parametrize(("name", "writer"), once(["pairs", "keyed_by_weight", "table"], SAVES))

@@ -300,9 +300,7 @@ class LogsAndValidates(nn.Module):
         self.found += [{name: float(value) for name, value in found[0].items()}]
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner"), halve(["MiniLoop", "MyLoop", "FabricLoop"], ["MiniLoop", "MyLoop", "FabricLoop"])
-)
+@pytest.mark.parametrize(("outer", "inner"), halve(["MiniLoop", "MyLoop"], ["MiniLoop", "MyLoop", "FabricLoop"]))
 def test_a_hook_may_call_validate_of_another_loop(outer, inner):
     kinds = {"MiniLoop": MiniLoop, "MyLoop": renamed_loop("MyLoop"), "FabricLoop": FabricLoop}
 
