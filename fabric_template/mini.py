@@ -58,11 +58,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from enum import Enum, Flag
+from enum import Enum
 from functools import cache, partial
 from itertools import chain, count, islice
 from logging import Logger
-from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Real
 from pathlib import Path
 from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -131,9 +130,6 @@ REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attri
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
 # Attributes that PyTorch sets in every nn.Module. Only attributes that users add are saved.
 MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
-HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Do not save these attributes of an optimizer, because a resumed run sets them anyway.
 OPTIMIZER_ATTRIBUTES = {"_opt_called", "_step_count", *vars(torch.optim.Optimizer([Tensor(1)], {}))}
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -151,9 +147,6 @@ CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defa
 # `total + value * weight`. For other weights, the two results may differ by rounding.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# fit records the model's attributes in EARLIER_FITS[id(model)]["attributes"]. If a later fit in
-# this process resumes a run, this fit first resets attributes that earlier fits have changed.
-EARLIER_FITS: dict[int, dict[str, Any]] = {}
 # Attributes that a pickled loop leaves out, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
@@ -378,20 +371,15 @@ class MiniLoop:
         resumed = {} if resume is None else checkpoint
         version = self._choose_version(path, resumed)
         with ExitStack() as stack:
-            self._attributes = stack.enter_context(SavedAttributes(self))
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
             stack.enter_context(self._prepared_model("fit", path, checkpoint))
-            is_created = optimizer is None or inspect.isroutine(optimizer)
-            before = self._attributes.get_marked_states() if is_created else None
+            self._attributes.record_start_values()
             self._set_up_optimizer(optimizer, scheduler)
-            self._prepare_training(resumed, before)
+            self._prepare_training(resumed)
             try:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
-                    self._attributes.record_run_start(
-                        self.checkpoint_dir.resolve(), self._given_options
-                    )
                     self._train()
             except KeyboardInterrupt:
                 self._print_interruption()
@@ -406,17 +394,17 @@ class MiniLoop:
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         # If a limit is reached before the first batch, call no hooks.
         if not is_done:
-            if is_resumed:
-                self._attributes.copy_large_values()
-            else:
+            if not is_resumed:
                 self._call_iter_like_trainer(self.train_loader)
+            if self.current_epoch == 0 and (not is_resumed or self.batches_done > 0):
                 # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
+            if not is_resumed:
                 self._call_iter_like_trainer(self.val_loader)
             logged = [dict(sums) for sums in self._sums]
-            before = self._attributes.get_object_marks()
             self._call("on_train_start")
-            self._attributes.mark_changes(before)
+            self._attributes.record_start_values()
+            self._attributes.record_start_objects()
             if is_resumed:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums = logged
@@ -424,14 +412,11 @@ class MiniLoop:
             set_flags(self._unwrapped, self._resumed_flags)
             # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
-            saved = self._resumed_state["parts"]
-            # To resume within an epoch, `_start_batches` needs the loaders as they were before
-            # on_train_start.
-            self._attributes.reset_loaders({} if self.batches_done > 0 else saved)
-            self._attributes.keep_start_values(saved)
+            if self.batches_done > 0:
+                self._skip_batches()
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._attributes.load_state(self._resumed_state)
-            parts, keys = self._attributes.parts, self._resumed_state.get("torchmetrics", {})
+            parts, keys = self._attributes.find_parts(), self._resumed_state.get("torchmetrics", {})
             self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
         while not self._is_done():
             self._train_epoch()
@@ -624,10 +609,8 @@ class MiniLoop:
         if self.batches_done == 0:
             if is_started and self._is_lightning_module:
                 set_epoch(self.train_loader, self.current_epoch)
-            first = self._attributes.get_changed_loader_state() if is_started else get_rng_state()
-            # Save the loaders' attributes again if a hook such as on_train_start has changed them.
-            if is_started and is_same(first["parts"], self._epoch_start["parts"]):
-                del first["parts"], first["rebound"]
+            # Hooks such as on_train_start may have changed the loader since it was started.
+            first = self._attributes.get_changed_state(True) if is_started else get_rng_state()
             self._epoch_start["first_batch"] = first
         # Outside of terminals and notebooks, update the progress bar only once a minute. In
         # notebooks, use stdout, because notebooks show stderr in red.
@@ -649,36 +632,31 @@ class MiniLoop:
         check(self._is_last, text)
 
     def _start_batches(self) -> None:
-        """Create the iterator over the epoch's remaining training batches."""
-        attributes = self._attributes
-        # Record the RNG state first, because a sampler's set_epoch() may draw random numbers.
-        state = attributes.get_changed_state() if self.batches_done > 0 else {}
+        """Create the iterator over the epoch's training batches."""
+        if self.batches_done == 0:
+            self._epoch_start = self._attributes.get_changed_state(is_epoch_start=True)
+        else:
+            self._attributes.load_state(self._epoch_start)
         # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
         if self.current_epoch > 0 or not self._is_lightning_module:
             set_epoch(self.train_loader, self.current_epoch)
-        if self.batches_done == 0:
-            self._epoch_start = attributes.get_changed_loader_state()
-        else:
-            attributes.restore_epoch_start(self._epoch_start, state["parts"])
-        attributes.record_iterators()
+        self._attributes.record_iterators()
         batches, length = iter(self.train_loader), self.num_training_batches
         if self.batches_done > 1:
             batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
         if length == math.inf and self.fabric.world_size > 1:
             batches = until_first_end(batches, self.fabric)
         self._batches = self._mark_last(batches, length)
-        if self.batches_done > 0:
-            # Many samplers shuffle when the first batch is read, so first restore the RNG state.
-            first_batch = self._epoch_start["first_batch"]
-            if "parts" in first_batch:
-                attributes.reset_loaders(first_batch["parts"])
-            attributes.load_state(first_batch)
-            warn_of_lazy_sampler(self.train_loader, self.batches_done)
-            warn_of_weights(self.train_loader)
-            for _ in range(self.batches_done):
-                next(self._batches)
-            attributes.restore_after_rereading(state)
-        attributes.clear_epoch_start_copies()
+
+    def _skip_batches(self) -> None:
+        """In a resumed run, read the finished batches of the epoch again, without training."""
+        if self._batches is None:
+            self._start_batches()
+        # Many samplers shuffle when the first batch is read, so first restore the RNG state.
+        self._attributes.load_state(self._epoch_start["first_batch"])
+        warn_of_lazy_sampler(self.train_loader, self.batches_done)
+        for _ in range(self.batches_done):
+            next(self._batches)
 
     def _call_iter_like_trainer(self, loader: Any) -> None:
         """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
@@ -805,10 +783,9 @@ class MiniLoop:
         if "validation_step" not in self._steps:
             raise TypeError(missing_step("validation_step", "validate"))
         path, checkpoint = self._find_start(None, load)
-        with SavedAttributes(self) as self._attributes:
-            self._set_up_loaders(None, dataloaders, path, {})
-            with self._prepared_model("validate", path, checkpoint):
-                self._validate()
+        self._set_up_loaders(None, dataloaders, path, {})
+        with self._prepared_model("validate", path, checkpoint):
+            self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 
     def _validate_if_due(self) -> bool:
@@ -1157,8 +1134,6 @@ class MiniLoop:
             type(self._precision).__qualname__: self._precision.state_dict(),
         }
         own = self._build_own_state()
-        if self._saved_step is None:
-            check_optimizer_state(self.optimizer, self._attributes.weights)
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _scheduler_states(self) -> Any:
@@ -1180,7 +1155,7 @@ class MiniLoop:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         is_in_epoch = self.batches_done > 0
         state, logged = self._attributes.get_changed_state(), self._torchmetrics.items()
-        places = {id(part): place for place, part in self._attributes.parts.items()}
+        places = {id(part): place for place, part in self._attributes.find_parts().items()}
         state["torchmetrics"] = {key: places[id(m)] for key, m in logged if id(m) in places}
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
@@ -1212,7 +1187,7 @@ class MiniLoop:
             "settings": self._run_settings(),
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
-            "iterators": self._attributes.warn_of_lasting_iterators(),
+            "iterators": self._attributes.find_lasting_iterators(),
             "ranks": self._gather(of_process),
         }
 
@@ -1290,7 +1265,7 @@ class MiniLoop:
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
         }
-        self._attributes.load_parts({"training loop": values}, self._resumed_state.get("rebound"))
+        self._attributes.load_parts({"training loop": values}, self._resumed_state["rebound"])
         self._before_next = of_process.get("before_next")
         self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
@@ -1547,8 +1522,7 @@ class MiniLoop:
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
         # A list can be restored in place, but a tuple cannot.
         train = list(train) if type(train) is tuple else train
-        self._attributes.set_up(train, val)
-        self._attributes.undo_earlier_fits(path.resolve().parent if resumed else None, resumed)
+        self._attributes = SavedAttributes(self, train, val)
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
         self._every = None if val is None else self.validate_every_n_steps
         self._sums = [{}] if self._every is None else [{}, {}]
@@ -1622,16 +1596,11 @@ class MiniLoop:
         check_optimizer(optimizers, set(self.network.parameters()))
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
-        self._attributes.add_optimizer(self.optimizer)
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
         check_scheduler_states(self._scheduler_states(), self.optimizer)
 
-    def _prepare_training(self, resumed: dict[str, Any], before: Any = None) -> None:
-        """Record the state before training, and check whether a checkpoint can be resumed.
-
-        Args:
-            before: The attributes before the optimizer was created, or None if the user passed it.
-        """
+    def _prepare_training(self, resumed: dict[str, Any]) -> None:
+        """Record the state before training, and check whether a checkpoint can be resumed."""
         # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
         # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
@@ -1646,7 +1615,6 @@ class MiniLoop:
         text += " keys out, or rename them."
         check(not other, text)
         self._settings = {**saved, **own}
-        self._attributes.record_start_states(before)
         if resumed:
             self._check_resume(resumed)
         modes = [module.training for module in self.network.modules()]
@@ -1658,7 +1626,7 @@ class MiniLoop:
             text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
             text += " intentional, you can ignore this warning."
             warnings.warn(text, stacklevel=3)
-        self._attributes.record_start_flags()
+        self._attributes.record_start_objects()
         self._start_parameters = self._find_parameters()
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
@@ -1804,7 +1772,6 @@ class MiniLoop:
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
-        create_late_buffers(self._unwrapped, weights, self.fabric.device)
         try:
             is_strict = getattr(self.model, "strict_loading", True)
             found = self._unwrapped.load_state_dict(weights, is_strict)
@@ -1982,7 +1949,7 @@ def find_batch_size(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif is_dataclass(batch) and not isinstance(batch, Iterable):
-        batch = namespace_of(batch).values()
+        batch = [getattr(batch, field.name) for field in fields(batch)]
     elif isinstance(batch, str | bytes | np.ndarray) or not isinstance(batch, Iterable):
         return None
     sizes = (find_batch_size(part) for part in batch)
@@ -2075,33 +2042,8 @@ def parts_of(loader: Any) -> dict[str, Any]:
     known = set(map(id, parts.values()))
     for name, part in list(parts.items()):
         inside = {} if isinstance(part, nn.Module) else objects_in(part, known)
-        known |= set(map(id, inside.values()))
         parts.update((f"{name} {path}", value) for path, value in inside.items())
     return parts
-
-
-def referenced_modules(parts: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that the parts of a loader refer to, for example in attributes."""
-    found: list[nn.Module] = []
-    for values in [{"": part, **namespace_of(part)} for part in parts]:
-        for value in islice(values.values(), 500):
-            held = [value]
-            if isinstance(value, partial):
-                held += [value.func, *value.args, *value.keywords.values()]
-            # Do not iterate over a subclass of list, because its __iter__ may change the RNG state.
-            if type(value) in (dict, list, tuple) and len(value) <= 500:
-                held += value.values() if type(value) is dict else value
-            if isinstance(value, FunctionType):
-                held += value.__defaults__ or ()
-                for cell in value.__closure__ or ():
-                    # Reading an empty closure cell raises a ValueError.
-                    with suppress(ValueError):
-                        held.append(cell.cell_contents)
-            held += [item.__self__ for item in held if isinstance(item, MethodType)]
-            for item in held:
-                if isinstance(item, nn.Module):
-                    found.extend(item.modules())
-    return found
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -2161,19 +2103,6 @@ def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> It
             text += " numbers choose the samples, use a random generator that is an attribute."
             warnings.warn(text, stacklevel=2)
         yield batch
-
-
-def warn_of_weights(loader: Any) -> None:
-    """Warn if a sampler may use the weights of a module to choose samples."""
-    parts = (part for name, part in parts_of(loader).items() if "sampler" in name)
-    for module in referenced_modules(parts):
-        if any(True for _ in chain(module.parameters(), module.buffers())):
-            text = f"resume: a sampler refers to a {type(module).__name__}. If the sampler reads"
-            text += " its weights or buffers, the rest of this epoch may have different samples,"
-            text += " because the resumed run has their values from the checkpoint, and not from"
-            text += " the start of the epoch. Other attributes are restored exactly."
-            warnings.warn(text, stacklevel=2)
-            return
 
 
 def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
@@ -2265,32 +2194,6 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     return config
 
 
-def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Raise an error if the optimizer's state contains parameters or their ids."""
-    # A resumed run creates new parameters with new ids, to which an old state would not refer.
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = refers_to([*optimizer.state.values(), *groups], ids, weights.keys() - {0})
-    text = "optimizer: got a state that contains parameters or their ids, which a resumed run"
-    check(not found, f"{text} cannot restore. Write self.state[p] = p.detach().clone().")
-
-
-def refers_to(value: Any, ids: set[int], addresses: Iterable[int | None] = ()) -> bool:
-    """Return whether a value contains ids of modules or parameters, or tensors of parameters.
-
-    Args:
-        ids: The ids of parameters or modules, to look for in dict keys and in sets.
-        addresses: The memory addresses of parameters.
-    """
-    keys = value if isinstance(value, dict | set) else ()
-    if any(type(key) is int and key in ids for key in keys):
-        return True
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple):
-        return any(refers_to(item, ids, addresses) for item in islice(items, 500))
-    return isinstance(value, Tensor) and address_of(value) in addresses
-
-
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's class and arguments, as values that JSON can store."""
     described: dict[str, Any] = {"class": type(optimizer).__name__}
@@ -2348,17 +2251,11 @@ def is_inexact(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def create_late_buffers(network: nn.Module, weights: dict[str, Any], device: torch.device) -> None:
-    """Create each buffer that is None in the model but has a value in the checkpoint."""
-    for place, module in network.named_modules():
-        for name, value in module._buffers.items():
-            late = weights.get(f"{place}.{name}".removeprefix("."))
-            if value is None and isinstance(late, Tensor):
-                module._buffers[name] = torch.empty_like(late, device=device)
-
-
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state, and keep the saved dtypes, which load_state_dict() converts."""
+    """Load an optimizer's state, without the changes that load_state_dict() makes.
+
+    That method converts the dtypes of tensors, and replaces strings.
+    """
     groups = optimizer.param_groups
     optimizer.load_state_dict(saved)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
@@ -2371,1042 +2268,361 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         # The index of a state that belongs to no parameter is not a number.
         if isinstance(index, int) and isinstance(values, dict):
             state = optimizer.state[parameters[index]]
-            tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
-            state.update((name, v.to(state[name].device)) for name, v in tensors.items())
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(state[name].device)
+                elif isinstance(value, str):
+                    state[name] = value
 
 
 # Attributes and random generators, which state_dict() does not contain
 
 
 class SavedAttributes:
-    """The attributes and RNG states that checkpoints contain, but state_dict() does not.
+    """The attributes and random generators that checkpoints contain, but state_dict() does not.
 
-    A checkpoint contains the attributes that have changed since the start of training. To find
-    these, `record_start_states` records all attributes, and `get_changed_state` compares them with
-    the current ones. To resume, `load_state` restores them, in place where possible. Use the object
-    as a context manager while `fit` or `validate` runs. At the end, it stores the attributes in
-    EARLIER_FITS.
+    A checkpoint contains all random generators, and the attributes that have changed since the
+    start of training. `record_start_values` records all attributes, `get_changed_state` compares
+    them with the current ones, and `load_state` restores them, in place where possible.
 
     Attributes:
-        parts: Maps a path, such as "train sampler" or the name of a module, to an object.
-        weights: Maps the address of each weight of the model to its name.
+        weights: Maps the id and the memory address of each weight of the model to its name.
     """
 
-    def __init__(self, loop: MiniLoop) -> None:
+    def __init__(self, loop: MiniLoop, train: Any, val: Any) -> None:
         # Python frees the loop and its loaders sooner if the loop does not refer to itself.
-        self._loop = weakref.ref(loop)
-        self._network: Any = loop._unwrapped
-        self.parts: dict[str, Any] = {}
-        self.weights: dict[Any, str] = {}
-        # The paths of objects that `find_objects` has found in the attributes of others.
-        self._object_places: list[str] = []
-        # The paths of objects that may affect the order of samples, such as the loaders.
-        self._read_places: set[str] = set()
-        self._saved_ids: set[int] = set()
-        self._start_states: dict[str, dict[str, Any]] = {}
-        self._start_flags: dict[str, dict[str, bool]] = {}
-        # A reference to each attribute's object at the start of the run.
-        self._start_objects: dict[str, dict[Any, Any]] = {}
-        self._recorded_objects: dict[str, dict[Any, Any]] = {}
-        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
-        self._restored_objects: dict[int, Any] = {}
-        self._objects_before_reset: dict[int, Any] = {}
-        self._values_before_reset: list[tuple[Any, dict[str, Any]]] = []
-        self._large_values: dict[tuple[str, str], tuple[Any, Any]] = {}
-        self._iterators: dict[tuple[str, str], Any] = {}
-        self._warned_attributes: set[tuple[str, str]] = set()
-        self._unknown_start_values: set[tuple[str, Any]] = set()
-        # _starts[id(model), "attributes"][folder] contains the model's attributes at the start of
-        # the run that saves its checkpoints in this folder.
-        self._starts: dict[tuple[int, str], dict[Path, dict[str, Any]]] = {}
-        # If fit fails before training starts, `_restore_on_failure` restores the attributes that
-        # `undo_earlier_fits` has reset.
-        self._restore_on_failure = ExitStack()
-
-    @property
-    def loop(self) -> Any:
-        return self._loop()
-
-    def __enter__(self) -> SavedAttributes:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._restore_on_failure.close()
-        with suppress(Exception):
-            self._record_end()
-        self.parts.pop("training loop", None)
-
-    def set_up(self, train: Any, val: Any) -> None:
-        """Find the objects whose attributes checkpoints contain, such as the model's modules."""
+        self._loop: Callable[[], Any] = weakref.ref(loop)
+        self._network = loop._unwrapped
         # Also save the state of other loaders that users have added to the loop as attributes.
-        own, kind = namespace_of(self.loop), torch_data.DataLoader
-        loaders = {f"val {name} ": own[name] for name in own if isinstance(own[name], kind)}
-        loaders |= {"train ": train, "val ": val}
-        parts = {prefix + n: p for prefix in loaders for n, p in parts_of(loaders[prefix]).items()}
-        read = {*map(id, [*parts.values(), *referenced_modules(parts.values())])}
-        # If a dataset contains one of the model's modules, save this module only once.
-        parts.update(self._network.named_modules())
-        parts[""] = unwrap_compiled(self.loop.model)
-        parts["training loop"] = self.loop
-        places = {id(part): place for place, part in parts.items()}
-        self.parts = {place: parts[place] for place in places.values()}
-        # Record which objects in `parts` may affect the order of samples, such as the loaders.
-        self._read_places = {place for place, part in self.parts.items() if id(part) in read}
+        own, kind = attributes_of(loop), torch_data.DataLoader
+        loaders = {f"val {name}": own[name] for name in own if isinstance(own[name], kind)}
+        loaders |= {"val": val, "train": train}
+        self._of_loaders = {
+            f"{loader} {name}": part
+            for loader in loaders
+            for name, part in parts_of(loaders[loader]).items()
+        }
+        self.weights: dict[int | None, str] = {}
+        # The values at the start of training, before and after on_train_start.
+        self._starts: list[dict[str, dict[str, Any]]] = []
+        self._start_flags: list[dict[str, dict[str, bool]]] = []
+        self._start_objects: dict[str, dict[str, Any]] = {}
+        # The names of attributes that a checkpoint has contained. Later checkpoints contain them,
+        # too, even if training has changed them back.
+        self._saved_names: dict[str, set[str]] = defaultdict(set)
+        self._iterators: dict[str, Any] = {}
 
-    def record_start_states(self, before: Any) -> None:
-        """Record all attributes before training, to detect later changes.
-
-        Args:
-            before: The attributes before the optimizer was created, or None if the user passed it.
-        """
-        self._start_states = self.get_marked_states()
-        ids = {*map(id, [*self._network.modules(), *self._network.parameters()])}
-        for place, state in self._start_states.items() if before is not None else ():
-            # A resumed run calls configure_optimizers after it has loaded the weights, so always
-            # save the attributes that this method sets, except ids. They may be copies of weights.
-            values = namespace_of(self.parts[place])
-            plain = {n: v for n, v in state.items() if not isinstance(v, ObjectMark)}
-            unsaved = {n: v for n, v in plain.items() if refers_to(values.get(n), ids)}
-            self._start_states[place] = {**before.get(place, {}), **unsaved}
-        self._start_objects.update(self.get_object_marks())
-        for place, name in self._unknown_start_values:
-            # Always save an attribute whose value at the start of the run is unknown.
-            self._start_states.get(place, {}).pop(name, None)
-            path = f"{place}.{name}".removeprefix(".")
-            for inner in [other for other in self._start_states if is_inside(other, path)]:
-                del self._start_states[inner]
-
-    def record_start_flags(self) -> None:
-        """Record which parameters are frozen and which modules are in train mode."""
-        self._start_flags = flags_of(self._network)
-
-    def get_changed_flags(self) -> dict[str, dict[str, bool]]:
-        """Return the flags that have changed since the start of training."""
-        current, start = flags_of(self._network).items(), self._start_flags
-        return {kind: dict(flags.items() - start[kind].items()) for kind, flags in current}
-
-    def get_marked_states(self) -> dict[str, dict[str, Any]]:
-        """Return a snapshot of the attributes of all objects."""
-        self.find_objects()
-        return {place: self._marked_state(place) for place in self.parts}
-
-    def get_changed_state(self, places: set[str] | None = None) -> dict[str, Any]:
-        """Return the RNG states, and the attributes that have changed since the start of the run.
-
-        Args:
-            places: The paths of the objects to include, such as "train sampler", or None for all.
-        """
-        self.find_objects()
-        network, changed, rebound = self._network, {}, {}
-        ids = {*map(id, [*network.modules(), *network.parameters()])}
-        for place, part in self.parts.items():
-            if places is not None and place not in places:
-                continue
-            start, state = self._start_states.get(place, {}), {}
-            attributes = namespace_of(part)
-            for name, value in self._plain_state(place).items():
-                current = attributes.get(name)
-                is_random = isinstance(current, GENERATORS)
-                if is_random or name not in start or not is_same(value, start[name]):
-                    state[name] = value
-                    if refers_to(current, ids):
-                        reason = "it contains ids of modules or parameters, which change"
-                        del state[name]
-                        self._warn_unsaved(place, name, reason)
-                    elif isinstance(value, ChangeMark):
-                        try:
-                            state[name] = encode_large(current, self.loop.fabric.device)
-                        except TypeError as error:
-                            del state[name]
-                            self._warn_unsaved(place, name, f"it contains {error} objects")
-            buffers = part._buffers if isinstance(part, nn.Module) else {}
-            state.update((n, ("buffer", state[n])) for n in buffers.keys() & state.keys())
-            removed = [name for name in start if name not in attributes and name not in buffers]
-            state.update((n, REMOVED) for n in removed if not isinstance(start[n], ObjectMark))
-            if state:
-                changed[place] = state
-                rebound[place] = self._find_rebound(place, state)
-        return {**get_rng_state(), "parts": changed, "rebound": rebound}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        set_rng_state(state)
-        if state.get("is_of_other_process"):
-            # The saved run had fewer processes, so this process draws its own random numbers.
-            seed = int(torch.randint(2**31, ())) + self.loop.fabric.global_rank
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-        self.load_parts(state.get("parts", {}), state.get("rebound"))
-
-    def load_parts(
-        self,
-        states: dict[str, dict[str, Any]],
-        rebound: dict[str, dict[Any, int]] | None = None,
-    ) -> None:
-        """Restore the attributes in ``states``, in place where possible.
-
-        Args:
-            rebound: The ids of the objects that the saved run has assigned to attributes. These
-                attributes get a new object, because others may refer to the old one.
-        """
-        rebound = rebound or {}
-        for place in states:
-            create_item(self.parts, place)
-        self.find_objects()
-        states = {p: register_buffers(self.parts.get(p), state) for p, state in states.items()}
-        differing = self._find_differing_values(states, rebound)
-        groups = self._parameter_groups()
-        shared: dict[int, Any] = {}
-
-        def restore_value(place: str, name: str, current: Any, value: Any) -> Any:
-            """Return the object to assign, which is the current one if it was changed in place."""
-            saved_id = rebound.get(place, {}).get(name)
-            if current is groups:
-                return current
-            if saved_id is None:
-                is_target = id(current) not in differing
-                is_target = is_target and self._may_change_in_place(place, name, current)
-                return current if is_target and replace_content(current, value) else value
-            # Attributes that shared an object in the saved run share it in this run.
-            if saved_id not in shared:
-                shared[saved_id] = self._restore_rebound(saved_id, current, value)
-            return shared[saved_id]
-
-        weights = self._network.state_dict(keep_vars=True)
-        for place, state in states.items():
-            part, restore = self.parts.get(place), partial(restore_value, place)
-            load_plain_state(part, state, self.loop.fabric.device, restore, weights)
-        self._warn_missing(states)
-
-    def add_optimizer(self, optimizer: Any) -> None:
-        self.parts.pop("fit optimizer", None)
+    def find_parts(self) -> dict[str, Any]:
+        """Return the objects whose attributes are saved, keyed by paths such as "train sampler"."""
+        loop: Any = self._loop()
+        parts = {**self._of_loaders, **dict(self._network.named_modules())}
+        parts |= {"": unwrap_compiled(loop.model), "training loop": loop}
+        optimizer = getattr(loop, "optimizer", None)
         if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
-            self.parts["fit optimizer"] = optimizer
-
-    def find_objects(self) -> None:
-        """Search the model, loop and optimizer for objects to save, and update ``parts``."""
-        weights = self._network.state_dict(keep_vars=True)
+            parts["fit optimizer"] = optimizer
+        # If a dataset contains one of the model's modules, save this module only once.
+        places = {id(part): place for place, part in parts.items()}
+        parts = {place: parts[place] for place in places.values()}
         # Leave out temporary tensors, such as the result of get_extra_state(), because another
         # tensor may get their address.
-        lasting_ids = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
-        names = [name for name in reversed(weights) if id(weights[name]) in lasting_ids]
-        self.weights = {address_of(weights[name]): name for name in names}
+        lasting = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
+        self.weights.clear()
+        for name, weight in self._network.state_dict(keep_vars=True).items():
+            if id(weight) in lasting:
+                self.weights |= {id(weight): name, address_of(weight): name}
         self.weights.pop(None, None)
-        # Hooks may have created or deleted objects, so remove the objects of the last search.
-        for place in self._object_places:
-            del self.parts[place]
-        # The loop has no optimizer if validate() runs before fit().
-        schedulers = [config["scheduler"] for config in getattr(self.loop, "schedulers", ())]
-        saved = [getattr(self.loop, "optimizer", None), *schedulers, *self._network.modules()]
-        self._saved_ids = {*map(id, saved)}
-        self._add_new_modules()
-        known = {*map(id, self.parts.values()), *self._saved_ids}
-        found: dict[str, Any] = {}
-        for place, part in self.parts.items():
-            if place.startswith(("train ", "val ")):
+        schedulers = [config["scheduler"] for config in getattr(loop, "schedulers", ())]
+        groups = getattr(optimizer, "param_groups", None)
+        self._saved_ids = {*map(id, [optimizer, groups, *schedulers, *self._network.modules()])}
+        self._saved_ids.discard(id(None))
+        known = {*places, *self._saved_ids}
+        for place, part in [*parts.items()]:
+            if place not in self._of_loaders:
+                found = objects_in(part, known, self._saved_ids)
+                parts |= {f"{place}.{path}".removeprefix("."): found[path] for path in found}
+        return parts
+
+    def record_start_values(self) -> None:
+        """Record the values of all attributes at the start of training.
+
+        ``fit`` calls this method before it creates the optimizer, and after on_train_start. A value
+        that this hook has changed is saved even if training changes it back, because a resumed run
+        calls the hook again. What configure_optimizers changes is always saved, because a resumed
+        run calls it with other weights.
+        """
+        parts = self.find_parts()
+        self._starts.append({place: self._encode_part(place, parts[place]) for place in parts})
+
+    def record_start_objects(self) -> None:
+        """Record the objects to which attributes refer, and what is frozen or in eval mode."""
+        self._start_flags.append(flags_of(self._network))
+        for place, part in self.find_parts().items():
+            values, names = attributes_of(part), self._encode_part(place, part)
+            self._start_objects[place] = {name: values[name] for name in names}
+
+    def _is_changed(self, place: str, name: str, value: Any) -> bool:
+        starts = [start.get(place, {}) for start in self._starts]
+        return any(not is_same(start.get(name, END), value) for start in starts)
+
+    def _encode_part(self, place: str, part: Any) -> dict[str, Any]:
+        """Return an object's random generators and plain attributes, or checksums of large ones."""
+        device, found = self._loop().fabric.device, {}
+        for name, value in attributes_of(part).items():
+            if id(value) in self._saved_ids and not isinstance(value, nn.Module):
                 continue
             # Reading the attributes of a user's object may raise any error.
             with suppress(Exception):
-                for path, value in objects_in(part, known, self._saved_ids).items():
-                    found[f"{place}.{path}".removeprefix(".")] = value
-                    known.add(id(value))
-        self._object_places[:] = found
-        self.parts |= found
-
-    def _add_new_modules(self) -> None:
-        """Add modules to ``parts`` that hooks such as on_train_start registered in the model."""
-        known = {*map(id, self.parts.values())}
-        for place, module in self._network.named_modules():
-            if place and id(module) not in known:
-                self.parts[place] = module
-                # The values from before training belong to another module. Without them, the
-                # checkpoint contains all attributes of the new module.
-                for old in [p for p in self._start_states if is_inside(p, place)]:
-                    del self._start_states[old]
-
-    def _find_attributes(self, place: str) -> dict[str, Any]:
-        """Return an object's attributes, without those that are never saved in a checkpoint."""
-        part = self.parts[place]
-        values = {**namespace_of(part)}
-        if self._is_installed(place):
-            return {n: value for n, value in values.items() if isinstance(value, GENERATORS)}
-        if isinstance(part, nn.Module):
-            # `set_flags` restores the train or eval mode of the model's modules.
-            ignored = MODULE_ATTRIBUTES - {"training" if place in self._object_places else ""}
-            values = {name: values[name] for name in values if name not in ignored}
-            values.update((name, part._buffers[name]) for name in part._non_persistent_buffers_set)
-        elif isinstance(part, torch.optim.Optimizer):
-            values = {name: values[name] for name in values if name not in OPTIMIZER_ATTRIBUTES}
-        elif isinstance(part, torch_data.DataLoader):
-            # Do not save attributes such as __pl_saved_kwargs, which fabric.launch() adds to a
-            # DataLoader.
-            values = {name: values[name] for name in values if not name.startswith("__pl_")}
-        return values
-
-    def _is_installed(self, place: str) -> bool:
-        """Return whether an object's class is in an installed package, not in the user's code."""
-        part = self.parts[place]
-        file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
-        is_object = place in self._object_places and not isinstance(part, nn.Module)
-        return is_object and not is_hparams(part) and "-packages" in (file or "")
-
-    def _plain_state(self, place: str) -> dict[str, Any]:
-        """Return an object's encoded attributes, except those that ``encode`` does not support."""
-        device, found = self.loop.fabric.device, {}
-        # Do not save a module in a loader's attributes, because the module may be the model itself.
-        is_loader = place.startswith(("train ", "val "))
-        groups = self._parameter_groups()
-        for name, value in self._find_attributes(place).items():
-            if value is groups:
-                # The state of the optimizer already contains its parameter groups.
-                continue
-            with suppress(TypeError):
                 if isinstance(value, GENERATORS):
                     found[name] = random_state(value)
-                elif is_loader:
-                    found[name] = encode_or_mark(value, device, self.weights)
                 elif isinstance(value, nn.Module):
-                    if self._saved_ids.isdisjoint(map(id, value.modules())):
-                        marks = map(mark_tensor, value.state_dict().values())
-                        found[name] = ChangeMark([*marks, flags_of(value)["requires_grad"]])
+                    if place not in self._of_loaders and is_outside(value, self._saved_ids):
+                        found[name] = Checksum(mark_module(value))
                 elif is_stateful(value):
-                    if id(value) not in self._saved_ids:
-                        found[name] = "state", encode(value.state_dict(), device)
+                    found[name] = "state", encode(value.state_dict(), device)
                 else:
-                    found[name] = encode(value, device, None, self.weights)
-            if name not in found:
-                check_unsaved(name, value, is_loader)
-                if is_loader and holds_objects(value):
-                    # The objects in this container are saved separately, so record only its length.
-                    found[name] = ChangeMark((len(value),))
+                    try:
+                        found[name] = encode(value, device, self.weights, 10_000)
+                    except OverflowError:
+                        found[name] = Checksum(compute_checksum(value))
         return found
 
-    def _parameter_groups(self) -> Any:
-        # The loop has no optimizer if validate() runs before fit().
-        return getattr(getattr(self.loop, "optimizer", None), "param_groups", END)
-
-    def _marked_state(self, place: str) -> dict[str, Any]:
-        """Return a snapshot of an object's attributes, to detect or undo later changes."""
-        attributes = {} if self._is_installed(place) else namespace_of(self.parts[place])
-        marks = {name: mark_object(value) for name, value in attributes.items()}
-        return {**marks, **self._plain_state(place)}
-
-    def get_object_marks(self) -> dict[str, dict[Any, Any]]:
-        """Return a reference to the object of each attribute, to detect new objects later."""
-        found: dict[str, dict[Any, Any]] = {}
-        for place in self.parts:
-            values = self._find_attributes(place).items()
-            found[place] = {name: mark_object(value) for name, value in values}
-        return found
-
-    def mark_changes(self, before: dict[str, dict[Any, Any]]) -> None:
-        """Mark what on_train_start has changed, so that checkpoints always contain it.
-
-        A resumed run calls on_train_start again. If training changes a value back to its value from
-        before on_train_start, the checkpoint must still contain this value.
+    def get_changed_state(self, is_epoch_start: bool = False) -> dict[str, Any]:
+        """Return the RNG states, and the attributes that have changed since the start of training.
 
         Args:
-            before: References to the objects of all attributes before on_train_start.
+            is_epoch_start: Whether to leave out large attributes of the model. To read the finished
+                batches of an epoch again, a resumed run needs the others, because a sampler may
+                read them.
         """
-        self.find_objects()
-        for kind, flags in flags_of(self._network).items():
-            unchanged = flags.items() & self._start_flags[kind].items()
-            self._start_flags[kind] = dict(unchanged)
-        for place in [p for p in self._start_states if not p.startswith(("train ", "val "))]:
-            start, state = self._start_states[place], self._plain_state(place)
-            for name in changed_names({n: start.get(n, REMOVED) for n in state}, state):
-                start[name] = REMOVED
-        # A resumed run calls on_train_start before it restores attributes. Treat objects that this
-        # hook assigns as objects from the start of the run.
-        for place, current in self.get_object_marks().items():
-            changed = {n: current[n] for n in changed_names(before.get(place, {}), current)}
-            self._start_objects.setdefault(place, {}).update(changed)
+        changed: dict[str, dict[str, Any]] = {}
+        rebound: dict[str, list[str]] = {}
+        for place, part in self.find_parts().items():
+            values, objects = attributes_of(part), self._start_objects.get(place, {})
+            buffers = part._buffers if isinstance(part, nn.Module) else {}
+            state: dict[str, Any] = {}
+            for name, value in self._encode_part(place, part).items():
+                is_saved = isinstance(values[name], GENERATORS) or name in self._saved_names[place]
+                is_saved = is_saved or self._is_changed(place, name, value)
+                is_large = isinstance(value, Checksum)
+                if is_saved and not (is_large and is_epoch_start and place not in self._of_loaders):
+                    value = self._encode_large(place, name, values[name]) if is_large else value
+                    if value is not END:
+                        state[name] = ("buffer", value) if name in buffers else value
+            state |= {name: REMOVED for name in objects if name not in values}
+            if state:
+                changed[place] = state
+                self._saved_names[place].update(state)
+                # The run has assigned new objects to these attributes. A resumed run must not
+                # change the old objects in place, because others may refer to them.
+                names = [name for name in state if name in values]
+                rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
+        return {**get_rng_state(), "parts": changed, "rebound": rebound}
 
-    def _find_rebound(self, place: str, state: dict[str, Any]) -> dict[Any, int]:
-        """Return the ids of the values to which saved attributes have been rebound.
-
-        A resumed run does not change the old values in place, because others may refer to them.
-        """
-        start = self._start_objects.get(place, {})
-        values = self._find_attributes(place).items()
-        found = {n: value for n, value in values if n in state and type(value) not in ATOMS}
-        return {n: id(found[n]) for n in found if not is_same(start.get(n), mark_object(found[n]))}
-
-    def _find_differing_values(
-        self, states: dict[str, dict[str, Any]], rebound: dict[str, dict[Any, int]]
-    ) -> set[int]:
-        """Return the ids of values that attributes share, although their saved values differ.
-
-        Changing such a list in place would change all of its attributes.
-        """
-        holders: dict[int, list[Any]] = defaultdict(list)
-        for place, part in self.parts.items():
-            for name, value in namespace_of(part).items():
-                if name not in rebound.get(place, {}):
-                    holders[id(value)].append(states.get(place, {}).get(name, END))
-        return {
-            number
-            for number, (first, *others) in holders.items()
-            if not all(is_same(first, other) for other in others)
-        }
-
-    def _restore_rebound(self, saved_id: int, current: Any, value: Any) -> Any:
-        # This resume may have assigned the object already, when it restored an earlier state.
-        is_known = self._restored_objects.get(saved_id, END) is current
-        restored = current if is_known and replace_content(current, value) else value
-        self._restored_objects[saved_id] = restored
-        return restored
-
-    def _may_change_in_place(self, place: str, name: str, current: Any) -> bool:
-        # If a hook of this run has assigned another object, others may refer to that object. If the
-        # current tensor is a weight of the model, do not overwrite the weight.
-        mark = mark_object(current)
-        is_start = is_same(self._start_objects.get(place, {}).get(name, mark), mark)
-        return is_start and address_of(current) not in self.weights
-
-    def keep_start_values(self, states: dict[str, dict[str, Any]]) -> None:
-        """Copy the loaders' large attributes before values from a checkpoint overwrite them."""
-        for place, state in states.items():
-            start = self._start_states.get(place, {})
-            for name in state.keys() & start.keys():
-                if place.startswith(("train ", "val ")) and type(start[name]) is ChangeMark:
-                    value = namespace_of(self.parts[place])[name]
-                    with suppress(TypeError):
-                        # `reset_loaders` cannot restore the attribute from a checksum, so store a
-                        # copy.
-                        start[name] = encode_large(value, self.loop.fabric.device)
-
-    def _warn_missing(self, states: Iterable[str]) -> None:
-        missing = [place.removesuffix(".") for place in states if place not in self.parts]
-        if missing:
-            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
-            text += " not created it. A resumed run may differ. Create it in __init__."
-            warnings.warn(text, stacklevel=3)
-
-    def _warn_unsaved(self, place: str, name: str, reason: str) -> None:
-        if (place, name) not in self._warned_attributes:
-            self._warned_attributes.add((place, name))
-            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} is neither saved"
-            text += f" nor restored ({reason}). A resumed run may differ. Keep numbers, tensors or"
-            text += " lists in the attribute instead, such as the position in the data."
+    def _encode_large(self, place: str, name: str, value: Any) -> Any:
+        device = self._loop().fabric.device
+        try:
+            if isinstance(value, nn.Module):
+                flags = flags_of(value)["requires_grad"]
+                return "state", encode(value.state_dict(), device), encode(flags, device)
+            return encode(value, device, self.weights)
+        except TypeError as error:
+            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed, but"
+            text += f" is not saved, because it contains {error} objects. A resumed run may differ."
             warnings.warn(text, stacklevel=2)
+            return END
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore attributes and RNG states that get_changed_state() has returned."""
+        self.load_parts(state.get("parts", {}), state.get("rebound", {}))
+        set_rng_state(state)
+        if state.get("is_of_other_process"):
+            # The saved run had fewer processes, so this process draws its own random numbers.
+            seed = int(torch.randint(2**31, ())) + self._loop().fabric.global_rank
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+
+    def load_parts(
+        self, states: dict[str, dict[str, Any]], rebound: Mapping[str, Iterable[str]]
+    ) -> None:
+        parts = self.find_parts()
+        for place, state in states.items():
+            if place not in parts:
+                text = f"resume: the saved run created {place!r} during training, but this run has"
+                text += " not created it. A resumed run may differ. Create it in __init__."
+                warnings.warn(text, stacklevel=3)
+                continue
+            self._saved_names[place].update(state)
+            for name, value in state.items():
+                self._load_value(parts[place], name, value, name in rebound.get(place, ()))
+
+    def _load_value(self, part: Any, name: str, value: Any, is_rebound: bool) -> None:
+        """Restore an attribute of an object from its encoded value."""
+        target, tag = vars(part), value[0] if isinstance(value, tuple) else None
+        if tag == "buffer":
+            if name not in part._buffers:
+                part.register_buffer(name, None, persistent=False)
+            value = value[1]
+        if isinstance(part, nn.Module) and name in part._buffers:
+            target = part._buffers
+        current = target.get(name, getattr(type(part), name, None))
+        weights = self._network.state_dict(keep_vars=True)
+        decoded = partial(decode, device=self._loop().fabric.device, weights=weights)
+        if tag == "removed":
+            target.pop(name, None)
+        elif isinstance(current, GENERATORS):
+            set_random_state(current, value)
+        elif tag == "state":
+            load_object(name, current, *map(decoded, value[1:]))
+        elif is_random_state(value):
+            text = f"resume: the saved run created the random generator {name!r} during training,"
+            text += " but this run has not created it. A resumed run may differ. Create it in"
+            warnings.warn(f"{text} __init__.", stacklevel=4)
+        else:
+            new = decoded(value)
+            if isinstance(new, defaultdict):
+                new.default_factory = getattr(current, "default_factory", None)
+            # Do not change a class attribute in place, because other instances use it, too.
+            is_in_place = not is_rebound and name in target
+            is_in_place = is_in_place and address_of(current) not in self.weights
+            if not (is_in_place and replace_content(current, new)):
+                target[name] = new
+
+    def get_changed_flags(self) -> dict[str, dict[str, bool]]:
+        """Return what has changed of requires_grad, and of the train and eval modes."""
+        changed: dict[str, dict[str, bool]] = {}
+        for kind, flags in flags_of(self._network).items():
+            starts = [start[kind] for start in self._start_flags]
+            names = [n for n in flags if any(start.get(n) != flags[n] for start in starts)]
+            changed[kind] = {name: flags[name] for name in names}
+        return changed
 
     def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
-        """For each process, convert FabricLoop's saved attributes to MiniLoop's format."""
-        # FabricLoop saves random generators in a format that MiniLoop cannot read.
-        parts = self.get_changed_state()["parts"]
-        values = [namespace_of(self.parts[p]).get(name) for p in parts for name in parts[p]]
-        is_complete = not self._unknown_start_values and not any(
-            isinstance(v, GENERATORS) for v in values
-        )
+        """For each process, convert the model's attributes that FabricLoop saved."""
+        is_complete, parts = True, self.find_parts()
         for of_process in ranks:
+            has_generators = bool(of_process["plain_state"]["generators"])
+            is_complete = is_complete and not has_generators
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
-            marks: dict[str, dict[str, int]] = defaultdict(dict)
-            rebound = of_process["plain_state"]["rebound"]
+            rebound: dict[str, list[str]] = defaultdict(list)
             for (path, name), value in of_process["plain_state"]["attributes"].items():
                 root, _, place = path.partition(".")
-                if root == "optimizer":
-                    place = path.replace("optimizer.0", "fit optimizer", 1)
-                is_complete = is_complete and root in ("model", "optimizer")
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
                 of_module = re.sub(r"(^|\.)buffers$", "", place)
-                if place not in self.parts and place != of_module and value != REMOVED:
-                    value = "buffer", value
-                converted[place if place in self.parts else of_module][name] = value
-                if (path, name) in rebound:
-                    marks[place if place in self.parts else of_module][name] = rebound[path, name]
-            of_process["rng"] |= {"parts": converted, "rebound": marks}
-        text = "resume: got a checkpoint in which FabricLoop saved random generators or attributes"
-        text += " of loaders. MiniLoop cannot restore them. Resume with FabricLoop, or use load= to"
-        text += " start a new run from the weights."
-        check(is_complete, text)
-
-    # Loaders
-
-    def get_changed_loader_state(self) -> dict[str, Any]:
-        """Return the RNG states, and the loaders' attributes that have changed during the run."""
-        return self.get_changed_state({*self._loader_places()})
-
-    def _loader_places(self) -> list[str]:
-        return [place for place in self._start_states if place in self._read_places]
-
-    def restore_epoch_start(
-        self, epoch_start: dict[str, Any], saved: dict[str, dict[str, Any]]
-    ) -> None:
-        """Reset the loaders to the start of the epoch, to read the same batches as the saved run.
-
-        Args:
-            saved: The attributes at the time of the save.
-        """
-        before = [self._find_attributes(place).values() for place in self.parts]
-        self._objects_before_reset = {id(value): value for value in chain.from_iterable(before)}
-        # The attributes of the loaders' objects before the reset, except large ones.
-        self._values_before_reset.clear()
-        added: dict[str, dict[str, Any]] = {}
-        for place in self._loader_places():
-            part, start = self.parts[place], self._start_states[place]
-            small = [n for n in self._plain_state(place) if type(start.get(n)) is not ChangeMark]
-            values = namespace_of(part)
-            self._values_before_reset.append(
-                (part, {name: values[name] for name in small if name in values})
-            )
-            added[place] = dict.fromkeys(saved.get(place, {}).keys() - start.keys(), REMOVED)
-        self.reset_loaders({})
-        self.load_parts(added)
-        self.load_parts(epoch_start["parts"], epoch_start.get("rebound"))
-        set_rng_state(epoch_start)
-
-    def restore_after_rereading(self, state: dict[str, Any]) -> None:
-        """Restore the state from before the finished batches were read again."""
-        # Resetting the loaders, or reading the finished batches again, may assign new lists and
-        # tensors to the loaders' attributes. Put the original objects back, because the model may
-        # refer to them.
-        for part, values in self._values_before_reset:
-            current = namespace_of(part)
-            for name in [n for n in values if type(current.get(n)) is type(values[n])]:
-                set_value(part, name, values[name])
-        self.reset_loaders(state["parts"])
-        self._restored_objects.update(self._objects_before_reset)
-        self.load_state(state)
-
-    def clear_epoch_start_copies(self) -> None:
-        """Clear the copies and references that only the start of an epoch needs."""
-        self._large_values.clear()
-        self._restored_objects.clear()
-        self._values_before_reset.clear()
-        self._objects_before_reset.clear()
-
-    def copy_large_values(self) -> None:
-        """Copy loader attributes that have only a checksum, so that they can be restored."""
-        for place in self._loader_places():
-            for name, value in namespace_of(self.parts[place]).items():
-                is_marked = type(self._start_states[place].get(name)) is ChangeMark
-                if is_marked and not (holds_objects(value) or isinstance(value, nn.Module)):
-                    copied = value
-                    # To save memory, do not copy a tensor or an array larger than 256 MB. If a hook
-                    # changes such a value in place, the loop cannot restore the value.
-                    if getattr(value, "nbytes", 0) <= 2**28:
-                        is_tensor = isinstance(value, Tensor)
-                        copied = value.detach().clone() if is_tensor else copy.copy(value)
-                    self._large_values[place, name] = value, copied
-
-    def reset_loaders(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Reset changed attributes of the loaders to their values at the start of the run.
-
-        Args:
-            saved: The attributes in the checkpoint, which are not reset. Hooks such as
-                on_train_start may have changed attributes that the checkpoint lacks.
-        """
-        ids = {*map(id, [*self._network.modules(), *self._network.parameters()])}
-        changed: dict[str, dict[str, Any]] = defaultdict(dict)
-        for place in self._loader_places():
-            attributes, state = namespace_of(self.parts[place]), self._plain_state(place)
-            for name, start in list(self._start_states[place].items()):
-                is_unsaved = name in attributes and name not in state
-                is_unsaved = is_unsaved or refers_to(attributes.get(name), ids)
-                is_known = name in saved.get(place, {}) or is_unsaved
-                if is_known or is_same(state.get(name, END), start):
-                    continue
-                if isinstance(start, ChangeMark):
-                    self._reset_large_value(place, name)
-                else:
-                    changed[place][name] = start
-        self.load_parts(changed)
-
-    def _reset_large_value(self, place: str, name: str) -> None:
-        if (place, name) not in self._large_values:
-            return
-        value, copied = self._large_values[place, name]
-        set_value(self.parts[place], name, value)
-        start = self._start_states[place]
-        if is_same(self._plain_state(place).get(name), start[name]):
-            return
-        if value is not copied and replace_content(value, copied):
-            mark = self._plain_state(place)[name]
-            if isinstance(value, Tensor):
-                # replace_content() changes the tensor's version counter, so record the new one.
-                start[name] = mark
-            if is_same(mark, start[name]):
-                return
-        text = f"resume: on_train_start or set_epoch() changed the attribute {name!r} of the"
-        text += f" {place} in place, and the loop cannot restore its value. A resumed run may"
-        text += " differ. Assign a new value to the attribute instead of changing it in place."
-        warnings.warn(text, stacklevel=2)
+                if place not in parts and place != of_module and value != REMOVED:
+                    place, value = of_module, ("buffer", value)
+                is_complete = is_complete and root == "model" and place in parts
+                converted[place][name] = value
+                if (path, name) in of_process["plain_state"]["rebound"]:
+                    rebound[place].append(name)
+            of_process["rng"] |= {"parts": converted, "rebound": rebound}
+        text = "resume: got a checkpoint in which FabricLoop saved random generators, or attributes"
+        text += " of loaders or other objects. MiniLoop cannot restore them. Resume with"
+        check(is_complete, f"{text} FabricLoop, or use load= to start a new run from the weights.")
 
     def record_iterators(self) -> None:
-        """Remember the loader's iterators, to find the ones that iter(loader) does not replace."""
+        """Record the loader's iterators, to find those that iter(loader) does not replace."""
         self._iterators = self._find_iterators()
 
-    def _find_iterators(self) -> dict[tuple[str, str], Any]:
-        """Return the iterators that the training loader and its dataset hold in attributes."""
+    def _find_iterators(self) -> dict[str, Any]:
         # Worker processes start each epoch with a new copy of the dataset.
-        has_workers = getattr(self.loop.train_loader, "num_workers", 0) > 0
+        has_workers = getattr(self._of_loaders["train loader"], "num_workers", 0) > 0
         skipped = ("train dataset", "train collate_fn") if has_workers else ()
-        places = [p for p in self.parts if p.startswith("train ") and not p.startswith(skipped)]
-        parts = ((place, self.parts[place]) for place in places)
-        found: dict[tuple[str, str], Any] = {}
-        for place, part in parts:
-            found.update(((place, name), value) for name, value in namespace_of(part).items())
-        return {key: value for key, value in found.items() if is_library_iterator(value)}
+        return {
+            f"{place}.{name}": value
+            for place, part in self._of_loaders.items()
+            if place.startswith("train ") and not place.startswith(skipped)
+            for name, value in attributes_of(part).items()
+            if is_library_iterator(value)
+        }
 
-    def warn_of_lasting_iterators(self) -> list[str]:
+    def find_lasting_iterators(self) -> list[str]:
         """Return the loader's iterators that iter(loader) did not replace, and warn about them."""
         current = self._find_iterators()
-        lasting = [key for key in current if self._iterators.get(key) is current[key]]
-        for place, name in lasting:
-            kind = type(current[place, name]).__name__
-            self._warn_unsaved(place, name, f"the position of a {kind} cannot be saved")
-        return [f"{place}.{name}" for place, name in lasting]
-
-    # Earlier fits in the same process
-
-    def undo_earlier_fits(self, run: Path | None, resumed: dict[str, Any]) -> None:
-        """Before a resume, undo changes that earlier ``fit`` calls made to the model and loaders.
-
-        Args:
-            run: The folder of the run to resume, or None for a new run, which resets nothing.
-        """
-        # A checkpoint contains only attributes that the saved run has changed. Earlier fits may
-        # have changed other attributes, so reset these attributes here.
-        self.add_optimizer([*split_optimizers(getattr(self.loop, "optimizer", None))[0], None][0])
-        ranks = resumed.get("fabric_template", {}).get("ranks") or [{}]
-        saved = ranks[self.loop.fabric.global_rank % len(ranks)].get("rng", {}).get("parts", {})
-        states: dict[str, dict[str, Any]] = {}
-        contents: dict[str, dict[str, Any]] = {}
-        if run is not None:
-            # Register load_parts first, so that ExitStack calls it last, after attributes are
-            # restored.
-            self._restore_on_failure.callback(self.load_parts, contents)
-            self._restore_on_failure.callback(self._start_objects.clear)
-        for place, owner, kind in self._record_keys():
-            is_recorded = kind in EARLIER_FITS.get(id(owner), {})
-            values: Any = self._read_values(place, kind) if is_recorded else None
-            start = {} if values is None else self._take_start_values(owner, kind, run, values)
-            if start and kind == "options":
-                self._restore_on_failure.callback(vars(self.loop).update, values)
-                vars(self.loop).update(start)
-            elif start and kind in ("requires_grad", "training"):
-                self._restore_on_failure.callback(set_flags, self._network, {kind: values})
-                set_flags(
-                    self._network, {kind: {n: v for n, v in start.items() if v is not REMOVED}}
-                )
-            elif start:
-                state = states[place] = self._choose_restorable(place, start, values, saved)
-                rebound = EARLIER_FITS[id(owner)].get(f"rebound {kind}", set())
-                # Others may refer to objects that earlier fits have assigned. Do not change them.
-                self._start_objects[place] = dict.fromkeys(rebound)
-                names = [n for n in state if not isinstance(values.get(n), ChangeMark)]
-                names = [n for n in names if n not in rebound]
-                contents[place] = {name: values.get(name, REMOVED) for name in names}
-                part = self.parts[place]
-                for name in namespace_of(part).keys() & state:
-                    self._restore_on_failure.callback(
-                        set_value, part, name, namespace_of(part)[name]
-                    )
-        if states:
-            self.load_parts(states)
-
-    def _take_start_values(
-        self, owner: Any, kind: str, run: Path | None, values: dict[str, Any]
-    ) -> dict[str, Any]:
-        """For attributes that have changed since a run started, return the values at its start."""
-        # While this fit runs, remove the start values from EARLIER_FITS. Otherwise, a hook that
-        # calls another fit with the same model would change the start values.
-        starts, end = EARLIER_FITS[id(owner)].pop(kind)
-        self._starts[id(owner), kind] = starts
-        # Do not undo changes that the user has made since the latest fit.
-        for name in changed_names(end, values):
-            for start in starts.values():
-                start[name] = values.get(name, REMOVED)
-        start = starts.get(run, values)
-        return {name: start.get(name, REMOVED) for name in changed_names(start, values)}
-
-    def _choose_restorable(
-        self, place: str, start: dict[str, Any], values: dict[str, Any], saved: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the attributes that can be reset to their values at the start of the run."""
-        chosen, of_place = {}, saved.get(place, {})
-        for name, value in start.items():
-            path, current = f"{place}.{name}".removeprefix("."), values.get(name)
-            is_generator = is_random_state(value) and type(value) is type(current)
-            is_needed = is_object_state(of_place.get(name)) and not is_generator
-            is_needed = is_needed or any(is_inside(other, path) for other in saved)
-            is_mark = isinstance(value, ChangeMark)
-            is_unknown = is_mark or (is_object_state(value) and type(value) is not type(current))
-            are_objects = isinstance(value, ObjectMark) and isinstance(current, ObjectMark)
-            if not (is_needed or is_unknown):
-                chosen[name] = value
-            elif is_needed or not are_objects:
-                self._unknown_start_values.add((place, name))
-            is_lost = is_unknown and not (is_needed or are_objects)
-            if is_lost and name in values and name not in of_place:
-                text = f"resume: an earlier fit in this process changed the attribute {name!r} of"
-                text += f" the {place or 'model'}, and the loop cannot restore its value. A resumed"
-                text += " run may differ. Create the model and the loaders again."
-                warnings.warn(text, stacklevel=2)
-        return chosen
-
-    def record_run_start(self, run: Path, options: dict[str, Any]) -> None:
-        """Record the attributes of the model, the loaders and the loop at the start of training."""
-        self._restore_on_failure.pop_all()
-        self._recorded_objects = self.get_object_marks()
-        values = {"options": options, **self._start_flags}
-        for place, owner, kind in self._record_keys():
-            start = values.get(kind, self._start_states.get(place))
-            if start is not None:
-                starts = self._starts.setdefault((id(owner), kind), {})
-                newest = [{}, *starts.values()][-1]
-                # If this process already started the run, keep the attributes from the first start.
-                start = starts.pop(run) if run in starts else share_equal_values(start, newest)
-                starts[run] = start
-                # To save memory, keep the start values of only the latest four runs.
-                for oldest in [*starts][:-4]:
-                    del starts[oldest]
-
-    def _record_end(self) -> None:
-        current = self.get_object_marks()
-        for place, owner, kind in self._record_keys() if self._starts else ():
-            starts = self._starts.get((id(owner), kind), {})
-            values = self._read_values(place, kind) if starts else None
-            if values is not None:
-                newest = [*starts.values()][-1]
-                record_of(owner)[kind] = starts, share_equal_values(values, newest)
-                before = self._recorded_objects.get(place, {})
-                changed = changed_names(before, current.get(place, {})) if before else ()
-                record_of(owner).setdefault(f"rebound {kind}", set()).update(changed)
-
-    def _record_keys(self) -> list[tuple[str, Any, str]]:
-        """Return tuples such as ("", model, "training") for values to record in EARLIER_FITS."""
-        self.find_objects()
-        model = self.parts.get("")
-        model = model if type(model).__weakrefoffset__ else self.loop
-        keys = [("", self.loop, "options"), ("", model, "requires_grad"), ("", model, "training")]
-        for place, part in self.parts.items():
-            # EARLIER_FITS needs weak references, which lists and dicts do not support. Store the
-            # values of lists and dicts together with the values of the model.
-            is_owner = type(part).__weakrefoffset__
-            keys.append((place, part, "attributes") if is_owner else (place, model, f"of {place}"))
-        return keys
-
-    def _read_values(self, place: str, kind: str) -> Any:
-        """Return the options, flags or attributes that ``kind`` selects, or None if reading fails.
-
-        Args:
-            place: The path of the object.
-            kind: "options" for the loop's options, "requires_grad" or "training" for the flags of
-                the model, or any other string for the attributes of the object.
-        """
-        if kind == "options":
-            return {name: getattr(self.loop, name) for name in NUMBERS}
-        if kind in ("requires_grad", "training"):
-            return flags_of(self._network)[kind]
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self._marked_state(place)
-        return None
+        lasting = [name for name in current if self._iterators.get(name) is current[name]]
+        for name in lasting:
+            text = f"checkpoint: the position of the iterator {name!r} cannot be saved, so no run"
+            text += " can resume after the first epoch. Create the iterator in __iter__."
+            warnings.warn(text, stacklevel=2)
+        return lasting
 
 
-def objects_in(owner: Any, known: set[int], network: set[int] | None = None) -> dict[str, Any]:
-    """Return the objects nested in an object, keyed by path.
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without those that torch or the loop sets itself."""
+    values: dict[str, Any] = {**getattr(part, "__dict__", {})}
+    left_out: Iterable[str] = ()
+    if isinstance(part, MiniLoop):
+        left_out = LOOP_ATTRIBUTES
+    elif isinstance(part, nn.Module):
+        left_out = MODULE_ATTRIBUTES
+        values.update((name, part._buffers.get(name)) for name in part._non_persistent_buffers_set)
+    elif isinstance(part, torch.optim.Optimizer):
+        left_out = OPTIMIZER_ATTRIBUTES
+    # fabric.launch() adds attributes such as __pl_saved_kwargs to a DataLoader.
+    names = [n for n in values if n not in left_out and not str(n).startswith("__pl_")]
+    if is_installed(part):
+        names = [name for name in names if isinstance(values[name], GENERATORS)]
+    return {name: values[name] for name in names}
+
+
+def is_installed(part: Any) -> bool:
+    """Return whether an object, such as a transform, is of a class from an installed package."""
+    if isinstance(part, nn.Module | torch.optim.Optimizer | MiniLoop | torch_data.Dataset):
+        return False
+    file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
+    return "-packages" in (file or "") and not type(part).__module__.startswith("torch.")
+
+
+def objects_in(
+    part: Any, known: set[int], network: set[int] | None = None, depth: int = 3
+) -> dict[str, Any]:
+    """Return the objects in the attributes of an object, at most three levels deep, with paths.
 
     Args:
-        known: The ids of objects to skip.
-        network: The ids of the model's modules, to also return modules outside the model.
+        known: The ids of objects to leave out. The function adds the ids of the objects it finds.
+        network: The ids of the model's modules, or None to leave out all modules.
     """
     found: dict[str, Any] = {}
-    modules: dict[str, Any] = {}
-    seen, waiting = {id(owner), *known}, deque([("", owner)])
-    while waiting and len(found) < 500:
-        path, part = waiting.popleft()
-        is_list = isinstance(part, list | tuple | deque)
-        items = dict(enumerate(part)) if is_list else find_attributes_to_search(part)
-        for name, value in items.items():
-            place = f"{path}.{name_of_key(name)}".removeprefix(".")
-            if id(value) in seen or type(value) in ATOMS:
+    for name, value in attributes_of(part).items():
+        items = {name: value}
+        if isinstance(value, list | tuple | deque | dict) and len(value) <= 500:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            items = {f"{name}.{key}": item for key, item in pairs}
+        for path, item in items.items():
+            if id(item) in known or type(item) in ATOMS:
                 continue
-            for module_place, module in find_outside_modules(place, value, network):
-                if id(module) not in seen:
-                    modules[module_place] = module
-                    waiting.append((module_place, module))
-                    seen.add(id(module))
-            is_short = isinstance(value, list | tuple | deque | dict) and len(value) <= 500
-            is_item = is_list or CONTAINERS.get(type(part).__name__) is type(part)
-            if is_item and (is_stateful(value) or isinstance(value, nn.Module)):
-                found[place] = SimpleNamespace(item=value)
-            elif is_own_object(value):
-                found[place] = value
-            if is_short or found.get(place) is value:
-                waiting.append((place, value))
-                seen.add(id(value))
-    return {**found, **modules}
+            is_module = isinstance(item, nn.Module)
+            if is_own_object(item):
+                known.add(id(item))
+                inner = objects_in(item, known, network, depth - 1) if depth > 1 else {}
+                found |= {path: item, **{f"{path}.{place}": inner[place] for place in inner}}
+            elif is_module and network is not None and is_outside(item, network):
+                found |= {f"{path}.{place}": module for place, module in item.named_modules()}
+            is_part = is_stateful(item) or isinstance(item, GENERATORS)
+            if path != name and (is_part or f"{path}." in found):
+                found[path] = SimpleNamespace(item=item)
+    return found
 
 
-def find_attributes_to_search(part: Any) -> dict[Any, Any]:
-    """Return an object's attributes and, for a module or an optimizer, also its hooks."""
-    items = {**namespace_of(part)}
-    if isinstance(part, nn.Module):
-        hooks = hooks_of(part, HOOKS_OF_MODULE)
-        for parameter in part._parameters.values():
-            hooks += hooks_of(parameter, HOOKS_OF_PARAMETER)
-        items = {name: items[name] for name in items if name not in MODULE_ATTRIBUTES}
-        items["hooks"] = hooks
-    elif isinstance(part, torch.optim.Optimizer):
-        ignored = (*OPTIMIZER_ATTRIBUTES, *HOOKS_OF_OPTIMIZER)
-        items = {name: items[name] for name in items if name not in ignored}
-        items["hooks"] = hooks_of(part, HOOKS_OF_OPTIMIZER)
-    return items
-
-
-def find_outside_modules(
-    place: str, value: Any, network: set[int] | None
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a value and its submodules, with their paths, if they are not part of the model."""
-    if network is None or not isinstance(value, nn.Module):
-        return
-    is_outside = network.isdisjoint(map(id, value.modules()))
-    for name, module in value.named_modules():
-        is_metric = all(hasattr(module, method) for method in ("update", "compute", "reset"))
-        # Skip wrappers of the model, such as DistributedDataParallel, because they have no state.
-        if id(module) not in network and (is_outside or is_metric):
-            yield f"{place}.{name}", module
-
-
-def hooks_of(owner: Any, kinds: Iterable[str]) -> list[Any]:
-    """Return the hooks of a module, parameter or optimizer."""
-    hooks = [hook for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-    # If a hook is a bound method, return its object, because the object may have attributes that
-    # checkpoints must contain.
-    return [getattr(hook, "__self__", hook) for hook in hooks]
-
-
-def is_inside(path: str, outer: str) -> bool:
-    """Return whether a path such as "a.b" is inside an outer path such as "a", or equals it."""
-    return f"{path}.".startswith(f"{outer}.")
-
-
-def record_of(owner: Any) -> dict[str, Any]:
-    """Return the dict of an object in EARLIER_FITS, and create the dict if it is missing."""
-    if id(owner) not in EARLIER_FITS:
-        # When Python frees the object, remove its record, because a new object may get the same id.
-        weakref.finalize(owner, EARLIER_FITS.pop, id(owner), None)
-    return EARLIER_FITS.setdefault(id(owner), {})
-
-
-def changed_names(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return the names of attributes whose values differ between two dicts."""
-    names = {**first, **second}
-    return [n for n in names if not is_same(first.get(n, REMOVED), second.get(n, REMOVED))]
-
-
-def share_equal_values(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``values`` that shares equal values with ``others``, to save memory."""
-    return {n: others[n] if is_same(others.get(n, END), v) else v for n, v in values.items()}
-
-
-def create_item(parts: dict[str, Any], place: str) -> None:
-    """For a saved name such as "counts.0", create counts[0] if counts is a defaultdict."""
-    # The name of a module in a dict ends with a dot, as in "counts.0.".
-    path, _, key_name = place.removesuffix(".").rpartition(".")
-    owner, _, name = path.rpartition(".")
-    container: Any = namespace_of(parts.get(owner)).get(name)
-    key = key_of_name(key_name)
-    has_factory = isinstance(container, defaultdict) and container.default_factory is not None
-    if has_factory and key is not None:
-        container[key]
-
-
-def name_of_key(key: Any) -> str:
-    """Convert a dict key, an index or an attribute name to one part of a path like "pools.0"."""
-    if isinstance(key, str):
-        # Quote a string of digits, because `key_of_name` converts digits without quotes to an int.
-        return repr(key) if is_integer(key) else key
-    return str(key) if type(key) is int or isinstance(key, np.integer) else f"<{key}>"
-
-
-def key_of_name(name: str) -> int | str | None:
-    """Return the dict key for a part of a path, such as the int 0 for "0" in "pools.0"."""
-    if name.startswith("<"):
-        return None
-    if is_integer(name):
-        return int(name)
-    is_quoted = name.startswith("'") and is_integer(name[1:-1])
-    return name[1:-1] if is_quoted else name
-
-
-def is_integer(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+def is_outside(module: nn.Module, network: set[int]) -> bool:
+    """Return whether a module, such as a teacher in a list, shares no module with the model."""
+    return network.isdisjoint(map(id, module.modules()))
 
 
 def is_own_object(value: Any) -> bool:
     """Return whether to search an object, such as a user's dataset, for attributes to save."""
-    kind = type(value)
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, Enum, tuple))
     is_known = is_known or is_stateful(value) or is_loop(value)
-    is_library = kind.__module__.partition(".")[0] in LIBRARIES and kind is not SimpleNamespace
-    is_library = is_library and not is_hparams(value)
-    is_searched = not is_library or isinstance(value, torch_data.Dataset)
-    has_namespace = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    return has_namespace and is_searched and not is_known
-
-
-def is_hparams(value: Any) -> bool:
-    """Return whether a value is an AttributeDict of Lightning, such as ``self.hparams``."""
-    return isinstance(value, dict) and type(value).__name__ == "AttributeDict"
-
-
-def namespace_of(part: Any) -> dict[Any, Any]:
-    """Return the attributes of an object, or the items of a dict."""
-    if isinstance(part, dict):
-        return part
-    attributes = getattr(part, "__dict__", {})
-    if isinstance(part, MiniLoop):
-        return {name: attributes[name] for name in attributes if name not in LOOP_ATTRIBUTES}
-    slots = {name: getattr(part, name) for name in slots_of(type(part)) if hasattr(part, name)}
-    return {**slots, **attributes} if slots else attributes
-
-
-def set_value(part: Any, name: Any, value: Any) -> None:
-    """Set an attribute of an object or an item of a dict, or delete it if ``value`` is REMOVED."""
-    attributes = part if isinstance(part, dict) else getattr(part, "__dict__", {})
-    is_slot = attributes is not part and name in slots_of(type(part))
-    # setattr() would run the setter of a property, so write directly to slots and to __dict__.
-    if is_slot and value is not REMOVED:
-        object.__setattr__(part, name, value)
-    elif is_slot and hasattr(part, name):
-        object.__delattr__(part, name)
-    elif value is REMOVED:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = value
-
-
-def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            # Python stores a private slot such as __x under the name _Class__x.
-            is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def holds_objects(value: Any) -> bool:
-    """Return whether a list, dict or other container contains objects of the user's classes."""
-    if CONTAINERS.get(type(value).__name__) is not type(value):
-        return False
-    return any(map(is_own_object, islice(value.values() if isinstance(value, dict) else value, 64)))
+    is_library = type(value).__module__.partition(".")[0] in LIBRARIES
+    is_searched = not is_library or isinstance(value, torch_data.Dataset | SimpleNamespace)
+    return hasattr(value, "__dict__") and is_searched and not is_known
 
 
 def is_library_iterator(value: Any) -> bool:
     """Return whether a value is an iterator whose class is from Python or torch."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
-
-
-def encode_or_mark(value: Any, device: torch.device, weights: dict[Any, str]) -> Any:
-    """Encode a value, or return a checksum if the value is large."""
-    if type(value) in (list, tuple, set, dict):
-        # marshal is faster than `encode`, but raises a ValueError for tensors.
-        with suppress(ValueError):
-            content = marshal.dumps(value, 2)
-            if len(content) > 10_000:
-                return ChangeMark((zlib.crc32(content),))
-    try:
-        return encode(value, device, 10_000, weights)
-    except LargeValueError:
-        return ChangeMark((mark_value(value),))
-
-
-def check_unsaved(name: str, value: Any, is_in_loader: bool) -> None:
-    """Warn if an unsaved attribute is an iterator, and refuse random generators in a container."""
-    if is_library_iterator(value) and not is_in_loader:
-        text = f"checkpoint: the position of the iterator {name!r} ({type(value).__name__}) is not"
-        text += " saved. A resumed run may differ. Use FabricLoop, and pass the loader to fit()."
-        warnings.warn(text, stacklevel=2)
-    if isinstance(value, list | tuple | dict):
-        items = islice(value.values() if isinstance(value, dict) else value, 64)
-        has_generators = any(isinstance(item, GENERATORS) for item in items)
-        text = f"{name}: got random generators in a {type(value).__name__}. Assign each one to an"
-        text += " attribute of its own, or use FabricLoop."
-        check(not has_generators, text)
-
-
-class ChangeMark(tuple[Any, ...]):
-    """A checksum to detect changes in a module, a large tensor or a large array."""
-
-
-class ObjectMark(ChangeMark):
-    """A reference that shows whether an attribute still has the same object as before."""
-
-
-def mark_object(value: Any) -> ObjectMark:
-    is_referable = bool(type(value).__weakrefoffset__)
-    return ObjectMark((weakref.ref(value) if is_referable else id(value),))
-
-
-class LargeValueError(TypeError):
-    """Raised if a value is too large to encode, so that the caller stores a checksum instead."""
-
-
-def mark_array(array: Any) -> tuple[Any, ...]:
-    """Return an array's shape and a checksum, based on a sample if the array exceeds 256 MB."""
-    step = 1 if array.nbytes <= 2**28 else 1 + array.size // 1_000_000
-    items = np.ascontiguousarray(array.reshape(-1)[::step])
-    return array.shape, zlib.crc32(items.view(np.uint8).data)
-
-
-def mark_value(value: Any, depth: int = 0) -> Any:
-    """Return a checksum of a value, to detect later changes."""
-    kind = type(value)
-    if kind in ATOMS or isinstance(value, Enum) or kind is range:
-        return value
-    if kind in (Tensor, nn.Parameter):
-        return id(value), mark_tensor(value)
-    if isinstance(value, NUMPY) and not (value.dtype.hasobject or value.dtype.names):
-        return mark_array(np.asarray(value))
-    check_container(value, None, depth)
-    items: list[Any] = list(
-        chain.from_iterable(value.items()) if isinstance(value, dict) else value
-    )
-    if ATOMS.issuperset(map(type, items)):
-        return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # In `items`, the keys and values of a dict alternate. With an even step, items[::step] would
-    # contain only keys, so make the step odd.
-    step = (1 + len(items) // 2_000) | 1
-    marks = [mark_value(item, depth + 1) for item in items[::step]]
-    # `marks` has checksums of only some items of a long container. Version counters detect
-    # in-place changes of the skipped tensors, but no changes through `tensor.data`.
-    counted = [i for i in items if isinstance(i, Tensor) and not i.is_inference()]
-    versions = hash(tuple(item._version for item in counted))
-    # A new object can have the id of a deleted object, so also compare weak references.
-    references = [weakref.ref(i) for i in items if type(i).__weakrefoffset__]
-    return kind, len(items), hash(tuple(map(id, items))), references, versions, marks
-
-
-def mark_tensor(tensor: Any) -> Any:
-    """Return a tensor's version counter and checksum.
-
-    Return None for sparse tensors, meta tensors, and values that are not tensors.
-    """
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    # A change through `tensor.data` does not change the version counter, so compute a checksum. To
-    # save time, use only a sample of a GPU tensor, or of a tensor larger than 256 MB.
-    is_complete = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= 2**28
-    items = tensor.detach().reshape(-1)[:: 1 if is_complete else 1 + tensor.numel() // 10_000]
-    content = items.cpu().contiguous().view(torch.uint8).numpy().data
-    return None if tensor.is_inference() else tensor._version, zlib.crc32(content)
-
-
-def encode_large(value: Any, device: torch.device) -> Any:
-    """Encode a module's state_dict, a large tensor or a large array for a checkpoint."""
-    if isinstance(value, nn.Module):
-        flags = flags_of(value)["requires_grad"]
-        return "state", encode(value.state_dict(), device), encode(flags, device)
-    return encode(value, device)
 
 
 def is_stateful(value: Any) -> bool:
@@ -3417,86 +2633,103 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
+class Checksum(tuple[Any, ...]):
+    """A checksum of a large value or of a module, to detect changes without keeping a copy."""
+
+
+def mark_module(module: nn.Module) -> list[Any]:
+    tensors = module.state_dict().values()
+    return [*map(compute_checksum, tensors), flags_of(module)["requires_grad"]]
+
+
+def compute_checksum(value: Any) -> tuple[Any, ...]:
+    """Return a checksum of a tensor, an array or a container.
+
+    Use only a sample of tensors on a GPU, of values over 256 MB, and of long lists of tensors.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            raise TypeError(type(value).__name__)
+        is_small = value.device.type == "cpu" and value.numel() * value.element_size() <= 2**28
+        sample = value.detach().reshape(-1)[:: 1 if is_small else 1 + value.numel() // 10_000]
+        content = sample.cpu().contiguous().view(torch.uint8).numpy().data
+        return tuple(value.shape), str(value.dtype), zlib.crc32(content)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or value.dtype.names:
+            raise TypeError("ndarray")
+        part = value.reshape(-1)[:: 1 if value.nbytes <= 2**28 else 1 + value.size // 10_000]
+        return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(part).view("u1").data)
+    with suppress(ValueError):
+        # marshal raises a ValueError for tensors and objects.
+        return type(value), zlib.crc32(marshal.dumps(value, 2))
+    items = list(value.values() if isinstance(value, dict) else value)
+    order = zlib.crc32(array("Q", map(id, items)).tobytes())
+    known = [item for item in items[:: 1 + len(items) // 1000] if type(item) not in ATOMS]
+    return type(value), len(items), order, *map(compute_checksum, known)
+
+
 def encode(
     value: Any,
     device: torch.device,
+    weights: Mapping[int | None, str] = MappingProxyType({}),
     most: int | None = None,
-    weights: Mapping[Any, str] = MappingProxyType({}),
     depth: int = 0,
 ) -> Any:
     """Encode a value of an attribute for a checkpoint, such as (1, 2) as ("tuple", [1, 2]).
 
+    Raise a TypeError for an unsupported value.
+
     Args:
-        most: The number of items above which a LargeValueError is raised, or None for no limit.
+        weights: The names of the model's weights, keyed by their ids and memory addresses.
+        most: The number of items above which an OverflowError is raised, or None for no limit.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
     if kind in (Tensor, nn.Parameter):
-        return encode_tensor(value, device, most, weights, depth)
+        weight = weights.get(address_of(value))
+        if weight is not None and depth > 0:
+            # If a list or dict contains a weight of the model, save only the weight's name.
+            place = list(value.shape), list(value.stride()), value.storage_offset()
+            return "weight", weight, kind is nn.Parameter, *place
+        if weight is not None:
+            raise TypeError(name)
+        if size > (most or math.inf):
+            raise OverflowError
+        has_gradient = value.requires_grad and value.is_leaf
+        copied = value.detach().to("cpu", copy=True)
+        return name.lower(), copied, has_gradient, value.device == device
     if isinstance(value, NUMPY):
-        return encode_array(value, most)
-    if kind is range:
-        return name, [value.start, value.stop, value.step]
-    if isinstance(value, SynchronizedBase) and depth == 0:
-        content = value.get_obj()
-        content = content.value if hasattr(content, "value") else list(content)
-        return "shared", encode(content, device, most, weights, depth + 1)
-    place = kind.__module__, kind.__qualname__
-    if isinstance(value, Enum) and find_class(kind, *place) is kind:
-        return "enum", value.name if value.name in kind.__members__ else value.value, *place
-    if isinstance(value, tuple) and hasattr(kind, "_fields") and find_class(kind, *place) is kind:
-        items = [encode(item, device, most, weights, depth + 1) for item in value]
-        return "named tuple", items, *place
-    check_container(value, most, depth)
+        if value.dtype.hasobject or value.dtype.names:
+            raise TypeError(name)
+        if size > (most or math.inf):
+            raise OverflowError
+        data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
+        return name, data, value.dtype.str, list(value.shape)
+    names = kind.__module__, kind.__qualname__
+    is_known = find_class(*names) is kind
+    if is_known and isinstance(value, Enum) and value.name in kind.__members__:
+        return "enum", value.name, *names
+    if is_known and isinstance(value, tuple) and hasattr(kind, "_fields"):
+        items = [encode(item, device, weights, most, depth + 1) for item in value]
+        return "named tuple", items, *names
+    if CONTAINERS.get(name) is not kind or depth == 10:
+        raise TypeError(name)
+    if isinstance(value, dict | set | frozenset) and not weights.keys().isdisjoint(value):
+        raise TypeError(f"{name} with ids of weights")
+    if len(value) > (most or math.inf):
+        raise OverflowError
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     if not ATOMS.issuperset(map(type, items)):
-        items = [encode(item, device, most, weights, depth + 1) for item in items]
+        items = [encode(item, device, weights, most, depth + 1) for item in items]
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
 
 
-def check_container(value: Any, most: float | None, depth: int) -> None:
-    """Raise a TypeError for an unsupported or too deeply nested container.
-
-    If a container has too many items, raise a LargeValueError.
-    """
-    kind = type(value)
-    if CONTAINERS.get(kind.__name__) is not kind or depth == 10:
-        raise TypeError(kind.__name__)
-    if len(value) > (most or math.inf):
-        raise LargeValueError(kind.__name__)
-
-
-def encode_tensor(
-    tensor: Tensor, device: torch.device, most: int | None, weights: Mapping[Any, str], depth: int
-) -> Any:
-    name = weights.get(address_of(tensor))
-    if name is not None and depth > 0:
-        # If a list or dict contains a weight of the model, save only the weight's name.
-        place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        return "weight", name, type(tensor) is nn.Parameter, *place
-    if name is not None:
-        raise TypeError("Tensor")
-    if most is not None and tensor.numel() > most:
-        raise LargeValueError("Tensor")
-    has_gradient = tensor.requires_grad and tensor.is_leaf
-    copied = tensor.detach().to("cpu", copy=True)
-    return type(tensor).__name__.lower(), copied, has_gradient, tensor.device == device
-
-
-def encode_array(value: Any, most: int | None) -> Any:
-    if value.dtype.hasobject or value.dtype.names:
-        raise TypeError("ndarray")
-    if most is not None and value.size > most:
-        raise LargeValueError("ndarray")
-    data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
-    name = "array" if isinstance(value, np.ndarray) else "scalar"
-    return name, data, value.dtype.str, list(value.shape)
-
-
-def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
+def decode(encoded: Any, device: torch.device, weights: Mapping[str, Any]) -> Any:
     """Convert an encoded value back to the original value."""
     if not isinstance(encoded, list | tuple):
         return encoded
@@ -3512,18 +2745,13 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
         return made.requires_grad_(has_gradient)
     if kind in ("array", "scalar"):
         data = b"" if content is None else content.numpy().tobytes()
-        array = np.frombuffer(data, options[0]).reshape(options[1]).copy()
-        return array if kind == "array" else array[()]
-    if kind == "enum" and isinstance(content, str):
-        return find_class(Enum, *options).__members__[content]
+        found = np.frombuffer(data, options[0]).reshape(options[1]).copy()
+        return found if kind == "array" else found[()]
     if kind == "enum":
-        # A combination of flags such as A | B has no name, so a checkpoint contains its value.
-        return find_class(Flag, *options)(content)
+        return find_class(*options).__members__[content]
     items = [decode(item, device, weights) for item in content]
-    if kind == "range":
-        return range(*items)
     if kind == "named tuple":
-        return tuple.__new__(find_class(tuple, *options), items)
+        return tuple.__new__(find_class(*options), items)
     if kind == "deque":
         return deque(items, *options)
     text = f"resume: got an attribute with a {kind}, which FabricLoop saved, but MiniLoop cannot"
@@ -3535,65 +2763,13 @@ def decode(encoded: Any, device: torch.device, weights: dict[str, Any]) -> Any:
     return made
 
 
-def find_class(base: type, module: str, name: str) -> Any:
-    """Return an already imported subclass of ``base`` by its name, or None."""
+def find_class(module: str, name: str) -> Any:
+    """Return an already imported Enum or named tuple class by its name, or None."""
     # Do not import modules, because a damaged checkpoint could name any module.
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, base) else None
-
-
-def register_buffers(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's saved attributes and buffers, and register the buffers that it lacks."""
-    found = dict(state)
-    for name, value in state.items() if isinstance(part, nn.Module) else ():
-        if isinstance(value, tuple) and value[0] == "buffer":
-            found[name] = value[1]
-            if name not in part._buffers:
-                set_value(part, name, REMOVED)
-                part._buffers[name] = None
-                part._non_persistent_buffers_set.add(name)
-    return found
-
-
-def load_plain_state(
-    part: Any,
-    state: dict[str, Any],
-    device: torch.device,
-    restore_value: Callable[[Any, Any, Any], Any],
-    weights: dict[str, Any],
-) -> None:
-    for name, value in state.items() if part is not None else ():
-        buffers = part._buffers if isinstance(part, nn.Module) else {}
-        of_class = getattr(type(part), str(name), None)
-        current: Any = {**buffers, **namespace_of(part)}.get(name, of_class)
-        if isinstance(value, tuple) and value[0] == "removed":
-            if name in buffers:
-                delattr(part, name)
-            set_value(part, name, REMOVED)
-        elif isinstance(current, np.random.Generator):
-            current.bit_generator.state = value
-        elif isinstance(current, random.Random):
-            current.setstate(value)
-        elif isinstance(current, torch.Generator | np.random.RandomState):
-            current.set_state(value)
-        elif is_random_state(value):
-            text = f"resume: the saved run created the random generator {name!r} during training,"
-            text += " but this run has not created it. A resumed run may differ. Create it in"
-            warnings.warn(f"{text} __init__.", stacklevel=2)
-        elif isinstance(value, tuple) and value[0] == "shared":
-            set_shared(name, current, decode(value[1], device, weights))
-        elif isinstance(value, tuple) and value[0] == "state":
-            load_object(name, current, *[decode(item, device, weights) for item in value[1:]])
-        else:
-            value = decode(value, device, weights)
-            if isinstance(value, defaultdict):
-                value.default_factory = getattr(current, "default_factory", None)
-            # Do not change a class attribute in place, because other instances use it, too.
-            existing = {**buffers, **namespace_of(part)}.get(name)
-            value = restore_value(name, existing, value)
-            set_value(buffers if name in buffers else part, name, value)
+    return found if isinstance(found, type) and issubclass(found, Enum | tuple) else None
 
 
 def load_object(
@@ -3610,62 +2786,32 @@ def load_object(
         parameter.requires_grad = requires_grad.get(place, parameter.requires_grad)
 
 
-def set_shared(name: str, current: Any, value: Any) -> None:
-    """Write a saved value into a multiprocessing.Value or Array."""
-    text = f"resume: got a value of {name!r} from shared memory, but this run has no such object."
-    check(isinstance(current, SynchronizedBase), f"{text} Create it in __init__.")
-    content = current.get_obj()
-    if hasattr(content, "value"):
-        content.value = value
-    else:
-        content[:] = value
-
-
 def replace_content(current: Any, value: Any) -> bool:
     """Copy a value into a tensor or container in place. Return False if the value does not fit."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
-    if type(current) is not type(value) or getattr(value, "is_sparse", False):
+    if type(current) is not type(value):
         return False
-    if isinstance(current, Tensor | np.ndarray):
-        with suppress(RuntimeError, ValueError):
-            return replace_elements(current, value)
-        return False
-    elif isinstance(current, list | deque):
-        current.clear()
-        current.extend(value)
-    elif isinstance(current, dict | set):
-        current.clear()
-        current.update(value)
-    else:
-        return False
-    return True
-
-
-def replace_elements(current: Any, value: Any) -> bool:
-    """Copy a tensor or an array into another one in place.
-
-    Return False, or raise a RuntimeError or a ValueError, if this is not possible.
-    """
-    is_tensor = isinstance(current, Tensor)
-    strides = current.stride() if is_tensor else current.strides
-    # In an expanded tensor, elements share their place in memory. Write to each place only once.
-    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
-    if 0 in strides and not bool((value[index] == value).all()):
-        return False
-    if is_tensor:
-        with torch.inference_mode(current.is_inference()), torch.no_grad():
-            current[index] = value[index]
+    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. They
+    # may already have the value, because they are views of another attribute.
+    with suppress(RuntimeError, ValueError):
+        if isinstance(current, Tensor):
+            if not torch.equal(current, value):
+                current.detach().copy_(value.detach())
+        elif isinstance(current, np.ndarray):
+            if not np.array_equal(current, value):
+                current[...] = value
+        elif isinstance(current, list | deque):
+            current.clear()
+            current.extend(value)
+        elif isinstance(current, dict | set):
+            current.clear()
+            current.update(value)
+        else:
+            return False
         return True
-    is_writeable = current.flags.writeable
-    # A read-only view of an array changes with the array.
-    current.flags.writeable = is_writeable or current.base is not None
-    try:
-        current[index] = value[index]
-    finally:
-        current.flags.writeable = is_writeable
-    return True
+    return False
 
 
 def address_of(value: Any) -> int | None:
@@ -3708,16 +2854,19 @@ def random_state(generator: Any) -> Any:
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
+def set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def is_random_state(value: Any) -> bool:
     """Return whether a saved value is the state of a random generator."""
     is_first = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
     return is_first or isinstance(value, Tensor | dict)
-
-
-def is_object_state(value: Any) -> bool:
-    """Return whether a saved value is loaded into an existing object such as a random generator."""
-    is_state = isinstance(value, tuple) and value[0] in ("state", "shared")
-    return is_state or is_random_state(value)
 
 
 def is_same(first: Any, second: Any) -> bool:

@@ -282,7 +282,6 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
         modules[name.removeprefix("model.")] = instance
     decoder = Decoder(run.fabric.device, run.network)
     weights = run.plain_state.addresses_of_network()
-    restored: dict[int, Any] = {}
     for place, attributes in parts.items():
         part: Any = modules.get(place)
         buffers: dict[str, Any] = part._buffers if isinstance(part, nn.Module) else {}
@@ -305,11 +304,9 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
             if value == REMOVED:
                 namespace.pop(name, None)
                 continue
-            decoded, saved_id = decoder.decode(value), rebound.get(place, {}).get(name)
-            # Attributes that shared an object in the saved run share it in this run.
-            decoded = decoded if saved_id is None else restored.setdefault(saved_id, decoded)
+            decoded = decoder.decode(value)
             # Do not change an object in place if the saved run assigned another object.
-            is_target = saved_id is None and name in namespace
+            is_target = name not in rebound.get(place, ()) and name in namespace
             is_target = is_target and not shares_memory(current, weights)
             if not (is_target and replace_content(current, decoded)):
                 namespace[name] = decoded

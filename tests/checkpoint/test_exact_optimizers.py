@@ -151,8 +151,10 @@ def test_a_checkpoint_of_mini_loop_contains_the_parameter_groups_only_once(tmp_p
     assert "groups" not in parts.get("", {})
 
 
-@pytest.mark.parametrize(("first", "second"), [LOOPS, LOOPS[::-1]])
-@pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithGroups])
+CROSSING = [(WithCopies, *LOOPS), (WithCopies, *LOOPS[::-1]), (WithOptimizer, MiniLoop, FabricLoop)]
+
+
+@pytest.mark.parametrize(("make", "first", "second"), CROSSING)
 def test_each_loop_restores_the_attributes_that_the_other_loop_saved(tmp_path, first, second, make):
     expected = train(second, tmp_path / "whole", make)
     with pytest.raises(Stop):

@@ -463,17 +463,21 @@ def test_mini_loop_and_fabric_loop_refuse_random_generators_saved_by_each_other(
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_mini_loop_refuses_a_model_with_random_generators_in_a_list_tuple_or_dict(kind):
-    """MiniLoop saves generators in attributes, but not in containers."""
-    generators = [("a", torch.Generator()), ("b", random.Random(1))]
-
+def test_mini_loop_restores_random_generators_in_a_list_tuple_or_dict(kind):
     class GeneratorHolder(Plain):
-        def __init__(self):
+        def __init__(self, seed=1):
             super().__init__()
-            self.generators = dict(generators) if kind is dict else kind(g for _, g in generators)
+            made = [torch.Generator().manual_seed(seed), random.Random(seed)]
+            self.generators = dict(enumerate(made)) if kind is dict else kind(made)
 
-    with pytest.raises(ValueError, match=f"generators: got random generators in a {kind.__name__}"):
-        fit("MiniLoop", "run", 1, make_module=GeneratorHolder)
+        def training_step(self, batch):
+            scale = torch.rand((), generator=self.generators[0]) + self.generators[1].random()
+            return super().training_step(batch) * scale
+
+    _, expected, _ = fit("MiniLoop", "whole", 4, make_module=GeneratorHolder)
+    fit("MiniLoop", "parts", 2, make_module=GeneratorHolder)
+    _, module, _ = fit("MiniLoop", "parts", 4, make_module=lambda: GeneratorHolder(2), resume="last")
+    assert_same_weights(expected.net, module.net)
 
 
 def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():

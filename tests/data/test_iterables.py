@@ -187,7 +187,7 @@ def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
-@pytest.mark.parametrize("make", [Slices, Nested, cycle])
+@pytest.mark.parametrize("make", [Slices, cycle])
 def test_mini_loop_cannot_resume_after_epoch_0_if_the_loader_contains_an_iterator(tmp_path, make):
     options = {"name": "run", "default_root_dir": tmp_path, "accelerator": "cpu"}
     loop = MiniLoop(max_epochs=1, **options)
