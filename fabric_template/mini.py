@@ -94,19 +94,9 @@ REFUSED_HOOKS = """
     on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
 """
 VERSION = "0.2.0"
-# The minimum of each option, and a description of its valid values for error messages.
-NUMBERS = {
-    "max_epochs": (-1, "a number of epochs (int >= 0), or -1 for no limit"),
-    "max_steps": (-1, "a number of optimizer steps (int >= 0), or -1 for no limit"),
-    "accumulate_grad_batches": (1, "a number of batches (int >= 1)"),
-    "seed": (0, "an int from 0 to 4294967295"),
-    "validate_every_n_steps": (1, "a number of optimizer steps (int >= 1)"),
-    "log_every_n_steps": (
-        0,
-        "a number of optimizer steps (int >= 1), or 0 to turn off step logging",
-    ),
-    "gradient_clip_val": (0, "a number >= 0"),
-}
+# The minimum of each option that is a number. For max_epochs and max_steps, -1 means no limit.
+NUMBERS = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
+NUMBERS |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
 # For each of these arguments of log(), MiniLoop accepts only the listed value or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
@@ -123,8 +113,6 @@ SECOND_BACKWARD = "training_step: got a second backward pass through the same gr
 SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
 SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
 SECOND_BACKWARD += " state, call detach() on them."
-NEEDS_CLOSURE = "optimizer: got an optimizer whose step() needs a closure. MiniLoop passes no"
-NEEDS_CLOSURE += " closure. Use FabricLoop."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -238,9 +226,6 @@ class MiniLoop:
         started, machines = started_processes()
         expected = 'expected a single device, or "ddp" in a script. For others, use FabricLoop.'
         if self.fabric is None:
-            # Fabric would ask users to install a package, such as deepspeed, or would need a GPU.
-            is_refused = str(self.strategy).startswith(("deepspeed", "fsdp", "xla"))
-            check(not is_refused, f"strategy: got {self.strategy!r}, {expected}")
             names = ("accelerator", "strategy", "devices", "precision")
             options = {name: getattr(self, name) for name in names}
             if self.devices == "auto" and started > 1:
@@ -274,13 +259,11 @@ class MiniLoop:
         check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
         if self.mode == "auto":
             direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            text = f"mode: got 'auto', but the metric name {self.monitor!r} does not show whether"
-            text += " smaller or larger is better. Write mode='min' or mode='max'."
-            check(direction is not None, text)
+            text = f"mode: got 'auto' for the unknown metric {self.monitor!r}. Write mode='min' if"
+            check(direction is not None, f"{text} smaller values are better, or mode='max'.")
             self.mode = str(direction)
         text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
-        text += ' such as {"lr": 0.1}.'
-        check(isinstance(self.hparams, Mapping | None), text)
+        check(isinstance(self.hparams, Mapping | None), f'{text} such as {{"lr": 0.1}}.')
         for option in ("name", "version"):
             value = getattr(self, option)
             is_text = isinstance(value, str) and value.isprintable()
@@ -289,14 +272,12 @@ class MiniLoop:
             expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
             is_valid = is_name or (option == "version" and is_number)
             check(is_valid, f"{option}: got {value!r}, expected {expected}.")
-        for option, (least, expected) in NUMBERS.items():
-            value = getattr(self, option)
-            most = 2**32 - 1 if option == "seed" else math.inf
-            is_optional = option not in ("max_steps", "accumulate_grad_batches")
+        for option, least in NUMBERS.items():
+            value, kind = getattr(self, option), "a number" if "clip" in option else "an int"
             is_number = type(value) is int or (type(value) is float and "clip" in option)
-            text = f"{option}: got {value!r}, expected {expected}."
-            is_valid = value is None if not is_number else least <= value <= most
-            check(is_valid and (is_number or is_optional), text)
+            is_optional = option not in ("max_steps", "accumulate_grad_batches")
+            is_valid = value >= least if is_number else value is None and is_optional
+            check(is_valid, f"{option}: got {value!r}, expected {kind} >= {least}.")
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
 
@@ -526,12 +507,8 @@ class MiniLoop:
             output = self._run_first_step(batch, batch_idx)
         else:
             output = self._run_step("training_step", batch, batch_idx)
-        if isinstance(output, tuple) and hasattr(output, "_asdict"):
-            output = output._asdict()
+        output = as_mapping(output)
         loss = find_loss(output, batch_idx)
-        if loss.is_leaf or loss._base is not None:
-            # The optimizer changes a parameter in place, so copy a loss that may be a parameter.
-            loss = loss.clone()
         # Keep the loss until the next step, so that autograd can reuse AccumulateGrad nodes.
         self._loss = loss
         self._log_output(output, "train_")
@@ -540,7 +517,7 @@ class MiniLoop:
         if self.accumulate_grad_batches > 1:
             loss = loss / self.accumulate_grad_batches
         # As in Trainer, on_train_batch_end gets the loss divided by accumulate_grad_batches.
-        self._outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
+        self._outputs = {**output, "loss": loss.detach()}
         try:
             self._precision.backward(loss, None)
         except RuntimeError as error:
@@ -570,11 +547,7 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        try:
-            self._precision.optimizer_step(self.optimizer)
-        except TypeError as error:
-            check("'NoneType' object is not callable" not in str(error), NEEDS_CLOSURE)
-            raise
+        self._precision.optimizer_step(self.optimizer)
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
         """Step the learning rate schedulers that are due.
@@ -623,12 +596,8 @@ class MiniLoop:
         for is_last, batch in self._timed(tqdm(self._batches, **bar)):
             self._is_last = is_last
             yield self._move(batch)
-        text = f"train_dataloaders: got {self.batches_done} batches in this epoch, but the loader's"
-        text += f" length is {length}. Return the correct length in __len__."
-        if length == math.inf or self.batches_done == 0:
-            text = f"The train loader ({type(self.train_loader).__name__}) yielded no batch in this"
-            text += " epoch. An iterator yields its batches only once. Pass an object that starts"
-            text += " again with each iter(), such as a DataLoader or a list."
+        text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
+        text += " Pass a loader that starts again with each iter(), such as a DataLoader or a list."
         check(self._is_last, text)
 
     def _start_batches(self) -> None:
@@ -739,9 +708,8 @@ class MiniLoop:
         """Run the first training step, which must not call loss.backward() or optimizer.step()."""
         self._is_first_batch = False
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
-        text = "expected a step that only computes the loss. Remove loss.backward(),"
-        text += " optimizer.step() and zero_grad() from the step, because the loop calls them."
-        text += " For gradients of a loss that the step does not return, use torch.autograd.grad()."
+        text = "expected a step that only computes the loss. Remove loss.backward() and"
+        text += " optimizer.step(), or use torch.autograd.grad() for the gradients of another loss."
 
         def refuse_step(other: Any, *_: Any) -> None:
             given = {p for group in other.param_groups for p in group["params"]}
@@ -760,8 +728,7 @@ class MiniLoop:
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch."""
-        # Without close(), garbage collection would end the worker processes. This takes five
-        # seconds per process.
+        # Without close(), garbage collection would take five seconds per process.
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -836,8 +803,7 @@ class MiniLoop:
         self._validated = self._update_metrics()
         if not self._validated:
             text = "validation_step returned no value and logged no metric. Return the loss at the"
-            text += " end of the step."
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(f"{text} end of the step.", stacklevel=3)
         self._reset_metrics()
         self._sums = training
         self._validation_names = set(self._validated)
@@ -869,8 +835,7 @@ class MiniLoop:
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
         if not (on_epoch or (on_step and is_in_batch)):
             text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in"
-            text += f" {self._hook}, which logs nothing in MiniLoop. Write on_epoch=True, or use"
-            raise ValueError(f"{text} FabricLoop.")
+            raise ValueError(f"{text} {self._hook}, which logs nothing. Write on_epoch=True.")
         if batch_size is not None and type(batch_size) is not int:
             # Clone a tensor, because the step may later change it in place.
             batch_size = to_metric("batch_size", batch_size).clone()
@@ -897,8 +862,7 @@ class MiniLoop:
     def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
         is_in_epoch = self._every is not None or self.max_steps != -1
         text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
-        text += " max_steps. MiniLoop cannot save the object's state within an epoch. Use"
-        text += " FabricLoop."
+        text += " max_steps, whose state MiniLoop cannot save within an epoch. Use FabricLoop."
         is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
         check(not is_saved, text)
         self._torchmetrics[self._hook, name] = metric
@@ -919,11 +883,7 @@ class MiniLoop:
 
     def _log_output(self, output: Any, prefix: str) -> None:
         """Log a step's output, which is a loss, a pair (loss, acc) or a dict of numbers."""
-        if isinstance(output, tuple) and hasattr(output, "_asdict"):
-            output = output._asdict()
-        elif isinstance(output, tuple) and len(output) == 2:
-            output = {"loss": output[0], "acc": output[1]}
-        values = output if isinstance(output, Mapping) else {"loss": output}
+        values = as_mapping(output)
         if self._is_lightning_module:
             # Read only the loss, because a LightningModule logs its other values itself.
             name = "loss" if "loss" in values else f"{prefix}loss"
@@ -1035,8 +995,7 @@ class MiniLoop:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
             text = f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
-            text += f" {self.global_step}. A smaller learning rate or gradient_clip_val=1.0 often"
-            text += " helps."
+            text += f" {self.global_step}. Try a smaller learning rate or gradient_clip_val=1.0."
             warnings.warn(text, stacklevel=3)
         self.history.append(row)
         self._append_row("metrics.csv", row)
@@ -1310,28 +1269,24 @@ class MiniLoop:
         (None, {}).
         """
         argument, given = ("load", load) if resume is None else ("resume", resume)
-        text = "fit: got both resume and load, expected only one of the two. resume= continues a"
-        text += " run, and load= reads only the weights of a checkpoint."
+        text = "fit: got both resume and load. resume= continues a run, load= reads only weights."
         check(resume is None or load is None, text)
         if given is None:
             return None, {}
         if given not in ("last", "best") and (argument, given) != ("resume", "auto"):
             text = f"{argument}: got {given!r}, expected a path, 'last', 'best' or, with resume=,"
-            text += " 'auto'."
-            check(isinstance(given, str | os.PathLike) and given != "", text)
+            check(isinstance(given, str | os.PathLike) and given != "", f"{text} 'auto'.")
             path = Path(given).expanduser().absolute()
             if not path.is_file():
-                raise FileNotFoundError(
-                    f"Checkpoint file not found: {given}. Check the path, or pass 'last' or 'best'."
-                )
+                text = f"Checkpoint file not found: {given}. Check the path, or pass 'last' or"
+                raise FileNotFoundError(f"{text} 'best'.")
             text = f"{path}: the file is damaged, or not in the format of torch.save. Use another"
             check(is_intact(path), f"{text} checkpoint.")
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
-            kind = "undamaged best checkpoint" if given == "best" else "undamaged checkpoint"
-            text = f"{argument}: got {given!r}, but there is no {kind} in {self._checkpoints}."
-            text += " Train first, or pass the path of a checkpoint."
+            text = f"{argument}: got {given!r}, but there is no undamaged checkpoint in"
+            text += f" {self._checkpoints}. Train first, or pass the path of a checkpoint."
             raise FileNotFoundError(text)
         return newest, checkpoint
 
@@ -1357,18 +1312,16 @@ class MiniLoop:
         """Return the run's version, or None if a new run should get the next free version."""
         if path is None or not resumed:
             folder = self._checkpoints / str(self.version)
-            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
-            text += f" this run with resume=, or remove {folder}."
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
-            check(not has_run, text)
+            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
+            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
             return self.version
         # Either the link or its target may be in the run's folder.
         folder, root = path.parent.resolve(), self._checkpoints.resolve()
         folder = folder if folder.parent == root else path.resolve().parent
-        is_own = folder.parent == root
-        text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop."
-        text += " To start a new run from the weights, pass the path as load=."
-        check(is_own and self.version in (None, folder.name), text)
+        is_own = folder.parent == root and self.version in (None, folder.name)
+        text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop,"
+        check(is_own, f"{text} or start a new run from the weights with load=.")
         return folder.name
 
     @contextmanager
@@ -1452,10 +1405,7 @@ class MiniLoop:
             refused.append("torch.compile()")
         if refused:
             text = f"model: got an object of the class {kind} with {', '.join(refused)}, which"
-            text += " MiniLoop does not support. Use FabricLoop."
-            raise TypeError(text)
-        text = f"model: got an object of the class {type(model).__name__}, which has __slots__ and"
-        check(hasattr(model, "__dict__"), f"{text} no __dict__. Remove __slots__ from the class.")
+            raise TypeError(f"{text} MiniLoop does not support. Use FabricLoop.")
         self.model, self._steps = model, {}
         self.network = model if isinstance(model, nn.Module) else collect_modules(model)
         # Checkpoints use the parameter names of the module that torch.compile() has wrapped.
@@ -1483,8 +1433,7 @@ class MiniLoop:
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
         text = ""
         if train is None:
-            text = "train_dataloaders: got None, expected a loader (an iterable of batches). Write"
-            text += " fit(model, loader)."
+            text = "train_dataloaders: got None, expected a loader. Write fit(model, loader)."
         elif "training_step" not in self._steps:
             text = missing_step("training_step", "fit")
         elif val is not None and "validation_step" not in self._steps:
@@ -1502,14 +1451,12 @@ class MiniLoop:
         """Launch the processes, and distribute the samples among them."""
         check_loader(train, "train_dataloaders")
         check_loader(val, "val_dataloaders")
-        validates_repeatedly = self.max_epochs != 1 or self.validate_every_n_steps is not None
         is_built_in = type(val).__module__ in ("builtins", "itertools")
-        is_iterator = is_built_in and isinstance(val, Iterator)
-        # validate() reads its loader only once, so it accepts an iterator. It passes train=None.
-        if is_iterator and validates_repeatedly and train is not None:
-            text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once,"
-            text += " expected a loader for several validations. Pass a DataLoader or a list."
-            raise TypeError(text)
+        reads_again = self.max_epochs != 1 or self.validate_every_n_steps is not None
+        # validate() passes train=None, and reads its loader only once.
+        if is_built_in and isinstance(val, Iterator) and reads_again and train is not None:
+            text = f"val_dataloaders: got a {type(val).__name__}, which can be read only once."
+            raise TypeError(f"{text} Pass a DataLoader or a list.")
         if isinstance(self.fabric.strategy, DDPStrategy):
             atexit.unregister(finish_gloo_threads)
             atexit.register(finish_gloo_threads)
@@ -1530,8 +1477,7 @@ class MiniLoop:
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path), resumed.get("global_step")])
         text = f"fit: got {found} as the loader lengths, checkpoint and step of the processes,"
-        text += " expected equal values. Create the same loaders in each process, and use a folder"
-        text += " that all processes share."
+        text += " expected equal values. Use equal loaders and a folder that all processes share."
         check(found.count(found[0]) == len(found), text)
 
     def _share(self, loader: Any, is_train: bool) -> Any:
@@ -1612,8 +1558,7 @@ class MiniLoop:
         own, saved = to_plain(self.hparams or {}), to_plain(self._hparams["hyper_parameters"])
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
         text = f"hparams: got values of {other} that differ from the model's hparams. Leave these"
-        text += " keys out, or rename them."
-        check(not other, text)
+        check(not other, f"{text} keys out, or rename them.")
         self._settings = {**saved, **own}
         if resumed:
             self._check_resume(resumed)
@@ -1624,8 +1569,7 @@ class MiniLoop:
         num_eval = sum(not module.training for module in self.network.modules())
         if num_eval:
             text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
-            text += " intentional, you can ignore this warning."
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
         self._attributes.record_start_objects()
         self._start_parameters = self._find_parameters()
 
@@ -1635,8 +1579,7 @@ class MiniLoop:
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
         text = "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
-        text += " use load= to start a new run from the weights."
-        check(is_own, text)
+        check(is_own, f"{text} use load= to start a new run from the weights.")
         text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
         check(not -1 < (self.max_epochs or 0) < epochs, text)
@@ -1671,8 +1614,7 @@ class MiniLoop:
             compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
-            text += " to start a new run from the weights."
-            check(found == saved, text)
+            check(found == saved, f"{text} to start a new run from the weights.")
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
         self._warn_of_changed_settings(*settings)
@@ -1685,8 +1627,7 @@ class MiniLoop:
         ]
         if changed:
             text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
-            text += " from the results of an uninterrupted run."
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(f"{text} from the results of an uninterrupted run.", stacklevel=5)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Raise an error if a trained parameter's dtype has changed since the run was saved.
@@ -1835,8 +1776,7 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
         text += f" Did you mean {near[0]}?" if near else f" FabricLoop has more {kind}s."
         if name in [field.name for field in fields(MiniLoop)]:
             text = f"{call}: got {name}={given[name]!r}, which is an option of MiniLoop."
-            text += f" Write MiniLoop({name}={given[name]!r}).{call}(...)."
-        raise TypeError(text)
+        raise TypeError(f"{text} Write MiniLoop({name}={given[name]!r}).{call}(...).")
 
 
 # Models and batches
@@ -1880,8 +1820,7 @@ def collect_modules(model: Any) -> nn.Module:
             network._modules[name] = value
         elif has_modules(value):
             text = f"model: got a {type(value).__name__} of modules in the attribute {name}. Write"
-            text += " nn.ModuleList or nn.ModuleDict, or use FabricLoop."
-            raise ValueError(text)
+            raise ValueError(f"{text} nn.ModuleList or nn.ModuleDict, or use FabricLoop.")
     network.training = any(child.training for child in network.children())
     return network
 
@@ -1918,13 +1857,20 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
     return lambda batch, batch_idx: step(batch)
 
 
-def find_loss(output: Any, batch_idx: int) -> Tensor:
-    loss: Any = output[0] if isinstance(output, tuple) and len(output) == 2 else output
-    if isinstance(output, Mapping):
+def as_mapping(output: Any) -> Mapping[Any, Any]:
+    """Return a step's output as a dict. It is a loss, a pair (loss, acc) or a dict of numbers."""
+    if isinstance(output, tuple) and hasattr(output, "_asdict"):
+        output = output._asdict()
+    elif isinstance(output, tuple) and len(output) == 2:
+        output = {"loss": output[0], "acc": output[1]}
+    return output if isinstance(output, Mapping) else {"loss": output}
+
+
+def find_loss(output: Mapping[Any, Any], batch_idx: int) -> Tensor:
+    if "loss" not in output:
         text = f"training_step: got a dict with the keys {sorted(map(str, output))} at batch"
-        if "loss" not in output:
-            raise TypeError(f'{text} {batch_idx}. Write return {{"loss": loss}}.')
-        loss = output["loss"]
+        raise TypeError(f'{text} {batch_idx}. Write return {{"loss": loss}}.')
+    loss = output["loss"]
     kind = "None" if loss is None else f"a {type(loss).__name__}"
     fix = "Write `return loss` at the end of the step"
     if isinstance(loss, Tensor):
@@ -2082,8 +2028,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
         text = f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
-        text += " so the rest of this epoch may have different samples. Draw all random numbers in"
-        text += " __iter__ before the first yield."
+        text += " so the rest of the epoch may differ. Draw them in __iter__ before the first one."
         warnings.warn(text, stacklevel=2)
 
 
@@ -2098,9 +2043,8 @@ def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> It
         if number == 1:
             state = {**get_rng_state(), "cuda": None}
         elif number == done and not is_indexed and {**get_rng_state(), "cuda": None} != state:
-            text = f"resume: {type(dataset).__name__} draws random numbers during the"
-            text += " epoch, so the rest of this epoch may have different samples. If random"
-            text += " numbers choose the samples, use a random generator that is an attribute."
+            text = f"resume: {type(dataset).__name__} draws random numbers during the epoch, so the"
+            text += " rest of this epoch may differ. Use a random generator that is an attribute."
             warnings.warn(text, stacklevel=2)
         yield batch
 
@@ -2156,7 +2100,8 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
         text = f"optimizer: got {kinds}, expected one optimizer, such as SGD(model.parameters())."
         raise TypeError(f"{text} For several optimizers or none, use FabricLoop.")
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
-    check(closure is None or closure.default is not closure.empty, NEEDS_CLOSURE)
+    text = "optimizer: got an optimizer whose step() needs a closure. Use FabricLoop."
+    check(closure is None or closure.default is not closure.empty, text)
     given = {p for group in optimizers[0].param_groups for p in group["params"]}
     text = "optimizer: got parameters that are not in the model, expected only the model's"
     check(given <= own, f"{text} parameters. Assign them to an attribute of the model.")
@@ -3031,13 +2976,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = load_file(path)
     except pickle.UnpicklingError as error:
-        text = f"{path}: got objects that torch.load does not read, such as objects of nested"
-        text += " classes. Use FabricLoop."
+        text = f"{path}: got objects that torch.load does not read. Use FabricLoop."
         raise ValueError(text) from error
-    text = f"{path}: got an object of the class {type(checkpoint).__name__}, expected a dict with"
-    text += " weights. Write torch.save({'state_dict': model.state_dict()}, path)."
+    text = f"{path}: got a {type(checkpoint).__name__}, expected a dict with weights."
     check(isinstance(checkpoint, dict) and bool(checkpoint), text)
-
     names = ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template")
     found = find_placeholder([checkpoint.get(name) for name in names])
     text = f"{path}: got an object of the class {found}, expected tensors, numbers, strings, or"
@@ -3137,8 +3079,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = f"{folder}: another run is writing to this folder. Set another name or"
-                text += " version, or stop the other run."
+                text = f"{folder}: another run is writing to this folder. Set another version."
                 raise ValueError(text) from None
         OPEN_LOCKS.append(file)
         try:

@@ -939,11 +939,10 @@ WARM_UP = {
 """,
 }
 GRADIENT_NORM = {
-    "        try:\n            self._precision.optimizer_step(": """\
+    "        self._precision.optimizer_step(": """\
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), math.inf)
         self.log("grad_norm", norm)
-        try:
-            self._precision.optimizer_step("""
+        self._precision.optimizer_step("""
 }
 DIFFERENT_RULE_IN_PROCESS_1 = {
     "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
@@ -1129,13 +1128,6 @@ class ClosesInStep(torch.optim.SGD):
         return super().step(closure)
 
 
-def hidden_closure(parameters):
-    """Return an optimizer whose source cannot be read."""
-    names = {"torch": torch}
-    exec("class Hidden(torch.optim.SGD):\n    def step(self, closure=None):\n        closure()", names)
-    return names["Hidden"](parameters, lr=0.1)
-
-
 class NumPyState(Classifier):
     def get_extra_state(self):
         return {"counts": np.arange(3)}
@@ -1157,7 +1149,6 @@ def fit_optimizer(make):
 ERRORS = {
     "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step() needs a closure"),
     "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step() needs a closure"),
-    "hidden closure": (lambda: fit_optimizer(hidden_closure), "whose step() needs a closure"),
     "NumPy's lr": (lambda: fit_optimizer(lambda p: torch.optim.Adam(p, np.float32(0.5))), "Write float(0.5)"),
     "NumPy's extra state": (
         lambda: run_mini(NumPyState),
@@ -1202,7 +1193,7 @@ ERRORS = {
         "got a TensorDataset, expected a loader (an iterable of batches)",
     ),
     "empty": (lambda: fit_functions(train=[]), "train_dataloaders: got an empty list"),
-    "read once": (lambda: fit_functions(train=(b for b in ())), "The train loader (generator) yielded no batch"),
+    "read once": (lambda: fit_functions(train=(b for b in ())), "train_dataloaders: got 0 batches in an epoch"),
     "resume": (lambda: fit_functions(resume="last"), "resume: got 'last'"),
     "path": (lambda: fit_functions(load="nowhere.ckpt"), "Checkpoint file not found: nowhere.ckpt"),
 }
@@ -1215,7 +1206,7 @@ def test_each_error_of_mini_loop_mentions_the_argument_and_the_fix(case):
         call()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    if case not in ("hidden closure", "log", "None", "float", "detached", "read once"):
+    if case not in ("log", "None", "float", "detached", "read once"):
         assert os.listdir(".") == []
 
 
@@ -1236,7 +1227,7 @@ def test_an_attribute_of_trainer_that_mini_loop_lacks_raises_an_error_that_names
         MiniLoop(max_epochs=1).fit_loop.max_epochs  # noqa: B018
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "fsdp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
 def test_mini_loop_refuses_strategies_other_than_ddp(strategy):
     with pytest.raises(ValueError, match=f'strategy: got {strategy!r}.*, expected a single device, or "ddp"'):
         MiniLoop(strategy=strategy, devices=2, accelerator="cpu")

@@ -692,11 +692,10 @@ def test_a_lightning_module_may_return_keys_that_name_the_same_column(name):
 
 
 @pytest.mark.parametrize("view", [lambda weight: weight, lambda weight: weight.view(()), lambda weight: weight[0]])
-@both_loops
-def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(name, view):
+def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
     """The optimizer changes the parameter in place."""
     net, seen = nn.ParameterList([nn.Parameter(torch.ones(1))]), []
-    loop = make_loop(name, log_every_n_steps=1)
+    loop = make_loop("FabricLoop", log_every_n_steps=1)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
     step = lambda net, batch: view(net[0])  # noqa: E731
     row = loop.fit(net, [0, 1, 2], optimizer=optimizer, training_step=step).iloc[0]
@@ -774,19 +773,6 @@ def test_a_keyword_only_batch_idx_of_a_lightning_module_keeps_its_default(name):
 def test_mini_loop_refuses_a_start_point_that_is_not_a_path(argument, given):
     with pytest.raises(ValueError, match=rf"{argument}: got .*, expected a path, 'last', 'best'"):
         fit("MiniLoop", **{argument: given})
-
-
-def test_mini_loop_refuses_a_model_with_slots_but_without_a_dict():
-    class Slots:
-        __slots__ = ("net",)
-
-        def training_step(self, batch):
-            return loss_of(self.net, batch)
-
-    model = Slots()
-    model.net = make_net()
-    with pytest.raises(ValueError, match=r"model: got an object of the class Slots, which has __slots__"):
-        make_loop("MiniLoop").fit(model, make_loader(), optimizer=sgd(model.net))
 
 
 # should_stop and log in the first hooks

@@ -117,7 +117,7 @@ def test_an_option_that_only_the_constructor_reads_cannot_be_changed_later(kind,
 def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(option, value):
     loop = train("MiniLoop", 1)
     setattr(loop, option, value)
-    with pytest.raises(ValueError, match=f"{option}: got {value!r}, expected a number of"):
+    with pytest.raises(ValueError, match=f"{option}: got {value!r}, expected an int >= "):
         loop.fit(Classifier(), make_loader(24), val_loader())
 
 
