@@ -1603,7 +1603,7 @@ class MiniLoop:
         compared: dict[str, Any] = {
             # torch would load the state of a scheduler of a different class without an error.
             "the class, interval and frequency of each scheduler": [
-                given.get("schedulers", settings[0]["schedulers"]) for given in settings
+                given["schedulers"] for given in settings
             ],
             "the number of parameters in each optimizer group": sizes,
         }
