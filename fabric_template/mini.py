@@ -293,10 +293,8 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # The first dict contains the sums of logged values since the start of the epoch. With
-        # validate_every_n_steps, a second dict contains the sums since the latest row of
-        # metrics.csv. The keys are (hook, metric name), and the values are [sum, sum of the
-        # weights, is_synced].
+        # The sums of the values logged in the epoch and, with validate_every_n_steps, since the
+        # last row of metrics.csv: {(hook, metric name): [sum, sum of the weights, is_synced]}.
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
         self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
@@ -312,15 +310,13 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        # The RNG states and the attributes of the model, the loaders and the loop, read from a
-        # checkpoint.
+        # The RNG states and the attributes in the resumed checkpoint.
         self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # The next metrics.csv row covers the time since `_row_started`. During this time, the loop
-        # has spent `_waited` seconds waiting for batches.
+        # When the next row of metrics.csv started, and the seconds spent waiting for batches.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -419,10 +415,8 @@ class MiniLoop:
     def _train_epoch(self) -> None:
         """Train on the rest of an epoch, validate, write rows to CSV files and save checkpoints.
 
-        A resumed run may repeat or skip code that you put before or after the call of
-        ``_train_epoch``. Put code for the end of an epoch into on_train_epoch_end. Run code for the
-        start of an epoch only if batches_done is 0, because a run may resume in the middle of an
-        epoch.
+        A resumed run may repeat code before or after a call of ``_train_epoch``. Put code for the
+        end of an epoch into on_train_epoch_end.
         """
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
@@ -540,23 +534,16 @@ class MiniLoop:
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
-        """Clip the gradients, and call optimizer.step().
-
-        ``_train_batch`` increases ``global_step`` after each call of ``_step_optimizer``.
-        """
+        """Clip the gradients, and call optimizer.step(). ``_train_batch`` counts the steps."""
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
         self._precision.optimizer_step(self.optimizer)
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the learning rate schedulers that are due.
+        """Step the due schedulers of an interval: only ReduceLROnPlateau, or only all others.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
-
-        Args:
-            interval: Step only the schedulers with this interval, which is "step" or "epoch".
-            is_plateau: Whether to step only ReduceLROnPlateau schedulers, or only all others.
         """
         done = self.batches_done if interval == "step" else self.current_epoch + 1
         for config in self.schedulers:
@@ -768,18 +755,14 @@ class MiniLoop:
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Without should_stop, the loop would not validate here, and would draw no random
-            # numbers. Restore the RNG state, so that a resumed run continues as if it had not been
-            # stopped.
+            # Without should_stop, the loop would draw no random numbers here.
             set_rng_state(state)
         return True
 
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
-        To validate with other weights, load them into the model, and restore the trained weights
-        afterwards. Do not assign another module to ``self.network``, because validation_step uses
-        ``self.model``.
+        To validate with other weights, load them into the model, and restore the trained weights.
         """
         training, self._sums, self._step_values = self._sums, [{}], None
         modes = [(module, module.training) for module in self.network.modules()]
@@ -926,9 +909,8 @@ class MiniLoop:
         """Return each metric's mean, or the result of compute() for a torchmetrics object."""
         names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
         found = self._gather(names)
-        text = f"log: got {found} as the metrics of the processes, expected the same names. Log or"
-        text += " return the same metrics in each process, or leave out sync_dist=True."
-        check(found.count(names) == len(found), text)
+        text = f"log: got {found} as the metrics of the processes, expected the same names. Log the"
+        check(found.count(names) == len(found), f"{text} same metrics in each process.")
         values: dict[tuple[str, str], Any] = dict.fromkeys(sums)
         # Sort the metrics, because all processes must call all_reduce() in the same order.
         for key in sorted(sums):
@@ -946,8 +928,7 @@ class MiniLoop:
         """Return each logged metric's mean over the epoch so far, and update callback_metrics."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # If a LightningModule's step only returns a value, do not add the value to
-            # callback_metrics. Trainer does not add it either.
+            # Like Trainer, do not add a value that a LightningModule's step only returns.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
@@ -962,8 +943,8 @@ class MiniLoop:
     def _check_is_logged(self, name: str, option: str) -> None:
         names = ", ".join(sorted(self.callback_metrics)) or "none"
         text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Return the"
-        text += " loss from the step. A metric is missing until the first epoch or validation has"
-        check(name in self.callback_metrics, f"{text} ended.")
+        text += " loss from the step. A metric is missing until the first epoch or validation ends."
+        check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv."""
@@ -994,9 +975,8 @@ class MiniLoop:
         for sums in self._sums[1:]:
             sums.clear()
         if not math.isfinite(row.get("train_loss", 0.0)):
-            text = f"The training loss is {row['train_loss']} in epoch {epoch}, after step"
-            text += f" {self.global_step}. Try a smaller learning rate or gradient_clip_val=1.0."
-            warnings.warn(text, stacklevel=3)
+            text = f"The training loss is {row['train_loss']} in epoch {epoch}. Try a smaller"
+            warnings.warn(f"{text} learning rate or gradient_clip_val=1.0.", stacklevel=3)
         self.history.append(row)
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
@@ -1007,16 +987,14 @@ class MiniLoop:
 
     def _append_row(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a CSV file, or rewrite the file to add new columns."""
-        # Users who edit `_end_row` may add tensors or NumPy numbers. Convert these to Python
-        # numbers.
+        # Users who edit `_end_row` may add tensors or NumPy numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
         if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # If the resumed checkpoint has no entry for this CSV file, all rows in the file are
-            # newer than the checkpoint. Drop these rows.
+            # A file without an entry in the resumed checkpoint contains only newer rows.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1074,10 +1052,10 @@ class MiniLoop:
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
-        text = "optimizer: a hook changed the parameters of the model, the parameter groups or the"
-        text += " optimizer, which MiniLoop does not support. Create them before fit, or use"
+        text = "optimizer: a hook changed the parameters or the optimizer, which MiniLoop does not"
         is_unchanged = self._find_parameters() == self._start_parameters
-        check(is_unchanged and self.optimizers == [self.optimizer], f"{text} FabricLoop.")
+        is_unchanged = is_unchanged and self.optimizers == [self.optimizer]
+        check(is_unchanged, f"{text} support. Create them before fit, or use FabricLoop.")
         self._check_learning_rates()
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
@@ -1235,8 +1213,7 @@ class MiniLoop:
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # A newer last.ckpt expects CSV rows that `_restore_tables` removes below. Replace the
-            # newer last.ckpt with the resumed checkpoint.
+            # A newer last.ckpt expects CSV rows that `_restore_tables` removes, so replace it.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1263,11 +1240,7 @@ class MiniLoop:
             self.history = rows if name == "metrics.csv" else self.history
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
-        """Return the path and the content of the checkpoint that ``resume`` or ``load`` refers to.
-
-        If ``resume`` and ``load`` are None, or if resume="auto" finds no checkpoint, return
-        (None, {}).
-        """
+        """Return the path and the content of a checkpoint, or (None, {}) for a new run."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
         text = "fit: got both resume and load. resume= continues a run, load= reads only weights."
         check(resume is None or load is None, text)
@@ -1286,8 +1259,7 @@ class MiniLoop:
         newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
             text = f"{argument}: got {given!r}, but there is no undamaged checkpoint in"
-            text += f" {self._checkpoints}. Train first, or pass the path of a checkpoint."
-            raise FileNotFoundError(text)
+            raise FileNotFoundError(f"{text} {self._checkpoints}. Train first, or pass a path.")
         return newest, checkpoint
 
     def _find_newest(self, given: str) -> tuple[Path | None, dict[str, Any]]:
@@ -1441,9 +1413,7 @@ class MiniLoop:
         elif validation_step is not None and val is None:
             text = "fit: got validation_step without val_dataloaders. Pass both, or neither."
         elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            model = "model" if isinstance(self.model, nn.Module) else "model.net"
-            text = "optimizer: got None, expected an optimizer. Write fit(...,"
-            text += f" optimizer=torch.optim.Adam({model}.parameters()))."
+            text = "optimizer: got None, expected an optimizer, such as Adam(model.parameters())."
         if text:
             raise TypeError(text)
 
@@ -1498,8 +1468,7 @@ class MiniLoop:
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-        text += " False, or a DistributedSampler. For other samplers, use FabricLoop."
-        check(is_known, text)
+        check(is_known, f"{text} False, or a DistributedSampler. For others, use FabricLoop.")
         is_shuffled = is_train or isinstance(current, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
@@ -1586,18 +1555,12 @@ class MiniLoop:
         if own.get("writer") == "FabricLoop":
             self._attributes.convert_fabric_loop_state(ranks)
         found = own.get("iterators", [])
-        text = f"resume: got an iterator in the loader ({found}), whose position after the first"
-        text += " epoch is not saved. Create the iterator in __iter__, or use load= to start a new"
-        check(not (found and epochs), f"{text} run from the weights.")
+        text = f"resume: got an iterator in the loader ({found}), whose position is not saved."
+        check(not (found and epochs), f"{text} Create it in __iter__, or use load= for a new run.")
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = "resume: got a checkpoint from the middle of an epoch, without the state of the"
-        text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint from the end of"
-        check(not objects, f"{text} an epoch.")
-        states = checkpoint["optimizer_states"]
-        text = "resume: got an optimizer state that MiniLoop cannot restore. Resume with"
-        text += " FabricLoop, or use load= to start a new run from the weights."
-        check(bool(states) and has_format_of_torch(states[0]), text)
-        groups = self.optimizer.param_groups, states[0]["param_groups"]
+        text = f"resume: got no state of the torchmetrics objects {objects} in the middle of an"
+        check(not objects, f"{text} epoch. Use FabricLoop, or a checkpoint from an epoch's end.")
+        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
@@ -1630,32 +1593,23 @@ class MiniLoop:
             warnings.warn(f"{text} from the results of an uninterrupted run.", stacklevel=5)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Raise an error if a trained parameter's dtype has changed since the run was saved.
-
-        optimizer.step() may fail if a parameter and its saved state have different dtypes.
-        """
+        """Refuse a new dtype of a trained parameter, with which optimizer.step() may fail."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
             dtype = getattr(saved.get(name), "dtype", parameter.dtype)
             text = f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {dtype} as in"
-            text += " the saved run. Use the precision= and the default dtype of the saved run, or"
-            text += " use load= to start a new run from the weights."
+            text += " the saved run. Use its precision=, or use load= to start a new run."
             check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Raise an error if the order of the optimizer's parameters has changed.
-
-        torch matches the saved optimizer state with the parameters by order rather than by name.
-        """
+        """Refuse a new order of the parameters, by which torch assigns the saved states."""
         known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
             new, old = (name.replace("_orig_mod.", "") for name in names)
             text = f"resume: got {new!r} as parameter {index} of the optimizer, expected {old!r} as"
-            text += " in the saved run. Create the layers, and pass the parameters to the"
-            text += " optimizer, in the order of the saved run, or use load= to start a new run"
-            text += " from the weights."
+            text += " in the saved run. Use the order of the saved run, or load= for a new run."
             check(new == old or old not in known, text)
 
     @contextmanager
@@ -1718,8 +1672,7 @@ class MiniLoop:
             found = self._unwrapped.load_state_dict(weights, is_strict)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
-            text += " the model. Create the model with the same arguments as the saved model."
-            raise ValueError(text) from error
+            raise ValueError(f"{text} the model. Create it as the saved model.") from error
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
         got = f"the weights {others[:3]}" if others else "no weights"
@@ -1948,8 +1901,7 @@ def started_processes() -> tuple[int, int]:
     if group.is_available() and group.is_initialized():
         total = group.get_world_size()
     text = f"devices: got {total} processes that torchrun did not start. Start the script with"
-    text += " torchrun. With srun or mpirun, use FabricLoop."
-    check(total == 1 or "LOCAL_RANK" in env, text)
+    check(total == 1 or "LOCAL_RANK" in env, f"{text} torchrun, or use FabricLoop.")
     return total, total // int(env.get("LOCAL_WORLD_SIZE", total))
 
 
@@ -1961,9 +1913,8 @@ def check_loader(loader: Any, argument: str) -> None:
     has_loaders = any(isinstance(p, torch_data.DataLoader) or hasattr(p, "for_rank") for p in parts)
     is_several = has_loaders or isinstance(loader, Mapping) or hasattr(loader, "iterables")
     if is_array or is_several or not isinstance(loader, Iterable | None):
-        text = f"{argument}: got a {kind}, expected a loader (an iterable of batches). Pass"
-        text += " DataLoader(TensorDataset(x, y), batch_size=32). For several loaders, use"
-        raise TypeError(f"{text} FabricLoop.")
+        text = f"{argument}: got a {kind}, expected a loader (an iterable of batches), such as"
+        raise TypeError(f"{text} DataLoader(TensorDataset(x, y)). For several, use FabricLoop.")
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
     text = f"{argument}: got persistent_workers=True, whose state MiniLoop cannot save. Write"
@@ -2107,12 +2058,6 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     check(given <= own, f"{text} parameters. Assign them to an attribute of the model.")
 
 
-def has_format_of_torch(state: Any) -> bool:
-    """Return whether an optimizer's state has the format of torch.optim.Optimizer.state_dict."""
-    has_state = isinstance(state, dict) and isinstance(state.get("state"), dict)
-    return has_state and isinstance(state.get("param_groups"), list)
-
-
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     """Return Lightning's scheduler dict for a scheduler, with all defaults filled in."""
     config: dict[str, Any] = {"interval": "epoch", "frequency": 1, "monitor": None}
@@ -2129,13 +2074,12 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     check(is_own, f"{text} passed to fit. Write StepLR(optimizer, step_size=1).")
     is_usual = isinstance(frequency, int) and frequency >= 1 and config.get("strict", True)
     is_usual = is_usual and config["interval"] in ("step", "epoch")
+    is_usual = is_usual and not config.get("reduce_on_plateau")
     text = f'scheduler: got {config}, expected interval="step" or "epoch", frequency >= 1, and'
-    text += " strict=True. For other values, use FabricLoop."
-    check(is_usual and not config.get("reduce_on_plateau"), text)
+    check(is_usual, f"{text} strict=True. For other values, use FabricLoop.")
     needs_monitor = isinstance(scheduler, ReduceLROnPlateau) and config["monitor"] is None
-    text = "scheduler: got ReduceLROnPlateau without a monitor, expected the name of a metric."
-    text += ' Write scheduler={"scheduler": scheduler, "monitor": "val_loss"}.'
-    check(not needs_monitor, text)
+    text = 'scheduler: got ReduceLROnPlateau without a monitor. Write {"scheduler": scheduler,'
+    check(not needs_monitor, f'{text} "monitor": "val_loss"}}.')
     return config
 
 
@@ -2156,9 +2100,8 @@ def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: list[Any] = []
     apply_to_collection(states, nn.Parameter, found.append)
-    text = "scheduler: got a state_dict() that contains parameters of the optimizer. Write"
-    text += " self.optimizer.param_groups in the scheduler, and keep no groups in an attribute."
-    check(trained.isdisjoint(map(id, found)), text)
+    text = "scheduler: got a state_dict() that contains parameters of the optimizer. Use"
+    check(trained.isdisjoint(map(id, found)), f"{text} self.optimizer.param_groups instead.")
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from runs import same, with_files
 from torch import nn
 from torch.optim import lr_scheduler
 
-from fabric_template import FabricLoop, MiniLoop, TensorLoader
+from fabric_template import FabricLoop, TensorLoader
 from fabric_template.errors import CheckpointError
 
 PRECISIONS = ["64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
@@ -174,10 +174,6 @@ def test_fabric_loop_resumes_an_optimizer_with_a_custom_state_format(saved):
     fit_layer(kind, 1)
     fit_layer(kind, 2, resume="last")
     assert kind.loaded == [saved]
-    with pytest.raises(ValueError, match="resume: got an optimizer state that MiniLoop cannot restore"):
-        MiniLoop(max_epochs=3, accelerator="cpu").fit(
-            Layer(kind), TensorLoader(torch.ones(4, 2), batch_size=2), resume="last"
-        )
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")

@@ -1173,7 +1173,10 @@ ERRORS = {
         lambda: fit_functions(training_step=None),
         "training_step: got None, expected a function fn(model, batch)",
     ),
-    "no optimizer": (lambda: fit_functions(optimizer=None), "optimizer: got None, expected an optimizer. Write fit("),
+    "no optimizer": (
+        lambda: fit_functions(optimizer=None),
+        "optimizer: got None, expected an optimizer, such as Adam(",
+    ),
     "other parameters": (
         lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
         "optimizer: got parameters that are not in the model, expected only the model's parameters.",
