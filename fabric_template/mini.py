@@ -2191,6 +2191,8 @@ class SavedAttributes:
             for name, part in parts_of(loaders[loader]).items()
         }
         self.weights: dict[int | None, str] = {}
+        # The ids of objects whose state is saved elsewhere, such as the optimizer.
+        self._saved_ids: set[int] = set()
         # The values at the start of training, before and after on_train_start.
         self._starts: list[dict[str, dict[str, Any]]] = []
         self._start_flags: list[dict[str, dict[str, bool]]] = []
@@ -2239,23 +2241,25 @@ class SavedAttributes:
         run calls it with other weights.
         """
         parts = self.find_parts()
-        self._starts.append({place: self._encode_part(place, parts[place]) for place in parts})
+        start = {place: self._encode_part(place, attributes_of(parts[place])) for place in parts}
+        self._starts.append(start)
 
     def record_start_objects(self) -> None:
         """Record the objects to which attributes refer, and what is frozen or in eval mode."""
         self._start_flags.append(flags_of(self._network))
         for place, part in self.find_parts().items():
-            values, names = attributes_of(part), self._encode_part(place, part)
+            values = attributes_of(part)
+            names = self._encode_part(place, values)
             self._start_objects[place] = {name: values[name] for name in names}
 
     def _is_changed(self, place: str, name: str, value: Any) -> bool:
         starts = [start.get(place, {}) for start in self._starts]
         return any(not is_same(start.get(name, END), value) for start in starts)
 
-    def _encode_part(self, place: str, part: Any) -> dict[str, Any]:
-        """Return an object's random generators and plain attributes, or checksums of large ones."""
+    def _encode_part(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Encode an object's random generators and plain attributes, or their checksums."""
         device, found = self._loop().fabric.device, {}
-        for name, value in attributes_of(part).items():
+        for name, value in values.items():
             if id(value) in self._saved_ids and not isinstance(value, nn.Module):
                 continue
             # Reading the attributes of a user's object may raise any error.
@@ -2288,7 +2292,7 @@ class SavedAttributes:
             values, objects = attributes_of(part), self._start_objects.get(place, {})
             buffers = part._buffers if isinstance(part, nn.Module) else {}
             state: dict[str, Any] = {}
-            for name, value in self._encode_part(place, part).items():
+            for name, value in self._encode_part(place, values).items():
                 is_saved = isinstance(values[name], GENERATORS) or name in self._saved_names[place]
                 is_saved = is_saved or self._is_changed(place, name, value)
                 is_large = isinstance(value, Checksum)
@@ -2440,26 +2444,28 @@ def attributes_of(part: Any) -> dict[str, Any]:
     """Return the attributes of an object, without those that torch or the loop sets itself."""
     values: dict[str, Any] = {**getattr(part, "__dict__", {})}
     left_out: Iterable[str] = ()
-    if isinstance(part, MiniLoop):
-        left_out = LOOP_ATTRIBUTES
-    elif isinstance(part, nn.Module):
+    if isinstance(part, nn.Module):
         left_out = MODULE_ATTRIBUTES
         values.update((name, part._buffers.get(name)) for name in part._non_persistent_buffers_set)
+    elif isinstance(part, MiniLoop):
+        left_out = LOOP_ATTRIBUTES
     elif isinstance(part, torch.optim.Optimizer):
         left_out = OPTIMIZER_ATTRIBUTES
-    # fabric.launch() adds attributes such as __pl_saved_kwargs to a DataLoader.
-    names = [n for n in values if n not in left_out and not str(n).startswith("__pl_")]
-    if is_installed(part):
-        names = [name for name in names if isinstance(values[name], GENERATORS)]
-    return {name: values[name] for name in names}
+    elif isinstance(part, torch_data.DataLoader):
+        # fabric.launch() adds attributes such as __pl_saved_kwargs.
+        left_out = [name for name in values if name.startswith("__pl_")]
+    elif is_installed(part):
+        # The object may hold open files or processes, so use only its random generators.
+        left_out = [name for name in values if not isinstance(values[name], GENERATORS)]
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def is_installed(part: Any) -> bool:
     """Return whether an object, such as a transform, is of a class from an installed package."""
-    if isinstance(part, nn.Module | torch.optim.Optimizer | MiniLoop | torch_data.Dataset):
-        return False
-    file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
-    return "-packages" in (file or "") and not type(part).__module__.startswith("torch.")
+    module = type(part).__module__
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_searched = isinstance(part, torch_data.Dataset) or module.startswith("torch.")
+    return "-packages" in file and not is_searched
 
 
 def objects_in(
