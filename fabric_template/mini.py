@@ -1038,6 +1038,7 @@ class MiniLoop:
             # processes, which may contain large attributes. `encode` allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
+            check_optimizer_state(self.optimizer, self._attributes.weights)
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -2092,6 +2093,15 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
             values = [g.get(f"initial_{name}", g.get(name)) for g in optimizer.param_groups]
             described[name] = values if values[1:] != values[:-1] else values[0]
     return to_plain(described)
+
+
+def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
+    """Raise an error if the optimizer's state contains parameters, which resuming would copy."""
+    found: list[int | None] = []
+    states = [*optimizer.state.values()]
+    apply_to_collection(states, Tensor, lambda tensor: found.append(address_of(tensor)))
+    text = "optimizer: got a state that contains parameters, which a resumed run cannot restore."
+    check(weights.keys().isdisjoint(found), f"{text} Write self.state[p] = p.detach().clone().")
 
 
 def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
