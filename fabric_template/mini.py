@@ -538,7 +538,12 @@ class MiniLoop:
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
-        self._precision.optimizer_step(self.optimizer)
+        try:
+            self._precision.optimizer_step(self.optimizer)
+        except TypeError as error:
+            text = "optimizer: got an optimizer whose step() needs a closure. Use FabricLoop."
+            check("'NoneType' object is not callable" not in str(error), text)
+            raise
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
         """Step the due schedulers of an interval: only ReduceLROnPlateau, or only all others.

@@ -193,7 +193,7 @@ SAMPLERS = {
         "self.rng = random.Random(7)", "yield from self.rng.sample(range(self.num), self.num)"
     ),
     "own_ranges": own_sampler(
-        "self.groups = [range(i, min(i + 4, len(data))) for i in range(0, len(data), 4)]",
+        "self.groups = [[*range(i, min(i + 4, len(data)))] for i in range(0, len(data), 4)]",
         "random.shuffle(self.groups)\n        yield from [i for group in self.groups for i in group]",
         "    def set_epoch(self, epoch):\n        random.shuffle(self.groups)\n",
     ),
@@ -651,7 +651,7 @@ NETS = {
 """,
     ),
     "own_objects": net_class(
-        "self.net, self.rates, self.meters = nn.Linear(8, 3), Rates(), defaultdict(Meter)\n"
+        "self.net, self.rates, self.meters = nn.Linear(8, 3), Rates(), {'x': Meter()}\n"
         "self.phase, self.statistics = Phase.FIRST, []",
         "if self.training:\n    self.rates.beta += 0.1\n    self.phase = Phase.SECOND\n"
         "    self.meters['x'].total += float(x.mean())\n"
@@ -659,30 +659,18 @@ NETS = {
         "scale = sum(item.mean * item.phase.value for item in self.statistics)\n"
         "return self.net(x) * (1 + self.rates.beta + self.meters['x'].total + scale)",
         """import enum
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass
 Statistics = namedtuple("Statistics", "mean phase")
 class Phase(enum.Enum):
     FIRST, SECOND = 1.0, 0.5
-@dataclass(slots=True)
+@dataclass
 class Rates:
     beta: float = 0.0
 class Meter:
     total = 0.0
 """,
     ),
-    "hook_object": net_of(
-        "net = nn.Linear(8, 3)\nnet.register_forward_hook(Recorder())\nreturn net"
-    )
-    + """
-class Recorder:
-    def __init__(self):
-        self.mean = 0.0
-    def __call__(self, module, inputs, output):
-        if module.training:
-            self.mean = 0.9 * self.mean + 0.1 * float(output.detach().mean())
-            return output * (1 + self.mean)
-""",
     "parameter_lists": net_class(
         "self.rows = nn.ParameterList([torch.randn(8) * 0.1 for _ in range(3)])\n"
         "self.scales = nn.ParameterDict({'a': torch.ones(3)})",

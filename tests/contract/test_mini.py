@@ -1128,6 +1128,13 @@ class ClosesInStep(torch.optim.SGD):
         return super().step(closure)
 
 
+class CallsClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = closure()
+        super().step()
+        return loss
+
+
 class NumPyState(Classifier):
     def get_extra_state(self):
         return {"counts": np.arange(3)}
@@ -1149,6 +1156,7 @@ def fit_optimizer(make):
 ERRORS = {
     "LBFGS": (lambda: fit_optimizer(torch.optim.LBFGS), "whose step() needs a closure"),
     "closure": (lambda: fit_optimizer(lambda p: ClosesInStep(p, lr=0.1)), "whose step() needs a closure"),
+    "optional closure": (lambda: fit_optimizer(lambda p: CallsClosure(p, lr=0.1)), "whose step() needs a closure"),
     "NumPy's lr": (lambda: fit_optimizer(lambda p: torch.optim.Adam(p, np.float32(0.5))), "Write float(0.5)"),
     "NumPy's extra state": (
         lambda: run_mini(NumPyState),
