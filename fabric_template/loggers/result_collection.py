@@ -7,9 +7,9 @@ copying each value to the CPU would slow down the steps.
 from __future__ import annotations
 
 import numbers
-from collections import ChainMap, UserDict
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,6 +118,12 @@ class LoggedMetric:
         else:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
+    def has_older_reduction(self, arguments: LogArguments) -> bool:
+        """Return whether a restored metric was saved with another reduce_fx or on_epoch."""
+        is_restored, saved = not self.call_arguments, self.arguments
+        is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
+        return is_restored and not is_equal
+
     def is_reduced(self, sums: Sums) -> bool:
         """Return whether a metric still has to be combined across processes."""
         has_new_sums = sums.total is not None and sums.result is None
@@ -203,7 +209,6 @@ class LoopResults:
         metrics: The logged values, keyed by hook, name and loader index.
         logged: The keys of the metrics that steps or hooks have logged, by column of metrics.csv.
         batch: The current batch.
-        unchanged_batch: If the batch is a dict or a list, a shallow copy from before the step.
         batch_number: The number of batches since the start or the resume of the run.
         batch_size: The size of the current batch, or None if no logged mean has needed it yet.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
@@ -216,7 +221,6 @@ class LoopResults:
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
     logged: dict[str, set[tuple]] = field(default_factory=dict)
     batch: Any = None
-    unchanged_batch: Any = None
     batch_number: int = 0
     batch_size: int | None = None
     logged_batch_size: Any = None
@@ -246,14 +250,8 @@ class LoopResults:
 
     def current_batch_size(self) -> int:
         if self.batch_size is None:
-            self.batch_size = 1 if self.batch is None else find_batch_size(self.batch)
+            self.batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
         return self.batch_size
-
-    def unchanged_batch_size(self) -> int:
-        """Return the batch size from before the step, even if the step has changed the batch."""
-        if self.unchanged_batch is self.batch or self.batch_size is not None:
-            return self.current_batch_size()
-        return find_batch_size(self.unchanged_batch)
 
 
 class CurrentValues(NamedTuple):
@@ -382,7 +380,7 @@ class ResultCollection:
                 " You can enable one by doing `Trainer(logger=ALogger(...))`"
             )
         metric = results.metrics.get(key)
-        if metric is None or self._has_other_reduction(metric, arguments):
+        if metric is None or metric.has_older_reduction(arguments):
             metric = self._add_metric(results, key, arguments)
         elif metric.call_arguments and metric.arguments != arguments:
             raise ConfigurationError(
@@ -391,21 +389,6 @@ class ResultCollection:
             )
         metric.arguments, metric.call_arguments = arguments, call_arguments
         return metric
-
-    def _has_other_reduction(self, metric: LoggedMetric, arguments: LogArguments) -> bool:
-        """Return whether ``reduce_fx`` or ``on_epoch`` differs from the value in the checkpoint."""
-        saved = metric.arguments
-        is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
-        if metric.call_arguments or is_equal:
-            return False
-        if metric.epoch.total is not None:
-            self.run.warn_once(
-                f"resume: got self.log({saved.name!r}, reduce_fx={arguments.reduction!r},"
-                f" on_epoch={arguments.on_epoch}), but the saved run logged it with"
-                f" reduce_fx={saved.reduction!r} and on_epoch={saved.on_epoch}. In this epoch, the"
-                " value covers only the batches after the resume."
-            )
-        return True
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
         is_known = value is metric.torchmetric or attribute is not None
@@ -452,8 +435,7 @@ class ResultCollection:
         if self.active.logged_batch_size is not None:
             return self.active.logged_batch_size
         try:
-            # A step may remove items from its batch, as in batch.pop("label").
-            return self.active.unchanged_batch_size()
+            return self.active.current_batch_size()
         except MisconfigurationException:
             return 1
 
@@ -471,13 +453,12 @@ class ResultCollection:
         results.is_first_batch = results.is_first_batch is None
         results.batch_number += 1
         results.batch, results.batch_size, results.logged_batch_size = batch, None, None
-        results.unchanged_batch = copy_container(batch)
         results.dataloader_idx = dataloader_idx
 
     def end_batch(self) -> None:
         """Drop the reference to the current batch, and mark callback_metrics as outdated."""
         results = self.active
-        results.batch = results.unchanged_batch = results.batch_size = None
+        results.batch = results.batch_size = None
         results.has_new_values = True
 
     def end_batches(self) -> None:
@@ -560,7 +541,7 @@ class ResultCollection:
                 self.update_metrics()
         finally:
             for results in (self.train, self.evaluation):
-                results.batch = results.unchanged_batch = None
+                results.batch = None
             self.active = LoopResults()
         for metrics in (self.callback_metrics, self.logged_metrics):
             metrics.update(move_data_to_device(metrics, "cpu"))
@@ -692,48 +673,6 @@ class ResultCollection:
 def sort_by_name(metrics: Iterable[LoggedMetric]) -> list[LoggedMetric]:
     """Sort metrics, so that all processes reduce them in the same order."""
     return sorted(metrics, key=lambda metric: (metric.full_name(), metric.arguments.hook))
-
-
-def copy_container(batch: Any) -> Any:
-    """Copy a batch that is a dict or a list, but not the tensors inside."""
-    if type(batch) is tuple:
-        return batch
-    if isinstance(batch, list):
-        return list.copy(batch)
-    # The tokenizers of transformers return a UserDict, which has its items in the attribute data.
-    items = vars(batch).get("data") if isinstance(batch, UserDict) else batch
-    return dict.copy(items) if isinstance(items, dict) else batch
-
-
-def find_batch_size(batch: Any) -> int:
-    """Compute the same batch size as Trainer, but do not read the iterators in a batch."""
-    # A fast path for a tuple or a list of tensors.
-    if type(batch) in (tuple, list):
-        sizes = {p.size(0) if isinstance(p, Tensor) and p.dim() else -1 for p in batch}
-        if len(sizes) == 1 and -1 not in sizes:
-            return sizes.pop()
-    return extract_batch_size(find_values(batch))
-
-
-def find_values(batch: Any) -> Iterator[Any]:
-    """Yield the tensors and the other values in a batch, in the same order as Trainer."""
-    if isinstance(batch, Tensor | str):
-        yield batch
-        return
-    if isinstance(batch, Iterator):
-        # Reading an iterator would take its items from the step, and might never end.
-        return
-    if isinstance(batch, Mapping):
-        parts: Any = batch.values()
-    elif isinstance(batch, Iterable):
-        parts = batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        parts = [getattr(batch, part.name) for part in fields(batch)]
-    else:
-        yield batch
-        return
-    for part in parts:
-        yield from find_values(part)
 
 
 def float_type() -> torch.dtype:

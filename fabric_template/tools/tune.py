@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 
-from ..loggers.result_collection import find_batch_size
 from .step_benchmark import PARTS, Choice, copy_options, time_steps
 
 # The slowest trial of a better setting must be MIN_GAIN times as fast as the fastest trial without
@@ -110,7 +110,7 @@ def check_arguments(names: tuple[str, ...], seconds: float) -> None:
 
 def measure(loop: Any, parts: dict[str, Any], seconds: float, choice: Choice) -> float:
     timer = time_steps(loop, parts, choice, seconds=seconds)
-    return find_batch_size(timer.first_batch) / timer.get_median(*PARTS)
+    return extract_batch_size(timer.first_batch) / timer.get_median(*PARTS)
 
 
 def choose_settings(trial: Callable[[Choice], float], names: Iterable[str]) -> tuple[Choice, float]:

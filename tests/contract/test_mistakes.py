@@ -706,8 +706,7 @@ def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
 
 
 @pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
-@both_loops
-def test_the_search_for_the_batch_size_reads_no_iterator_in_a_batch(name):
+def test_mini_loop_reads_no_iterator_in_a_batch_to_find_the_batch_size():
     """An endless iterator would be read forever, and of another iterator the step would get only the rest."""
     batches = [{"n": itertools.count(), "parts": iter(range(3)), "xy": xy} for xy in make_loader()]
 
@@ -716,7 +715,7 @@ def test_the_search_for_the_batch_size_reads_no_iterator_in_a_batch(name):
         assert list(batch["parts"]) == [0, 1, 2]
         return loss_of(net, batch["xy"])
 
-    fit(name, step, train=batches)
+    fit("MiniLoop", step, train=batches)
 
 
 def scaled(net, batch, scale=2.0, batch_idx=None):

@@ -1,12 +1,8 @@
 """Test that means over an epoch equal Trainer's, also if a run is resumed within the epoch."""
 
-import itertools
 import random
-from collections import UserDict, defaultdict
-from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -123,7 +119,6 @@ def test_the_epoch_mean_of_the_loss_uses_the_batch_size_passed_to_log(kind):
 SIZES = {
     "NumPy integer": np.int64,
     "NumPy float": lambda size: np.float64(size) / 3,
-    "NumPy bool": lambda size: np.bool_(size > 2),
     "float": lambda size: size / 3,
     "bool": lambda size: size > 2,
     "tensor": torch.tensor,
@@ -205,89 +200,3 @@ def test_log_dict_in_your_own_loop_refuses_a_name_that_a_csv_file_cannot_contain
 def test_log_raises_an_error_if_on_step_and_on_epoch_are_both_false(kind):
     with pytest.raises((ValueError, MisconfigurationException), match=r"on_step=False.*on_epoch=False"):
         fit_means(kind, lambda loop, index: loop.log("x", index, on_step=False))
-
-
-def make_batches(make):
-    """A loader of batches with 4, 4 and 2 samples."""
-    data = TensorDataset(torch.arange(10.0), torch.arange(10.0) * 3)
-
-    def collate(samples):
-        return make(*map(torch.stack, zip(*samples, strict=True)))
-
-    return DataLoader(data, batch_size=4, collate_fn=collate)
-
-
-# {kind: (a function that creates a batch, a function that removes all tensors from the batch)}
-CONTAINERS = {
-    "dict": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch.pop("x"), batch.pop("y"))),
-    "defaultdict": (lambda x, y: defaultdict(int, x=x, y=y), lambda batch: (batch.pop("x"), batch.pop("y"))),
-    "UserDict": (lambda x, y: UserDict(x=x, y=y), lambda batch: (batch.pop("x"), batch.pop("y"))),
-    "list": (lambda x, y: [x, y], lambda batch: (batch.pop(0), batch.pop())),
-    "other size left": (
-        lambda x, y: {"x": x, "y": y, "scale": torch.ones(1)},
-        lambda batch: (batch.pop("x"), batch.pop("y")),
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-@pytest.mark.parametrize("name", CONTAINERS)
-@pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_a_step_that_empties_its_batch_gets_the_same_epoch_means(tmp_path, kind, name):
-    make, take = CONTAINERS[name]
-
-    def fit(take, folder):
-        net = nn.Linear(1, 1)
-        nn.init.ones_(net.weight)
-        nn.init.zeros_(net.bias)
-
-        def step(net, batch):
-            x, y = take(batch)
-            return {"loss": (net(x[:, None])[:, 0] - y).square().mean(), "last": y[-1]}
-
-        options = {"accelerator": "cpu", "default_root_dir": tmp_path / folder, "max_epochs": 2}
-        steps = {"training_step": step, "validation_step": step}
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        history = kind(**options).fit(net, make_batches(make), make_batches(make), optimizer=optimizer, **steps)
-        return history.drop(columns=["time", "waiting"], errors="ignore")
-
-    def keep(batch):
-        return list(batch if isinstance(batch, list) else batch.values())[:2]
-
-    pd.testing.assert_frame_equal(fit(take, "emptied"), fit(keep, "kept"))
-
-
-# Iterators that a step reads, or that never end. Each function returns the items that precede x and y in a batch.
-ITERATORS = {
-    "endless": lambda x: [itertools.count()],
-    "endless in a dict": lambda x: [{"ids": itertools.cycle([1, 2])}],
-    "generator": lambda x: [(part for part in x.split(1))],
-    "zip": lambda x: [zip(x.split(1), x.split(1), strict=True)],
-    "in a dataclass": lambda x: [Indices(iter(x.split(1)))],
-}
-
-
-@dataclass
-class Indices:
-    parts: object
-
-
-class LogsBeforeReading(Classifier):
-    def on_train_start(self):
-        self.numbers = []
-
-    def training_step(self, batch, batch_idx):
-        first, x, y = batch
-        self.log("mean", y[-1], on_step=False, on_epoch=True)
-        first = first["ids"] if isinstance(first, dict) else getattr(first, "parts", first)
-        self.numbers.append(len(list(itertools.islice(first, 100))))
-        return self.net[0].weight.sum() * x.mean()
-
-
-@pytest.mark.parametrize("name", ITERATORS)
-def test_finding_the_batch_size_reads_no_iterator_of_a_batch(tmp_path, name):
-    """Trainer reads them."""
-    loader = make_batches(lambda x, y: [*ITERATORS[name](x), x, y])
-    loop, module, _ = fit(tmp_path, LogsBeforeReading, lambda: loader, max_epochs=1)
-    assert module.numbers == ([100] * 3 if "endless" in name else [4, 4, 2])
-    assert loop.callback_metrics["mean"] == (9 * 4 + 21 * 4 + 27 * 2) / 10
