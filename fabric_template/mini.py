@@ -389,7 +389,7 @@ class MiniLoop:
             set_flags(self._unwrapped, self._resumed_flags)
             # on_train_start may have changed options such as max_steps, so restore them again.
             self._restore_options(self._resumed_options)
-            if self.batches_done > 0:
+            if self.batches_done > 0 and not is_done:
                 self._skip_batches()
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._attributes.load_state(self._resumed_state)

@@ -225,6 +225,21 @@ def test_restarting_a_finished_run_prints_that_the_run_is_finished(capsys):
     assert "finished run" not in capsys.readouterr().err
 
 
+def test_mini_loop_reads_no_batches_if_a_resumed_run_is_finished():
+    reads = []
+
+    class Counted(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for x, y in make_data(20):
+                reads.append(x)
+                yield x, y
+
+    for resume in (None, "last"):
+        loop = MiniLoop(max_steps=3, accelerator="cpu")
+        loop.fit(Plain(), DataLoader(Counted(), 4), resume=resume)
+        assert len(reads) == 16  # MiniLoop reads a batch in advance.
+
+
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
 def test_mini_loop_and_fabric_loop_resume_runs_of_each_other(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
