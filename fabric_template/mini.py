@@ -151,7 +151,7 @@ LOOP_ATTRIBUTES = f"""
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs
     _precision _resumed_flags _resumed_options _resumed_state _row_started _sampler_seed
     _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
-    _window_size active_stage batches_done best_score callback_metrics checkpoint_dir
+    active_stage batches_done best_score callback_metrics checkpoint_dir
     current_epoch global_step history log_dir num_training_batches should_stop _created_with
     _saved_step _settings
 """.split()
@@ -421,7 +421,6 @@ class MiniLoop:
         epoch, is_validated = self.current_epoch, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
-        self._window_size = self.accumulate_grad_batches
         batches: Iterable[Any] = self._train_batches()
         if self.batches_done == 0 and self.should_stop:
             # As in Trainer, an epoch has no batches if on_train_epoch_start sets should_stop.
@@ -460,14 +459,8 @@ class MiniLoop:
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
-            text = "on_train_batch_start: got -1, which ends the epoch early. MiniLoop cannot end"
-            raise TypeError(f"{text} an epoch early. Use FabricLoop.")
-        every = self.accumulate_grad_batches
-        is_window_start = self._batches_in_window == 0 and batch_idx % every == 0
-        if every != self._window_size and not is_window_start:
-            text = f"accumulate_grad_batches: got {every} from a hook at batch {batch_idx}."
-            raise ValueError(f"{text} Change the value between epochs.")
-        self._window_size = every
+            text = "on_train_batch_start: got -1, which ends the epoch early. Use FabricLoop."
+            raise TypeError(text)
         is_window_end = self._is_window_end(batch) or self._is_last
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
@@ -526,8 +519,7 @@ class MiniLoop:
         """
         if self.accumulate_grad_batches == 1:
             return True
-        is_last = self._is_last
-        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+        is_end = self._is_last or (self.batches_done + 1) % self.accumulate_grad_batches == 0
         if self.fabric.world_size == 1:
             return is_end
         # All processes must step the optimizer together, because DDP averages their gradients.
@@ -1526,7 +1518,9 @@ class MiniLoop:
         # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = {name: getattr(self, name) for name in NUMBERS}
-        self._hparams = find_hparams(self.model)
+        self._hparams = {"hyper_parameters": dict(getattr(self.model, "hparams", {}))}
+        if "_hparams_name" in vars(self.model):
+            self._hparams["hparams_name"] = self.model._hparams_name
         groups = [{**group, "params": []} for group in self.optimizer.param_groups]
         states = {"optimizer": replace_numpy(groups), "lr_schedulers": self._scheduler_states()}
         check_readable({**self._hparams, **states, "state_dict": self._unwrapped.state_dict()})
@@ -2979,13 +2973,6 @@ def find_placeholder(value: Any) -> str | None:
     if isinstance(value, dict):
         items = chain(value, value.values())
     return next((found for found in map(find_placeholder, items) if found is not None), None)
-
-
-def find_hparams(model: Any) -> dict[str, Any]:
-    """Return a model's hyperparameters, with the keys that Lightning's checkpoints use."""
-    name = vars(model).get("_hparams_name")
-    hparams = {"hyper_parameters": dict(getattr(model, "hparams", {}))}
-    return {**hparams, **({"hparams_name": name} if name else {})}
 
 
 def read_times(folder: Path) -> tuple[float, float]:

@@ -879,17 +879,6 @@ def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), resume="last")
 
 
-class AccumulationChange(Model):
-    def on_train_batch_start(self, batch, batch_idx):
-        self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
-
-
-def test_mini_loop_refuses_a_hook_that_changes_accumulate_grad_batches_within_an_epoch(tmp_path):
-    """After such a change, Trainer adds the new gradients to those of the previous step."""
-    with pytest.raises(ValueError, match="accumulate_grad_batches: got 3 from a hook at batch 2"):
-        train(MiniLoop, tmp_path, shuffled(AccumulationChange))
-
-
 class LayerReplacement(Model):
     """Replaces a layer in the second epoch. The optimizer does not train the new layer."""
 

@@ -856,8 +856,7 @@ BY_TOKENS = {
 """,
     """        if self.accumulate_grad_batches == 1:
             return True
-        is_last = self._is_last
-        is_end = is_last or self._batches_in_window + 1 == self.accumulate_grad_batches
+        is_end = self._is_last or (self.batches_done + 1) % self.accumulate_grad_batches == 0
 """: """        self._tokens += batch[0].numel()
         is_end = self._is_last or self._tokens >= self.tokens_per_step
 """,
@@ -877,8 +876,8 @@ AVERAGED_WEIGHTS = {
     seed: int""",
     "        self._sums: list[dict": """        self._ema: Any = None
         self._sums: list[dict""",
-    """        self._hparams = find_hparams(self.model)
-""": """        self._hparams = find_hparams(self.model)
+    """        self._given_options = {name: getattr(self, name) for name in NUMBERS}
+""": """        self._given_options = {name: getattr(self, name) for name in NUMBERS}
         average = torch.optim.swa_utils.get_ema_multi_avg_fn(self.ema_decay)
         self._ema = torch.optim.swa_utils.AveragedModel(self._unwrapped, multi_avg_fn=average)
 """,
@@ -960,7 +959,7 @@ GRADIENT_NORM = {
         self._precision.optimizer_step("""
 }
 DIFFERENT_RULE_IN_PROCESS_1 = {
-    "is_end = is_last or ": "is_end = is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
+    "is_end = self._is_last or ": "is_end = self._is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
 }
 
 
@@ -1297,14 +1296,24 @@ def test_a_list_that_contains_itself_is_not_saved():
     assert_same_weights(expected.net, model.net)
 
 
+class AccumulationChange(Classifier):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
+
+
+def test_both_loops_use_each_gradient_once_if_a_hook_changes_accumulate_grad_batches():
+    """After such a change, Trainer adds the new gradients to those of the previous step."""
+    (loop, module, _), (other, expected, _) = (fit(kind, kind, 2, make_module=AccumulationChange) for kind in LOOPS)
+    assert_same_weights(expected, module)
+    assert loop.global_step == other.global_step
+
+
 def test_mini_loop_refuses_a_hook_that_ends_the_epoch_early():
     class Ends(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    with pytest.raises(
-        TypeError, match=r"on_train_batch_start: got -1, which ends the epoch early\. .* Use FabricLoop\."
-    ):
+    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1, which ends the epoch early\. Use FabricLoop\."):
         run_mini(Ends, max_epochs=1)
 
 
