@@ -2411,9 +2411,9 @@ class SavedAttributes:
                 root, _, place = path.partition(".")
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
                 of_module = re.sub(r"(^|\.)buffers$", "", place)
-                if place not in parts and place != of_module and value != REMOVED:
-                    place, value = of_module, ("buffer", value)
-                is_complete = is_complete and root == "model" and place in parts
+                if place not in parts and place != of_module:
+                    place, value = of_module, value if value == REMOVED else ("buffer", value)
+                is_complete = is_complete and root == "model"
                 converted[place][name] = value
                 if (path, name) in of_process["plain_state"]["rebound"]:
                     rebound[place].append(name)
@@ -2455,7 +2455,8 @@ def attributes_of(part: Any) -> dict[str, Any]:
     left_out: Iterable[str] = ()
     if isinstance(part, nn.Module):
         left_out = MODULE_ATTRIBUTES
-        values.update((name, part._buffers.get(name)) for name in part._non_persistent_buffers_set)
+        names, buffers = part._non_persistent_buffers_set, part._buffers.items()
+        values.update((name, buffer) for name, buffer in buffers if name in names)
     elif isinstance(part, MiniLoop):
         left_out = LOOP_ATTRIBUTES
     elif isinstance(part, torch.optim.Optimizer):

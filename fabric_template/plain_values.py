@@ -1,27 +1,21 @@
 """Compare, encode and restore the values of attributes.
 
-A value is plain if it is None, a number, a string, a tensor, a NumPy array, or a container of plain
-values. An array, a tensor or a container is encoded as a tuple (kind, content, ...), which
-torch.load(weights_only=True) can read.
+A value is plain if it is None, a number, a string, a tensor, a NumPy array, a member of an Enum, or
+a container of plain values. An array, a tensor or a container is encoded as a tuple
+(kind, content, ...), which torch.load(weights_only=True) can read.
 """
 
 from __future__ import annotations
 
 import marshal
-import math
 import sys
-import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import copy
-from datetime import date, datetime, timedelta
-from decimal import Decimal
-from enum import Enum, Flag
-from fractions import Fraction
+from enum import Enum
 from itertools import islice
-from multiprocessing.sharedctypes import SynchronizedBase
 from types import MappingProxyType
 from typing import Any
 
@@ -31,25 +25,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-_SEQUENCES: dict[str, type] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, deque)
-}
-_DICTS: dict[str, type] = {
-    kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)
-}
 TENSORS = (Tensor, nn.Parameter)
-CONTAINERS = frozenset((*_SEQUENCES.values(), *_DICTS.values()))
-_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
-_VALUES: dict[str, Any] = {
-    kind.__name__: kind for kind in (range, timedelta, date, datetime, Fraction, Decimal, bytearray)
+_SEQUENCES = (list, tuple, set, frozenset, torch.Size, deque)
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (*_SEQUENCES, dict, OrderedDict, Counter, defaultdict)
 }
+CONTAINERS = frozenset(_KINDS.values())
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 # Limits that keep checkpoints small and quick to save.
 MOST_BYTES = 256 * 2**20  # The maximum size of a saved attribute in bytes.
-MOST_ITEMS = 1_000_000  # The maximum number of items in a saved attribute.
-# The digest of a GPU tensor above this size covers only some elements.
-COMPARED_BYTES = 2**20
-# To detect changes in a large tensor or list, compare about this many elements.
-_COMPARED_ITEMS = 50_000
+MOST_ITEMS = 1_000_000  # The maximum number of items in a saved list or dict.
 _DEEPEST = 12  # The maximum nesting depth of a saved container.
 MOST_SEARCHED = 500
 
@@ -65,14 +50,11 @@ class TooLargeError(Exception):
 # Comparing values
 
 
-def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
+def digest(value: Any, depth: int = 0) -> Any:
     """Return a digest of a value, to detect later changes to it.
 
-    The digest of a large value, such as a GPU tensor of more than 1 MB, covers only a sample of its
-    elements.
-
-    Args:
-        most: The maximum number of items in the digest of a container.
+    The digest covers only a sample of tensors above 1 MB on a GPU, of values above 256 MB, and of
+    long lists of tensors.
     """
     kind = type(value)
     if kind in (float, complex):
@@ -80,30 +62,22 @@ def digest(value: Any, most: int = _COMPARED_ITEMS) -> Any:
         return kind, repr(value)
     if kind in ATOMS or isinstance(value, Enum):
         return kind, value
-    if isinstance(value, SynchronizedBase):
-        return kind, read_shared(value)
     if kind in TENSORS:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
         return _digest_array(np.asarray(value))
-    if (arguments := arguments_of(value)) is not None:
-        return kind, arguments
-    if not (kind in CONTAINERS or is_named_tuple(kind)) or most == 0:
+    if not (kind in CONTAINERS or is_named_tuple(kind)) or depth > _DEEPEST:
         raise NotPlainError
     items = _items_of(value)
-    is_atomic = set(map(type, items)) <= ATOMS
-    if is_atomic or most < len(items) <= MOST_ITEMS:
-        # Use marshal's format 2. In later formats, equal lists can give different bytes.
-        with suppress(ValueError):
-            return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # In the items of a dict, keys and values alternate, so a slice with an even step would contain
-    # only keys.
-    step = math.ceil(len(items) / math.ceil(most / 8)) | 1
-    found = items if step == 1 else [*items[::step], items[-1]]
-    # A list may contain itself, so lower the item limit at each level to end the recursion.
-    most_inside = min(most - 1, max(most // len(found), 8))
-    marks = [] if len(found) == len(items) else [_mark(item) for item in items]
-    return kind, len(items), [digest(item, most_inside) for item in found], marks
+    # marshal raises a ValueError for tensors and objects. Use its format 2. In later formats, equal
+    # lists can give different bytes.
+    with suppress(ValueError):
+        return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
+    # In the items of a dict, keys and values alternate, so an even step would select only keys.
+    step = 1 + len(items) // 1000 // 2 * 2
+    marks = [item if type(item) in ATOMS else id(item) for item in items if step > 1]
+    order = zlib.crc32(marshal.dumps(marks, 2))
+    return kind, len(items), order, [digest(item, depth + 1) for item in items[::step]]
 
 
 def _items_of(container: Any) -> list[Any]:
@@ -112,39 +86,40 @@ def _items_of(container: Any) -> list[Any]:
     return list(container)
 
 
-def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a fingerprint of a container item without reading the data of tensors."""
-    kind = type(value)
-    if kind in ATOMS:
-        return value
-    if kind in CONTAINERS and depth < _DEEPEST:
-        return [_mark(item, depth + 1) for item in _items_of(value)]
-    is_counted = kind in TENSORS and not value.is_inference()
-    # A new object can have the id of a deleted object, so also compare weak references.
-    reference = weakref.ref(value) if kind.__weakrefoffset__ else None
-    return id(value), reference, value._version if is_counted else None
-
-
 def _digest_tensor(tensor: Tensor) -> Any:
     if tensor.layout is torch.sparse_coo:
         parts = tensor.detach().coalesce()
         return tensor.shape, _digest_tensor(parts.indices()), _digest_tensor(parts.values())
     if not is_plain_tensor(tensor):
         raise NotPlainError
-    place = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    most = MOST_BYTES if tensor.device.type == "cpu" else 2**20
     values = tensor.detach().reshape(-1)
-    # On the CPU, compare all elements, because changes through NumPy do not affect _version.
-    most = MOST_BYTES if tensor.device.type == "cpu" else COMPARED_BYTES
-    if values.numel() * values.element_size() <= most:
-        return place, _checksum(values)
-    version = None if tensor.is_inference() else tensor._version
-    return place, id(tensor), version, _checksum(values[:: values.numel() // _COMPARED_ITEMS])
+    sample = values[:: 1 if tensor.nbytes <= most else 1 + tensor.numel() // 10_000]
+    content = sample.cpu().contiguous().view(torch.uint8).numpy().data
+    place = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+    return place, zlib.crc32(content)
+
+
+def _digest_array(array: np.ndarray) -> Any:
+    if not is_plain_dtype(array.dtype):
+        raise NotPlainError
+    sample = array.reshape(-1)[:: 1 if array.nbytes <= MOST_BYTES else 1 + array.size // 10_000]
+    content = np.ascontiguousarray(sample).view(np.uint8).data
+    return array.shape, array.dtype.str, zlib.crc32(content)
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has data, so that its values can be copied."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta"
+
+
+def is_plain_dtype(dtype: np.dtype) -> bool:
+    return not dtype.hasobject and dtype.names is None
+
+
+def is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def address_of(tensor: Tensor) -> int:
@@ -174,36 +149,179 @@ def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> boo
     return shares_memory(value, addresses)
 
 
-class Reference:
-    """Recognizes an object, even if its content has changed, without keeping it in memory."""
-
-    def __init__(self, value: Any) -> None:
-        self._id = id(value)
-        # A new tensor may get the id of a deleted one whose views still exist.
-        self._reference = weakref.ref(value) if type(value).__weakrefoffset__ else None
-
-    def refers_to_object(self, value: Any) -> bool:
-        is_alive = self._reference is None or self._reference() is value
-        return id(value) == self._id and is_alive
+# Encoding values
 
 
-def _checksum(values: Tensor) -> int:
-    return zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data)
+def check_size(value: Any) -> int:
+    """Return the approximate number of bytes that a plain value takes in a checkpoint.
+
+    Raises:
+        TooLargeError: The value is too large for a checkpoint.
+    """
+    size = num_items = 0
+    if isinstance(value, np.ndarray) or (type(value) in TENSORS and is_plain_tensor(value)):
+        size = value.nbytes
+    elif type(value) in CONTAINERS or is_named_tuple(type(value)):
+        items, num_items = _items_of(value), len(value)
+        is_simple = ATOMS.issuperset(map(type, items))
+        # A reference in a list takes 8 bytes.
+        size = 8 * num_items + sum(map(check_size, () if is_simple else items))
+    if size > MOST_BYTES or num_items > MOST_ITEMS:
+        raise TooLargeError
+    return size
 
 
-def _digest_array(array: np.ndarray) -> Any:
+def encode(
+    value: Any,
+    device: torch.device,
+    weights: Mapping[int, str] = MappingProxyType({}),
+    depth: int = 0,
+) -> Any:
+    """Encode a value as a tuple such as ("list", [1, 2]).
+
+    Args:
+        device: The run's device. A resumed run moves the tensors of this device to its own device.
+        weights: The memory addresses and names of the tensors in the network's state_dict.
+
+    Raises:
+        NotPlainError: The type of the value is not supported.
+    """
+    kind, name = type(value), type(value).__name__
+    if kind in ATOMS:
+        return value
+    if kind in TENSORS:
+        return _encode_tensor(value, device, weights, depth)
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return _encode_array(np.asarray(value), "array" if kind is np.ndarray else "scalar")
+    names = kind.__module__, kind.__qualname__
+    is_by_name = find_class(*names) is kind
+    # A combination of flags such as A | B has no name.
+    if isinstance(value, Enum) and is_by_name and value.name in kind.__members__:
+        return "enum", value.name, *names
+    is_container = kind in CONTAINERS or (is_by_name and is_named_tuple(kind))
+    if not is_container or depth > _DEEPEST:
+        raise NotPlainError
+    items = _items_of(value)
+    if not ATOMS.issuperset(map(type, items)):
+        items = [encode(item, device, weights, depth + 1) for item in items]
+    if kind not in CONTAINERS:
+        return "named tuple", items, *names
+    if kind is deque:
+        return name, items, value.maxlen
+    if kind is defaultdict:
+        return name, items, getattr(value.default_factory, "__name__", None)
+    return name, items
+
+
+def _encode_tensor(
+    tensor: Tensor, device: torch.device, weights: Mapping[int, str], depth: int
+) -> Any:
+    if shares_memory(tensor, weights):
+        # If a list or dict contains a weight of the model, save only the weight's name.
+        if depth == 0:
+            raise NotPlainError
+        place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        return "weight", weights[address_of(tensor)], type(tensor) is nn.Parameter, *place
+    if not (is_plain_tensor(tensor) or tensor.layout is torch.sparse_coo):
+        raise NotPlainError
+    copied = tensor.detach().to("cpu", copy=True)
+    has_gradient = tensor.requires_grad and tensor.is_leaf
+    return type(tensor).__name__.lower(), copied, has_gradient, tensor.device == device
+
+
+def _encode_array(array: np.ndarray, kind: str) -> Any:
     if not is_plain_dtype(array.dtype):
         raise NotPlainError
-    place = (array.shape, array.dtype.str)
-    if array.nbytes <= MOST_BYTES:
-        return place, zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    # Select about 50,000 elements of the array, or all elements if it has fewer.
-    step = max(array.size // _COMPARED_ITEMS, 1)
-    return place, array.reshape(-1)[::step].tobytes()
+    data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes()), np.uint8))
+    return kind, data, array.dtype.str, list(array.shape)
 
 
-def is_plain_dtype(dtype: np.dtype) -> bool:
-    return not dtype.hasobject and dtype.names is None
+def find_class(module: str, name: str) -> Any:
+    """Return an already imported Enum or named tuple class by its name, or None."""
+    # Do not import modules, because a damaged checkpoint could name any module.
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and issubclass(found, Enum | tuple) else None
+
+
+# Restoring values
+
+
+def decode(
+    encoded: Any,
+    device: torch.device | str = "cpu",
+    weights: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Convert an encoded value back to the original value.
+
+    Args:
+        weights: The network's state_dict, for the weights that were encoded by name.
+    """
+    if not isinstance(encoded, tuple | list):
+        return encoded
+    kind, content, *options = encoded
+    if kind == "weight":
+        is_parameter, *place = options
+        weight = weights[content]
+        return weight if is_parameter else weight.detach().as_strided(*place)
+    if kind in ("tensor", "parameter"):
+        has_gradient, is_on_device = options
+        value = content.to(device if is_on_device else "cpu", copy=True)
+        value = nn.Parameter(value) if kind == "parameter" else value
+        return value.requires_grad_(has_gradient)
+    if kind in ("array", "scalar"):
+        dtype, shape = options
+        data = b"" if content is None else content.numpy().tobytes()
+        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        return array if kind == "array" else array[()]
+    if kind == "enum":
+        return find_class(*options).__members__[content]
+    items = [decode(item, device, weights) for item in content]
+    if kind == "named tuple":
+        return tuple.__new__(find_class(*options), items)
+    made = _KINDS[kind]
+    if made in _SEQUENCES:
+        # ``options`` contains the maxlen of a deque. For other types, it is empty.
+        return made(items, *options)
+    pairs = dict(zip(items[::2], items[1::2], strict=True))
+    # Restore the default_factory of a defaultdict only if it is a built-in type, such as int.
+    return made(*map(_FACTORIES.get, options), pairs)
+
+
+def replace_content(current: Any, value: Any) -> bool:
+    """Copy a saved value into an existing tensor or container.
+
+    Returns:
+        Whether the existing object now has the value.
+    """
+    names = ("shape", "dtype", "requires_grad", "maxlen")
+    if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
+        return False
+    if type(current) is not type(value):
+        return False
+    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. They
+    # may already have the value, because they are views of another attribute.
+    with suppress(RuntimeError, ValueError):
+        if isinstance(current, Tensor):
+            if not torch.equal(current, value):
+                current.detach().copy_(value.detach())
+        elif isinstance(current, np.ndarray):
+            if not np.array_equal(current, value):
+                current[...] = value
+        elif isinstance(current, list | deque):
+            current.clear()
+            current.extend(value)
+        elif isinstance(current, dict | set):
+            current.clear()
+            current.update(value)
+        else:
+            return False
+        return True
+    return False
+
+
+# Objects with a state_dict
 
 
 def is_stateful(value: Any) -> bool:
@@ -214,273 +332,10 @@ def is_stateful(value: Any) -> bool:
     return has_methods and not is_loader and not isinstance(value, nn.Module)
 
 
-# Encoding ranges, dates and fractions
-
-
-def arguments_of(value: Any) -> list[Any] | None:
-    """Return the arguments for creating a copy of a range, date, bytearray, Fraction or Decimal.
-
-    Returns:
-        The arguments for the value's class, or None if the value is not supported, such as a
-        datetime with a time zone.
-    """
-    # Do not support Path objects, because a saved path may be wrong after the run's folder moved.
-    kind = type(value)
-    if kind is range:
-        return [value.start, value.stop, value.step]
-    if kind is timedelta:
-        return [value.days, value.seconds, value.microseconds]
-    if kind is date:
-        return [value.year, value.month, value.day]
-    if kind is datetime and value.tzinfo is None:
-        return [*value.timetuple()[:6], value.microsecond]
-    if kind is Fraction:
-        return [value.numerator, value.denominator]
-    if kind is Decimal:
-        return [str(value)]
-    return [bytes(value)] if kind is bytearray else None
-
-
-# Classes of Enums and named tuples
-
-
-def is_named_tuple(kind: type) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "_fields")
-
-
-def find_class(base: type, module: str, name: str) -> Any:
-    """Return the subclass of ``base`` with the given name, or None."""
-    # Use only modules that are already imported, because an import could run any code.
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, base) else None
-
-
-# Encoding values
-
-
-class Encoder:
-    """Encode attribute values as tuples that torch.load(weights_only=True) can read.
-
-    Args:
-        device: The run's device. A resumed run moves the tensors of this device to its own device.
-        covered: The memory addresses and names of the tensors in the network's state_dict.
-        most_bytes: The maximum size of an attribute in bytes.
-    """
-
-    def __init__(
-        self, device: torch.device, covered: dict[int, str], most_bytes: int = MOST_BYTES
-    ) -> None:
-        self._device, self._covered, self._most_bytes = device, covered, most_bytes
-        # Hold a reference to each encoded value, so that no other value gets the same id.
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._bytes = self._items = 0
-
-    def encode_attribute(self, value: Any) -> Any:
-        self._bytes = self._items = 0
-        return self._encode(value, 0)
-
-    def _encode(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind in ATOMS:
-            return value
-        # If several attributes share an object, encode the object only once.
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if kind in TENSORS:
-            encoded: Any = self._encode_tensor(value, depth)
-        elif kind is np.ndarray or isinstance(value, np.generic):
-            encoded = self._encode_array(value)
-        elif isinstance(value, SynchronizedBase) and depth == 0:
-            encoded = "shared", self._encode(read_shared(value), depth + 1)
-        elif (arguments := arguments_of(value)) is not None:
-            encoded = kind.__name__, arguments
-        elif isinstance(value, Enum) or is_named_tuple(kind):
-            encoded = self._encode_by_class(value, kind, depth)
-        elif kind in CONTAINERS and depth <= _DEEPEST:
-            encoded = self._encode_container(value, kind, depth)
-        else:
-            raise NotPlainError
-        self._known[id(value)] = (value, encoded)
-        return encoded
-
-    def _encode_by_class(self, value: Any, kind: type, depth: int) -> Any:
-        """Encode an Enum member or a named tuple, together with its class name."""
-        place = kind.__module__, kind.__qualname__
-        if find_class(kind, *place) is not kind or depth > _DEEPEST:
-            raise NotPlainError
-        if isinstance(value, Enum):
-            return "enum", value.name if value.name in kind.__members__ else value.value, *place
-        self._count(items=len(value))
-        return "named tuple", [self._encode(item, depth + 1) for item in value], *place
-
-    def _encode_container(self, value: Any, kind: type, depth: int) -> Any:
-        self._count(items=len(value))
-        items = _items_of(value)
-        if not set(map(type, items)) <= ATOMS:
-            items = [self._encode(item, depth + 1) for item in items]
-        if kind is deque:
-            return "deque", items, value.maxlen
-        if kind is defaultdict:
-            return "defaultdict", items, getattr(value.default_factory, "__name__", None)
-        return kind.__name__, items
-
-    def _encode_tensor(self, tensor: Tensor, depth: int) -> Any:
-        if shares_memory(tensor, self._covered):
-            # If a list or dict contains a weight of the model, save only the weight's name.
-            if depth == 0:
-                raise NotPlainError
-            place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-            return "weight", self._covered[address_of(tensor)], type(tensor) is nn.Parameter, *place
-        if not (is_plain_tensor(tensor) or tensor.layout is torch.sparse_coo):
-            raise NotPlainError
-        self._count(size=tensor.numel() * tensor.element_size())
-        copied = tensor.detach().to("cpu", copy=True)
-        has_gradient = tensor.requires_grad and tensor.is_leaf
-        kind = type(tensor).__name__.lower()
-        return kind, copied, has_gradient, tensor.device == self._device
-
-    def _encode_array(self, value: Any) -> Any:
-        array = np.asarray(value)
-        if not is_plain_dtype(array.dtype):
-            raise NotPlainError
-        self._count(size=array.nbytes)
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        data = bytearray(array.tobytes())
-        # Encode an empty array as None, because torch.frombuffer refuses an empty buffer.
-        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else None
-        return kind, encoded, array.dtype.str, list(array.shape)
-
-    def _count(self, size: int = 0, items: int = 0) -> None:
-        # A reference in a list takes 8 bytes.
-        self._bytes += size + 8 * items
-        self._items += items
-        if self._bytes > self._most_bytes or self._items > MOST_ITEMS:
-            raise TooLargeError
-
-
-class Decoder:
-    """Restore the attribute values that an Encoder has converted to tuples.
-
-    Args:
-        network: The network with the weights that were encoded by name.
-    """
-
-    def __init__(
-        self, device: torch.device | str = "cpu", network: nn.Module | None = None
-    ) -> None:
-        self._device = device
-        self._weights = {} if network is None else network.state_dict(keep_vars=True)
-        self.targets: dict[int, Any] = {}
-        self._known: dict[int, Any] = {}
-
-    def decode(self, encoded: Any) -> Any:
-        if not isinstance(encoded, tuple | list):
-            return encoded
-        # If several attributes shared an object in the saved run, decode the object only once.
-        if id(encoded) not in self._known:
-            value, target = self._decode(*encoded), self.targets.get(id(encoded))
-            self._known[id(encoded)] = target if replace_content(target, value) else value
-        return self._known[id(encoded)]
-
-    def _decode(self, kind: str, content: Any, *options: Any) -> Any:
-        if kind == "weight":
-            is_parameter, *place = options
-            weight = self._weights[content]
-            return weight if is_parameter else weight.detach().as_strided(*place)
-        if kind in ("tensor", "parameter"):
-            has_gradient, is_on_device = options
-            value = content.to(self._device if is_on_device else "cpu", copy=True)
-            value = nn.Parameter(value) if kind == "parameter" else value
-            return value.requires_grad_(has_gradient)
-        if kind in ("array", "scalar"):
-            dtype, shape = options
-            data = b"" if content is None else content.numpy().tobytes()
-            array = np.frombuffer(data, dtype).reshape(shape).copy()
-            return array if kind == "array" else array[()]
-        if kind == "enum" and isinstance(content, str):
-            return find_class(Enum, *options).__members__[content]
-        if kind == "enum":
-            # A combination of flags such as A | B has no name, so a checkpoint contains its value.
-            return find_class(Flag, *options)(content)
-        items = [self.decode(item) for item in content]
-        if kind in _VALUES:
-            return _VALUES[kind](*items)
-        if kind == "named tuple":
-            return tuple.__new__(find_class(tuple, *options), items)
-        if kind in _SEQUENCES:
-            # ``options`` contains the maxlen of a deque. For other types, it is empty.
-            return _SEQUENCES[kind](items, *options)
-        pairs = dict(zip(items[::2], items[1::2], strict=True))
-        if kind == "defaultdict":
-            # Restore a defaultdict's default_factory only if the factory is a built-in type, such
-            # as int or list.
-            return defaultdict(_FACTORIES.get(*options), pairs)
-        return _DICTS[kind](pairs)
-
-
-def replace_content(current: Any, value: Any) -> bool:
-    """Copy a saved value into an existing object, if both have the same type and shape.
-
-    Returns:
-        Whether the value was copied into the existing object.
-    """
-    kind = type(current)
-    if kind is not type(value):
-        return False
-    if kind in (*TENSORS, np.ndarray) and (current.shape, current.dtype) != (
-        value.shape,
-        value.dtype,
-    ):
-        return False
-    if kind in TENSORS and value.is_sparse:
-        return False
-    if kind is np.ndarray or (kind in TENSORS and current.is_leaf):
-        with suppress(RuntimeError, ValueError):
-            return _replace_elements(current, value)
-        return False
-    elif kind is set or kind in _DICTS.values():
-        current.clear()
-        current.update(value)
-    elif kind is list or (kind is deque and current.maxlen == value.maxlen):
-        current.clear()
-        current.extend(value)
-    else:
-        return False
-    return True
-
-
-def _replace_elements(current: Any, value: Any) -> bool:
-    """Copy a tensor or an array into another one in place.
-
-    Returns:
-        Whether the values were copied. If the memory is read-only, a RuntimeError or a ValueError
-        is raised.
-    """
-    is_tensor = isinstance(current, Tensor)
-    strides = current.stride() if is_tensor else current.strides
-    # In an expanded tensor, elements share their place in memory. Write to each place only once.
-    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
-    if 0 in strides and not bool((value[index] == value).all()):
-        return False
-    if is_tensor:
-        with torch.inference_mode(current.is_inference()):
-            current.detach()[index].copy_(value[index].detach())
-            current.requires_grad_(value.requires_grad)
-        return True
-    is_writeable = current.flags.writeable
-    # A read-only view of an array changes with the array.
-    current.flags.writeable = is_writeable or current.base is not None
-    try:
-        current[index] = value[index]
-    finally:
-        current.flags.writeable = is_writeable
-    return True
-
-
-def requires_grad_of(module: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+def requires_grad_of(value: Any) -> dict[str, bool]:
+    """Return whether each parameter requires a gradient, or {} for an object without parameters."""
+    parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
+    return {name: parameter.requires_grad for name, parameter in parameters}
 
 
 def load_object(
@@ -491,9 +346,6 @@ def load_object(
     Args:
         requires_grad: For a module, whether each parameter requires a gradient.
     """
-    if isinstance(current, SynchronizedBase):
-        write_shared(current, state)
-        return
     if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("the saved run created an object that is missing in this run")
     if isinstance(current, torch.optim.Optimizer):
@@ -555,20 +407,3 @@ def _exact_value(loaded: Any, saved: Any) -> Any:
     if type(saved) is deque:
         return deque(map(_exact_value, loaded, saved), saved.maxlen)
     return [*map(_exact_value, loaded, saved)] if type(saved) is list else saved
-
-
-# Values in shared memory, such as multiprocessing.Value
-
-
-def read_shared(value: Any) -> Any:
-    content = value.get_obj()
-    return content.value if hasattr(content, "value") else list(content)
-
-
-def write_shared(value: Any, saved: Any) -> None:
-    """Write a saved value into an object in shared memory."""
-    content = value.get_obj()
-    if hasattr(content, "value"):
-        content.value = saved
-    else:
-        content[:] = saved

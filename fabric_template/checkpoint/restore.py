@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from itertools import chain, islice
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
-from ..plain_state import REMOVED, Part, register_buffer
-from ..plain_values import Decoder, load_object, load_optimizer, replace_content, shares_memory
+from ..plain_state import Part
+from ..plain_values import decode, load_object, load_optimizer, shares_memory
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -278,40 +279,32 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     parts, rebound = state.get("parts", {}), state.get("rebound", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
-    for name, instance in run.plain_state.objects_of([f"model.{place}" for place in parts]).items():
+    for name, instance in run.plain_state.objects().items():
         modules[name.removeprefix("model.")] = instance
-    decoder = Decoder(run.fabric.device, run.network)
-    weights = run.plain_state.addresses_of_network()
+    addresses = run.plain_state.addresses_of_network()
+    weights = run.network.state_dict(keep_vars=True)
+    decoded = partial(decode, device=run.fabric.device, weights=weights)
     for place, attributes in parts.items():
-        part: Any = modules.get(place)
-        buffers: dict[str, Any] = part._buffers if isinstance(part, nn.Module) else {}
-        own = Part(part).namespace()
+        module = modules.get(place)
+        buffers = getattr(module, "_buffers", {})
         for name, value in attributes.items():
-            if isinstance(value, tuple) and value[0] == "buffer":
-                value = value[1]
-                if part is not None and name not in buffers:
-                    register_buffer(part, name)
-            of_class = getattr(type(part), str(name), None)
-            current = {**buffers, **own}.get(name, of_class)
-            if isinstance(value, tuple) and value[0] in ("state", "shared"):
-                load_object(current, *map(decoder.decode, value[1:]))
-                continue
+            tag = value[0] if isinstance(value, tuple) else None
+            is_buffer = module is not None and (tag == "buffer" or name in buffers)
+            part = Part(module, has_buffers=is_buffer)
+            current = part.namespace().get(name, getattr(type(module), str(name), None))
             # The saved run may have overridden a class attribute on the instance.
-            is_known = name in {**own, **buffers} or hasattr(type(part), str(name))
-            if not is_known or is_generator(current):
+            is_known = is_buffer or name in part.namespace() or hasattr(type(module), str(name))
+            if tag == "state":
+                load_object(current, *map(decoded, value[1:]))
+            elif not is_known or is_generator(current):
                 raise make_state_error(run, place)
-            namespace = buffers if name in buffers else own
-            if value == REMOVED:
-                namespace.pop(name, None)
-                continue
-            decoded = decoder.decode(value)
-            # Do not change an object in place if the saved run assigned another object.
-            is_target = name not in rebound.get(place, ()) and name in namespace
-            is_target = is_target and not shares_memory(current, weights)
-            if not (is_target and replace_content(current, decoded)):
-                namespace[name] = decoded
-            if isinstance(namespace[name], defaultdict):
-                namespace[name].default_factory = getattr(current, "default_factory", None)
+            elif tag == "removed":
+                part.namespace().pop(name, None)
+            else:
+                # Do not change an object in place if the saved run assigned another object.
+                is_target = name not in rebound.get(place, ())
+                is_target = is_target and not shares_memory(current, addresses)
+                part.assign(name, decoded(value[1] if tag == "buffer" else value), is_target)
 
 
 def make_state_error(run: Run, place: str) -> CheckpointError:
@@ -339,8 +332,7 @@ def restore_position(run: Run) -> None:
     # Restore attributes last, because iter(loader) must see their values from the start of the
     # epoch.
     if attributes is not None:
-        run.plain_state.load_state_dict(attributes, run.data.restored_objects)
-    run.data.restored_objects.clear()
+        run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -458,8 +459,10 @@ def add_optimizers(run: Run) -> None:
     # configure_optimizers runs after the weights of a checkpoint are loaded. If it copies weights,
     # the copies in a resumed run differ from those of the saved run.
     is_created = run.plan.optimizer is None or callable(run.plan.optimizer)
-    schedulers = [config.scheduler for config in optimization.lr_schedulers]
-    run.plain_state.add(parts, [*saved, *schedulers], is_always_saved=is_created)
+    saved += [config.scheduler for config in optimization.lr_schedulers]
+    groups = [optimizer.param_groups for optimizer in optimizers]
+    saved += [*groups, *chain.from_iterable(groups)]
+    run.plain_state.add(parts, saved, is_always_saved=is_created)
 
 
 def has_own_state(optimizer: Any) -> bool:

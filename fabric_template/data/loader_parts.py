@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from ..lightning_compat.overrides import has_state
 from ..plain_state import REMOVED, Part, Place, PlainState, find_objects
-from ..plain_values import Decoder, digest
+from ..plain_values import decode, digest
 from .tensor_loader import TensorLoader
 
 # The search for objects inside a loader skips these types.
@@ -290,7 +290,7 @@ class StreamState:
         for place, value in state["attributes"].items():
             expected[place] = None
             with suppress(Exception):
-                expected[place] = digest(Decoder().decode(value)), value
+                expected[place] = digest(decode(value)), value
         self._stream.load_state_dict(deepcopy(state["state"]))
         self._loaded = state["state"]
         yield

@@ -77,10 +77,8 @@ class ResumableLoader:
         loader: Any,
         find_model_state: Callable[[], PlainState] | None = None,
         is_saved: bool = True,
-        restored_objects: dict[int, Any] | None = None,
     ) -> None:
         self.loader = loader
-        self._restored_objects = {} if restored_objects is None else restored_objects
         self._find_model_state = find_model_state if refers_to_model(loader) else None
         self.passes = self.batches = 0
         self.is_finished = False
@@ -328,11 +326,10 @@ class ResumableLoader:
 
     def _start_persistent_workers(self, first: int) -> None:
         """Start the workers with their saved RNG states."""
-        captured, self.loader._iterator = self._capture(), None
-        states = self._plain_states.values()
-        objects = {id(value): value for part in states for _, value in part.attributes()}
+        self.loader._iterator = None
+        captured = {"rng": capture_rng_state(), **self._plain(has_attributes=False)}
         self._iterate(first, ())
-        self._restore(captured, objects)
+        self._restore(captured)
 
     # Saving and restoring
 
@@ -441,11 +438,6 @@ class ResumableLoader:
             captured["model"] = self._model_state.state_dict()
         return captured
 
-    def accepting_new_objects(self, stack: ExitStack) -> None:
-        """Treat objects that on_train_start assigns to the loader as objects from the start."""
-        for part in self._plain_states.values():
-            stack.enter_context(part.accepting_new_objects())
-
     def keep_start_values(self) -> None:
         """Copy the loader's attributes, because a hook such as on_train_start may change them."""
         for part in self._states_with_start_values():
@@ -472,13 +464,12 @@ class ResumableLoader:
                 part.load_attributes(part.changed_start_values(saved))
         self._restore(captured)
 
-    def _restore(self, captured: Any, objects: dict[int, Any] | None = None) -> None:
-        objects = self._restored_objects if objects is None else objects
+    def _restore(self, captured: Any) -> None:
         if "rng" in captured:
             restore_rng_state(captured["rng"])
         for name, part in self._plain_states.items():
             if name in captured:
-                part.load_state_dict(captured[name], objects)
+                part.load_state_dict(captured[name])
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:

@@ -74,8 +74,6 @@ class DataConnector:
         # loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
-        # The objects that a resume has assigned to attributes, keyed by their ids in the saved run.
-        self.restored_objects: dict[int, Any] = {}
 
     @property
     def train(self) -> StageLoaders:
@@ -170,7 +168,6 @@ class DataConnector:
                 stack.enter_context(unchanged_rng_state())
                 stack.enter_context(plain_state.replaced(saved["plain"]))
                 restore_rng_state(saved["rng"])
-            stack.enter_context(plain_state.accepting_new_objects())
             yield
 
     def _saved_loads(self) -> dict[str, Any]:
@@ -212,15 +209,6 @@ class DataConnector:
             # continues the saved epoch. In these cases, start_train_batches() calls it again.
             is_first = run.progress.epochs_done == 0 or is_resumed
             self._is_train_started = is_first and not restarts_epoch
-
-    @contextmanager
-    def accepting_new_objects(self) -> Iterator[None]:
-        """Treat objects that on_train_start assigns to loaders as objects from the start."""
-        with ExitStack() as stack:
-            for loaders in self.created.values():
-                for loader in loaders.resumable:
-                    loader.accepting_new_objects(stack)
-            yield
 
     def set_train_epoch(self) -> None:
         """Call set_epoch() of the training samplers, unless setup_train_loader() has called it."""
@@ -397,9 +385,8 @@ class StageLoaders:
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
         find_state = self._find_model_state if stage == "train" else None
-        restored = run.data.restored_objects
         self.resumable: list[ResumableLoader] = [
-            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit", restored)
+            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit")
             for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)

@@ -630,7 +630,7 @@ class ResultCollection:
         logged = [*train.metrics.values(), *self.evaluation.metrics.values()]
         if any(m.torchmetric is not None and id(m.torchmetric) not in names for m in logged):
             # Find torchmetrics objects in lists and dicts, too.
-            objects = self.run.plain_state.objects_of([])
+            objects = self.run.plain_state.objects()
             names |= {id(part): name for name, part in objects.items()}
         entries = [
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
@@ -663,7 +663,7 @@ class ResultCollection:
             metric = self._add_metric(results, (arguments.hook, arguments.name, index), arguments)
             name = entry["torchmetric"]
             if name is not None and name not in torchmetrics:
-                torchmetrics |= self.run.plain_state.objects_of([name])
+                torchmetrics |= self.run.plain_state.objects()
             metric.torchmetric = torchmetrics.get(name)
             if results is self.train:
                 # A resumed run repeats an unfinished evaluation, so do not restore its values.

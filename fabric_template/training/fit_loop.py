@@ -46,8 +46,7 @@ def fit(run: Run) -> None:
     if run.validation_schedule.is_in_this_epoch():
         run.data.setup_val_loaders()
     run.row.start_clock()
-    with run.plain_state.accepting_new_objects(), run.data.accepting_new_objects():
-        run.hooks.call("on_train_start")
+    run.hooks.call("on_train_start")
     run.mark_changes()
     run.progress.start_training()
     resume_averaging(run)

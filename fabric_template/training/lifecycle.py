@@ -155,10 +155,9 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     # Record attributes before on_fit_start, because a checkpoint contains only attributes that
     # change afterwards.
     run.record_attributes()
-    with run.plain_state.accepting_new_objects():
-        run.optimization.configure()
-        names = [name for name, _ in run.network.named_parameters()]
-        run.hooks.call("on_fit_start")
+    run.optimization.configure()
+    names = [name for name, _ in run.network.named_parameters()]
+    run.hooks.call("on_fit_start")
     check_new_parameters(run, names, "on_fit_start")
     checkpoint = run.plan.start.checkpoint
     if not has_weights and checkpoint is not None:
