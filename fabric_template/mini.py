@@ -1321,7 +1321,7 @@ class MiniLoop:
 
     def _start_version(self, is_new: bool) -> None:
         """Write hparams.yaml and, for a new run, config.yaml and the start time."""
-        self._started_at = max(time.time(), max(read_times(self.checkpoint_dir)) + 0.001)
+        self._started_at = max(time.time(), age_of(self.checkpoint_dir)[0] + 0.001)
         if is_new:
             self._record(f"started {self._started_at!r}")
             for name in self._tables:
@@ -1505,18 +1505,16 @@ class MiniLoop:
         check(not new, f"{text} __init__, or use FabricLoop.")
         optimizers, schedulers = split_optimizers(optimizer)
         if scheduler is not None:
-            schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
+            schedulers = [*scheduler] if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
-        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
-        check_scheduler_states(self._scheduler_states(), self.optimizer)
+        self.schedulers = schedulers
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check whether a checkpoint can be resumed."""
-        # Users who edit `_set_up_optimizer` may append a scheduler to self.schedulers. Convert each
-        # scheduler to Lightning's scheduler dict.
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
+        check_scheduler_states(self._scheduler_states(), self.optimizer)
         self._given_options = {name: getattr(self, name) for name in NUMBERS}
         self._hparams = {"hyper_parameters": dict(getattr(self.model, "hparams", {}))}
         if "_hparams_name" in vars(self.model):
@@ -2976,23 +2974,14 @@ def find_placeholder(value: Any) -> str | None:
     return next((found for found in map(find_placeholder, items) if found is not None), None)
 
 
-def read_times(folder: Path) -> tuple[float, float]:
-    """Read the times of the last start and the last save from a version folder's .lock file."""
-    times, lines = {"started": 0.0, "saved": 0.0}, []
+def age_of(folder: Path) -> tuple[float, int]:
+    """Return when a version folder was last used, from its .lock file, and its version number."""
+    text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    for line in lines:
-        name, _, number = line.partition(" ")
-        with suppress(ValueError):
-            times[name] = float(number)
-    return times["started"], times["saved"]
-
-
-def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time when a version folder was last used, and the version number."""
-    number = folder.name.removeprefix("version_")
-    return max(read_times(folder)), int(number) if number.isdigit() else -1
+        text = file.read().decode("utf-8", "replace")
+    times = re.findall(r"^(?:started|saved) (\d+\.\d+)$", text, re.MULTILINE)
+    return max(map(float, times), default=0.0), int(number) if number.isdigit() else -1
 
 
 def claim_version(*folders: Path) -> str:

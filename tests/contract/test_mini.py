@@ -945,11 +945,10 @@ SECOND_VALIDATION = {
 WARM_UP = {
     "    seed: int": """    warmup_steps: int = 8  # The learning rate grows linearly during these steps.
     seed: int""",
-    """        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
+    """        self.schedulers = schedulers
 """: """        steps = {"start_factor": 1 / self.warmup_steps, "total_iters": self.warmup_steps - 1}
         warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, **steps)
-        schedulers = [{"scheduler": warmup, "interval": "step"}, *schedulers]
-        self.schedulers = [make_scheduler_config(item, self.optimizer) for item in schedulers]
+        self.schedulers = [{"scheduler": warmup, "interval": "step"}, *schedulers]
 """,
 }
 GRADIENT_NORM = {
