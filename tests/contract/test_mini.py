@@ -952,10 +952,11 @@ WARM_UP = {
 """,
 }
 GRADIENT_NORM = {
-    "        self._precision.optimizer_step(": """\
+    "        try:\n            self._precision.optimizer_step(": """\
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), math.inf)
         self.log("grad_norm", norm)
-        self._precision.optimizer_step("""
+        try:
+            self._precision.optimizer_step("""
 }
 DIFFERENT_RULE_IN_PROCESS_1 = {
     "is_end = self._is_last or ": "is_end = self._is_last or self.fabric.global_rank * self._batches_in_window == 1 or "
