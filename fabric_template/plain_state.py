@@ -276,7 +276,7 @@ class PlainState:
             saved: Objects to skip, because other checkpoint keys contain their state.
             is_always_saved: Whether to save the attributes even if they never change.
         """
-        self._saved = {id(part): part for part in saved}
+        self._saved = {id(part): part for part in saved if part is not None}
         self._given |= parts
         self._find_objects()
         digests, ids = self.digests(), self._ids_in_network()

@@ -13,7 +13,6 @@ import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from copy import copy
 from enum import Enum
 from itertools import islice
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -365,13 +365,12 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     # torch cannot load NumPy arrays. The end of this function restores them.
     without_arrays = apply_to_collection(saved, np.ndarray, lambda array: None)
     optimizer.load_state_dict(without_arrays if is_usual else saved)
-    if is_usual and isinstance(groups, list):
-        for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
-            _replace_items(group, loaded)
-        optimizer.param_groups = groups
-    if is_usual and isinstance(state, dict):
-        _replace_items(state, optimizer.state)
-        optimizer.state = state
+    if is_usual and isinstance(groups, list) and isinstance(state, dict):
+        pairs: Any = zip(groups, optimizer.param_groups, strict=True)
+        for current, loaded in [*pairs, (state, optimizer.state)]:
+            current.clear()
+            current.update(loaded)
+        optimizer.param_groups, optimizer.state = groups, state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = saved.get("state") if isinstance(saved, dict) else None
     # A custom optimizer's state_dict() may have a different format, so check that its entries are
@@ -382,28 +381,9 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         current = optimizer.state[parameters[index]]
         for name, value in values.items():
             if is_usual or (isinstance(value, Tensor) and name in current):
-                # load_state_dict() casts some tensors to the parameter's dtype. Restore their saved
-                # dtypes.
-                current[name] = _exact_value(current[name], value)
-
-
-def _replace_items(target: dict[Any, Any], source: dict[Any, Any]) -> None:
-    items = dict(source)
-    target.clear()
-    target.update(items)
-
-
-def _exact_value(loaded: Any, saved: Any) -> Any:
-    """Change the dtypes of loaded optimizer state back to the dtypes in the checkpoint."""
-    if isinstance(saved, Tensor):
-        # Move the saved tensor to the device that load_state_dict() has chosen.
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if type(saved) is tuple:
-        return tuple(map(_exact_value, loaded, saved))
-    if isinstance(saved, dict):
-        exact = copy(saved)
-        exact.update((key, _exact_value(loaded[key], saved[key])) for key in saved)
-        return exact
-    if type(saved) is deque:
-        return deque(map(_exact_value, loaded, saved), saved.maxlen)
-    return [*map(_exact_value, loaded, saved)] if type(saved) is list else saved
+                # load_state_dict() casts some tensors to the parameter's dtype, and converts some
+                # containers. Use the saved values, on the device that load_state_dict() has chosen.
+                device = getattr(current.get(name), "device", parameters[index].device)
+                moved = move_data_to_device(value, device)
+                is_deque = type(value) is deque
+                current[name] = deque(moved, value.maxlen) if is_deque else moved

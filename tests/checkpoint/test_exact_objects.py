@@ -335,21 +335,23 @@ class Mining(Model):
 
 
 class WarmUp(Model):
-    """Deletes an attribute and a buffer at the end of its warm-up."""
+    """Deletes an attribute and a buffer, and sets another attribute to None, after its warm-up."""
 
     def __init__(self):
         super().__init__()
-        self.factor = 0.5
+        self.factor = self.weight = 0.5
         self.register_buffer("shift", torch.ones(3), persistent=False)
 
     def forward(self, x):
         logits = super().forward(x) * getattr(self, "factor", 1.0)
+        logits = logits * (self.weight or 1.0)
         return logits + self.shift if hasattr(self, "shift") else logits
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             del self.factor
             del self.shift
+            self.weight = None
 
 
 class Worn(Dataset):
