@@ -7,8 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ from ..errors import (
     describe,
 )
 from ..files import list_names, read_times, version_folder, version_of
-from ..lightning_compat.overrides import as_list, find_callbacks, overridden
+from ..lightning_compat.overrides import find_callbacks
 from ..lightning_compat.private import last_checkpoints
-from ..rng_state import unchanged_rng_state
 from .checkpoint_io import restore_numpy
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
 from .reader import read_plain
@@ -144,26 +143,21 @@ def find_checkpoint(
 
     Raises:
         MissingCheckpointError: No checkpoint was found for an argument such as ``resume="last"``.
-        DamagedCheckpointError: All checkpoints that were found are damaged.
     """
     if keyword not in KEYWORDS:
         given = os.path.expanduser(keyword)
         return given, read(given)
-    callbacks = callbacks_of(plan)
-    if keyword == "best" and (best := best_of_loop(plan, callbacks)):
-        return best, read(best)
-    versions = list_candidates(plan, keyword, callbacks)
+    if keyword == "best":
+        best = getattr(plan.loop.checkpoint_callback, "best_model_path", "")
+        if best:
+            return best, read(best)
+    versions = list_candidates(plan, keyword)
     path, checkpoint = read_newest(plan, argument, versions, read)
     if path is not None and keyword == "best":
         path = best_beside(path, checkpoint)
         checkpoint = {} if path is None else read(path)
-    if path is None and keyword != "auto":
-        report_missing(plan, argument, keyword, versions, callbacks)
-    if path is None and (other := find_file_of_callback(plan, callbacks)) is not None:
-        rank_zero_warn(
-            f"{argument}: a new run starts, although a ModelCheckpoint saved {other}. To continue"
-            " that run, pass the same ModelCheckpoint in callbacks=, or the path of the file."
-        )
+    if path is None:
+        report_missing(plan, argument, keyword, versions)
     return path, checkpoint
 
 
@@ -173,47 +167,15 @@ class Version:
 
     Attributes:
         name: The name of the folder, or "" for files outside of version folders.
-        find_files: A function that lists the checkpoints.
+        files: The paths of the checkpoints.
         started: The time at which the newest run in the folder started, or 0.0 if unknown.
         time: The time of the latest start or save in the folder, or 0.0 if unknown.
-        damaged: The checkpoints that cannot be read because they are damaged.
-        replaced: The checkpoints of an older run that a newer run in the same folder replaced.
     """
 
     name: str
-    find_files: Callable[[], list[Path]]
+    files: list[Path]
     started: float = 0.0
     time: float = 0.0
-    damaged: list[Path] = field(default_factory=list)
-    replaced: list[Path] = field(default_factory=list)
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """The paths of the checkpoints, which are listed on first access and then cached."""
-        return self.find_files()
-
-
-def callbacks_of(plan: Plan) -> list[Any]:
-    """Return the callbacks that may have saved the checkpoint."""
-    callbacks = plan.loop.callbacks
-    own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
-    if own is not None and overridden(own, "configure_callbacks") is not None:
-        # configure_callbacks may raise an error, because the module has no trainer yet.
-        with suppress(Exception), unchanged_rng_state():
-            return [*callbacks, *as_list(own.configure_callbacks())]
-    return callbacks
-
-
-def best_of_loop(plan: Plan, callbacks: list[Any]) -> str:
-    """Return the path of the best checkpoint that this loop has saved, or "" if there is none."""
-    saver = plan.loop.checkpoint_callback
-    best = getattr(saver, "best_model_path", None)
-    if not best and (saver is None or find_callbacks(callbacks, "Checkpoint")):
-        raise ValueError(
-            f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to'
-            " save the best model. Give the path of a checkpoint instead."
-        )
-    return best or ""
 
 
 def read_newest(
@@ -227,13 +189,14 @@ def read_newest(
     Returns:
         The path and the content of the checkpoint, or (None, {}) if there is no valid checkpoint.
     """
+    is_damaged = False
     for index, version in enumerate(versions):
         for path in newest_first(version.files):
             try:
                 checkpoint = read(path)
             except DamagedCheckpointError as error:
                 warnings.warn(f"{error} Using the previous checkpoint instead.", stacklevel=2)
-                version.damaged.append(path)
+                is_damaged = True
                 continue
             # Skip a checkpoint that was saved before the newest run in the folder started, because
             # the checkpoint belongs to an older run.
@@ -245,8 +208,7 @@ def read_newest(
                         " the path of a checkpoint."
                     )
                 return path, checkpoint
-            version.replaced.append(path)
-        if version.damaged:
+        if is_damaged:
             # If all checkpoints of the newest run are damaged, do not continue an older run.
             break
     return None, {}
@@ -262,9 +224,12 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Version]:
+def list_candidates(plan: Plan, keyword: str) -> list[Version]:
     """List the version folders to search for a checkpoint, from newest to oldest."""
-    loop = plan.loop
+    loop, callbacks = plan.loop, plan.loop.callbacks
+    if keyword == "best" and loop.checkpoint_callback is None:
+        # Without checkpoints of its own, the loop does not use the best one of an older run.
+        return []
     savers = find_callbacks(callbacks, "Checkpoint")
     if not savers:
         return list_versions(plan, run_folder(plan), {"*.ckpt"})
@@ -289,7 +254,7 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
             if saver_folder := saver.dirpath or (None if has_folder else default):
                 paths += Path(saver_folder).glob(pattern_of(saver))
     files = {Path(path) for path in paths if path}
-    return [Version("", lambda: [path for path in files if path.is_file()])]
+    return [Version("", [path for path in files if path.is_file()])]
 
 
 def pattern_of(saver: Any, name: str = "*") -> str:
@@ -317,7 +282,7 @@ def list_versions(plan: Plan, folder: Path, patterns: Collection[str]) -> list[V
         # Read the times of run starts and checkpoint saves from the .lock file, because copying a
         # checkpoint changes the file's modification time.
         started, saved = read_times(folder / name)
-        version = Version(name, partial(list_files, folder / name, patterns), started)
+        version = Version(name, list_files(folder / name, patterns), started)
         if started == saved == 0.0 and len(names) > 1:
             newest = next(newest_first(version.files), None)
             saved = 0.0 if newest is None else read_age(newest)[0]
@@ -380,49 +345,30 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
-def find_file_of_callback(plan: Plan, callbacks: list[Any]) -> Path | None:
-    """Return the path of a checkpoint that ModelCheckpoint saved in an earlier run, or None."""
-    # Return None if the run has checkpoint callbacks, because list_candidates() has already listed
-    # their files.
-    if find_callbacks(callbacks, "Checkpoint"):
-        return None
-    return next(iter(sorted(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"))), None)
-
-
-def report_missing(
-    plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
-) -> None:
-    """Raise an error, or issue a warning, that explains why no checkpoint was found."""
-    damaged = [path for version in versions for path in version.damaged]
-    replaced = [path for version in versions for path in version.replaced]
-    if damaged:
-        raise DamagedCheckpointError(
-            f"{argument}: got {keyword!r}, but every checkpoint in {damaged[0].parent} is damaged."
-            " Pass the path of another checkpoint, or train again."
+def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
+    """Raise an error if no checkpoint was found, or only warn for "auto" and ckpt_path="last"."""
+    if keyword == "auto":
+        # Files of a ModelCheckpoint that this run does not have.
+        found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)
+        if found is not None and not find_callbacks(plan.loop.callbacks, "Checkpoint"):
+            rank_zero_warn(
+                f"{argument}: a new run starts. To continue the run of {found}, pass its"
+                " ModelCheckpoint in callbacks=, or the path of the file."
+            )
+    elif (argument, keyword) == ("ckpt_path", "last"):
+        # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.
+        rank_zero_warn(
+            f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
+            " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
         )
-    if replaced:
+    else:
+        folders = [version.files[0].parent for version in versions if version.files]
+        folder = folders[0] if folders else run_folder(plan)
+        advice = "Train first" if keyword == "last" else "Train with monitor='val_loss'"
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, but the newest run in {replaced[0].parent} has no"
-            " checkpoint. Train again. To use the checkpoint of the run that it replaced, write"
-            f" {argument}={str(replaced[0])!r}."
+            f"{argument}: got {keyword!r}, but the newest run has no {keyword} checkpoint in"
+            f" {folder}. {advice}, or pass the path of a checkpoint."
         )
-    if (argument, keyword) != ("ckpt_path", "last"):
-        kind, advice = "checkpoint", "Train first"
-        if keyword == "last" and find_callbacks(callbacks, "ModelCheckpoint"):
-            kind, advice = "last.ckpt", "Train with ModelCheckpoint(save_last=True)"
-        if keyword == "best":
-            kind, advice = "best checkpoint", "Train with monitor='val_loss'"
-        if (other := find_file_of_callback(plan, callbacks)) is not None:
-            advice = f"Pass the ModelCheckpoint that saved {other} in callbacks="
-        raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, but there is no {kind} in {run_folder(plan)}."
-            f" {advice}, or pass the path of a checkpoint."
-        )
-    # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.
-    rank_zero_warn(
-        f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
-        " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
-    )
 
 
 def check_same_checkpoint(run: Run) -> None:

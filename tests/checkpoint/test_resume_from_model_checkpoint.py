@@ -73,20 +73,6 @@ def test_resume_auto_finds_checkpoints_in_subfolders_or_with_custom_extensions(t
     assert loop.global_step == 20
 
 
-class Configures(Classifier):
-    def configure_callbacks(self):
-        return [ModelCheckpoint(save_last=True)]
-
-
-@pytest.mark.parametrize("resume", ["auto", "last"])
-def test_resume_finds_checkpoints_of_callbacks_returned_by_configure_callbacks(tmp_path, resume):
-    whole = fit(tmp_path / "whole", Configures, max_epochs=2)
-    fit(tmp_path / "parts", Configures, max_epochs=1)
-    resumed = fit(tmp_path / "parts", Configures, max_epochs=2, resume=resume, seed=9)
-    assert Path(resumed[0].ckpt_path).is_relative_to(tmp_path / "parts")
-    assert_same_end(whole, resumed)
-
-
 def test_resume_auto_continues_the_newest_version_that_has_a_checkpoint(tmp_path):
     """With a version argument, only the checkpoints of this version are used."""
     for epochs in (1, 2):
@@ -118,7 +104,7 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
 def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
-        MissingCheckpointError, match=r"got 'last'.*Train with ModelCheckpoint\(save_last=True\), or pass the path"
+        MissingCheckpointError, match=r"got 'last'.*has no last checkpoint in .*Train first, or pass the path"
     ):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
@@ -126,12 +112,11 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
 def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_removed(tmp_path):
     """A run without the callback saves to another folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
-    pattern = "ModelCheckpoint.*version_0"
-    with pytest.raises(MissingCheckpointError, match=pattern):
+    with pytest.raises(MissingCheckpointError, match="has no last checkpoint"):
         fit(tmp_path, max_epochs=2, resume="last")
-    with pytest.raises(MissingCheckpointError, match=pattern):
+    with pytest.raises(MissingCheckpointError, match="has no best checkpoint"):
         fit(tmp_path, max_epochs=2, load="best")
-    with pytest.warns(UserWarning, match=f"a new run starts.*{pattern}"):
+    with pytest.warns(UserWarning, match="a new run starts.*version_0.*ModelCheckpoint"):
         loop, _, history = fit(tmp_path, max_epochs=2, resume="auto")
     assert Path(loop.log_dir).name == "version_1"
     assert len(history) == 2
