@@ -353,15 +353,11 @@ def prepare_data(run: Run) -> None:
 
 def print_if_finished(run: Run) -> None:
     """If the checkpoint is from a finished run, print that nothing is left to train."""
-    progress = run.progress
     if run.stop.has_no_batches_left and run.fabric.is_global_zero:
         reason = end_reason(run) or "the limit is reached"
-        is_stopped = run.stop.should_stop and not run.stop.is_out_of_time
-        further = " To train further, write resume='last'." if is_stopped else ""
         print(
-            f"resume: {run.plan.start.path} is from a finished run (epoch {progress.epochs_done},"
-            f" step {progress.global_step}). Nothing is left to train: {reason}.{further} For a"
-            " new run, leave out resume=.",
+            f"resume: {run.plan.start.path} is from a finished run. Nothing is left to train:"
+            f" {reason}. For a new run, leave out resume=.",
             file=sys.stderr,
         )
 
@@ -392,26 +388,20 @@ def handle_exception(run: Run, error: BaseException) -> None:
     run.stop.fail(error)
     run.hooks.leave()
 
-    # Only warn of errors during the clean-up, so that the caller gets the original error.
-    def call_or_warn(what: str, function: Callable[..., Any], *args: Any) -> None:
+    steps: list[Callable[[], Any]] = [
+        partial(run.hooks.call_callbacks, "on_exception", error, callbacks=[callback])
+        for callback in run.hooks.callbacks
+    ]
+    steps.append(partial(run.hooks.call_datamodule, "on_exception", error))
+    steps.append(partial(run.loggers.finalize, "failed"))
+    for step in (*steps, run.data.teardown, run.loop.checkpoint_io.teardown, run.results.end):
         try:
-            function(*args)
+            step()
         except Exception as other:
-            text = f"{what} failed after the run ended with {type(error).__name__}."
-            text += f" {type(other).__name__}: {other}"
-            # Continue the clean-up even if a warnings filter turns warnings into errors.
+            # Only warn, so that the caller gets the original error, even if a filter turns warnings
+            # into errors.
             with suppress(Warning):
-                warnings.warn(text, stacklevel=4)
-
-    for callback in list(run.hooks.callbacks):
-        call = partial(run.hooks.call_callbacks, callbacks=[callback])
-        call_or_warn(f"on_exception of {type(callback).__name__}", call, "on_exception", error)
-    call = partial(run.hooks.call_datamodule, "on_exception")
-    call_or_warn("on_exception of the datamodule", call, error)
-    call_or_warn("closing the loggers", run.loggers.finalize, "failed")
-    call_or_warn("closing the loaders", run.data.teardown)
-    call_or_warn("closing the checkpoint files", run.loop.checkpoint_io.teardown)
-    call_or_warn("reading the last values", run.results.end)
+                warnings.warn(f"The clean-up after the error failed: {other!r}", stacklevel=3)
     run.optimization.release()
     run.steps.unwrap()
     if run.stop.signal is None:

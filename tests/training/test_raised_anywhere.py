@@ -147,7 +147,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
         warnings.simplefilter("always")
         with pytest.raises(Broken, match="mine"):
             loop.fit(*given)
-    assert len([warning for warning in caught if "failed after the run ended with Broken" in str(warning.message)]) == 2
+    assert len([warning for warning in caught if "The clean-up after the error failed" in str(warning.message)]) == 2
     assert recorder.recorded == ("interrupted", "Broken('mine')")
     # pytest turns the warnings of the clean-up into errors here.
     with pytest.raises(Broken, match="mine"):
