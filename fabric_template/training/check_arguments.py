@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import nn
 
-from ..data.loaders import check_loader_names, check_loaders, combine_loaders, has_loader
+from ..data.loaders import check_loader_names, check_loaders, has_loader
 from ..distributed.process_group import check_launched
 from ..errors import (
     ConfigurationError,
@@ -20,7 +20,6 @@ from ..errors import (
     check_object,
 )
 from ..lightning_compat.overrides import find_callbacks, overridden
-from ..lightning_compat.private import combined_mode
 from ..loggers.run_config import check_own_hparams
 from .configure_optimizers import is_optimizer
 from .module_adapter import parameters_of, takes_batch_idx
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .run import Run
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-LOADER_OF_STEP = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
 STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -151,7 +149,7 @@ def check_signature(plan: Plan, name: str) -> None:
         # Some built-in functions have no signature.
         return
     names = list(signature.parameters)
-    gets_dataloader_idx = "dataloader_idx" in names and not has_one_loader(plan, name)
+    gets_dataloader_idx = "dataloader_idx" in names and name != "training_step"
     named = {"dataloader_idx": 0} if gets_dataloader_idx else {}
     try:
         signature.bind(*arguments, **named)
@@ -168,18 +166,6 @@ def check_signature(plan: Plan, name: str) -> None:
             f"{name}: got {name}{written}, expected {name}({first}, batch) or {name}({first},"
             " batch, batch_idx)."
         ) from error
-
-
-def has_one_loader(plan: Plan, step: str) -> bool:
-    """Return whether a step reads only one loader, so that it gets no ``dataloader_idx``."""
-    stage = LOADER_OF_STEP.get(step)
-    if stage is None:
-        return True
-    if stage not in plan.loaders:
-        # A method such as val_dataloader() creates the loaders later.
-        return False
-    combined = combine_loaders(plan.loaders[stage])
-    return len(combined.flattened) == 1 or combined_mode(combined) != "sequential"
 
 
 def check_optimization(plan: Plan) -> None:
@@ -283,20 +269,6 @@ def warn_of_options(plan: Plan) -> None:
         rank_zero_warn(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
             category=PossibleUserWarning,
-        )
-    warn_of_unused_options(plan)
-
-
-def warn_of_unused_options(plan: Plan) -> None:
-    """Warn if options such as save_top_k have no effect, because a callback saves checkpoints."""
-    savers = plan.loop.checkpoint_callbacks
-    defaults = {"monitor": None, "save_top_k": 1, "save_every_n_steps": None}
-    given = [name for name, value in defaults.items() if getattr(plan.config, name) != value]
-    if given and savers:
-        rank_zero_warn(
-            f"{', '.join(given)}: ignored, because the callback {type(savers[0]).__name__} saves"
-            " the checkpoints. Pass the values to the callback, as in"
-            " ModelCheckpoint(monitor=..., save_top_k=..., every_n_train_steps=...)."
         )
 
 

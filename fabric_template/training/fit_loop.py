@@ -23,7 +23,6 @@ from .evaluation_loop import evaluate
 from .lr_schedulers import (
     step_lr_schedulers,
     step_schedulers_after_batch,
-    warn_if_never_stepped,
 )
 from .optimization import is_logging_due
 
@@ -64,9 +63,6 @@ def fit(run: Run) -> None:
             break
     run.hooks.call("on_train_end")
     run.row.write_after_training()
-    if run.stop.signal is None:
-        run.validation_schedule.warn_if_never_due()
-        warn_if_never_stepped(run)
 
 
 def train_epoch(run: Run) -> None:
@@ -183,7 +179,7 @@ def free_gradients(run: Run) -> None:
 
 def report_validation(run: Run) -> str:
     """Write a row to metrics.csv after a validation, and then save a checkpoint."""
-    run.validation_schedule.finish_validation()
+    run.validation_schedule.restart()
     run.row.write_after_validation()
     run.checkpoints.save_after_validation(run)
     return "finish_batch"

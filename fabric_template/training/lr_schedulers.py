@@ -64,18 +64,3 @@ def step_scheduler(run: Run, config: LRSchedulerConfig) -> None:
         scheduler.step()
     else:
         scheduler.step(monitored)
-
-
-def warn_if_never_stepped(run: Run) -> None:
-    """Warn if max_steps ended training before a scheduler with interval="epoch" took a step."""
-    progress = run.progress
-    is_first_epoch = progress.epochs_done <= 1 and not progress.is_epoch_complete
-    if not run.stop.has_max_steps or not is_first_epoch or not run.optimization.is_automatic:
-        return
-    for config in run.optimization.lr_schedulers:
-        if config.interval == "epoch":
-            run.warn_once(
-                f"scheduler: training ended after {progress.global_step} steps, before the end of"
-                f" the first epoch, so {type(config.scheduler).__name__} took no step. To step it"
-                ' after each optimizer step, use {"scheduler": scheduler, "interval": "step"}.'
-            )

@@ -333,9 +333,6 @@ class ValidationSchedule:
         self.run = run
         self.every_n_batches: int | float = math.inf
         self._is_enabled = False
-        # In a resumed run, do not warn that no validation ran, because the earlier run may have
-        # validated.
-        self._has_validated = run.plan.start.resumes
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
@@ -346,19 +343,6 @@ class ValidationSchedule:
         """Compute the validation interval when the number of training batches is known."""
         self.restart()
         self.count_batches()
-
-    def finish_validation(self) -> None:
-        self._has_validated = True
-        self.restart()
-
-    def warn_if_never_due(self) -> None:
-        """Warn if training ended before the first validation, although validation is enabled."""
-        if self._is_enabled and not self._has_validated:
-            step = self.run.progress.global_step
-            self.run.warn_once(
-                f"val_dataloaders: training ended after {step} steps, before the first validation."
-                f" Pass a smaller interval, such as validate_every_n_steps={max(1, step // 2)}."
-            )
 
     def restart(self) -> None:
         self._last_global_step = self.run.progress.global_step

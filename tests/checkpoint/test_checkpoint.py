@@ -191,14 +191,6 @@ def test_resume_warns_if_a_callback_of_the_saved_run_is_missing(tmp_path):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
 
 
-@pytest.mark.parametrize("options", [{"monitor": "val_loss"}, {"save_every_n_steps": 2}])
-def test_fit_warns_about_an_option_that_a_model_checkpoint_callback_overrides(tmp_path, options):
-    saver = ModelCheckpoint(dirpath=tmp_path / "own")
-    with pytest.warns(UserWarning, match=f"{next(iter(options))}: ignored, because the callback ModelCheckpoint saves"):
-        fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=1, callbacks=[saver], **options)
-    assert [path.suffix for path in (tmp_path / "own").iterdir()] == [".ckpt"]
-
-
 def test_a_model_checkpoint_callback_turns_off_the_checkpoints_of_the_loop(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
