@@ -238,17 +238,11 @@ class LoopConfig:
                 " smaller or larger is better. Write mode='min' or mode='max'."
             )
         if self.barebones:
-            yield from self._contradictions_of_barebones()
-
-    def _contradictions_of_barebones(self) -> Iterable[str]:
-        if self.on_nan == "stop":
-            yield (
-                "on_nan: got 'stop' together with barebones=True, expected only one of the two."
-                " With barebones=True, the loop cannot find a NaN, because it does not read the"
-                " loss."
-            )
-        for name in (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler"):
-            if value := getattr(self, name):
+            names = (*_DEFAULTS, "fast_dev_run", "detect_anomaly", "profiler")
+            slow = {name: getattr(self, name) for name in names if getattr(self, name)}
+            if self.on_nan == "stop":
+                slow["on_nan"] = "stop"
+            for name, value in slow.items():
                 yield (
                     f"`Trainer(barebones=True, {name}={value!r})` was passed. {name} can impact the"
                     " speed so it is disabled in barebones mode."

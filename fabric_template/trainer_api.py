@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import accelerators, profilers
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -316,16 +315,8 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar callback.
-
-        If the loop draws the progress bar itself, return a disabled TQDMProgressBar as a stand-in.
-        """
-        bars = find_callbacks(self.callbacks, "ProgressBar")
-        if bars or not self.config.enable_progress_bar:
-            return next(iter(bars), None)
-        bar = TQDMProgressBar()
-        bar.disable()
-        return bar
+        """The progress bar among the callbacks, or None if the loop draws its own."""
+        return next(iter(find_callbacks(self.callbacks, "ProgressBar")), None)
 
     @property
     def log_dir(self) -> str | None:

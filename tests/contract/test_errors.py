@@ -54,7 +54,7 @@ def fitting(root, *args, options=None, **given):
         ({"accumulate_grad_batches": True}, TypeError, "accumulate_grad_batches: got True, expected"),
         ({"on_nan": 3}, TypeError, 'on_nan: got 3, expected "warn", "stop" or "off".'),
         ({"on_nan": "raise"}, ValueError, "on_nan: got 'raise', expected"),
-        ({"on_nan": "stop", "barebones": True}, ValueError, "on_nan: got 'stop' together with barebones=True"),
+        ({"on_nan": "stop", "barebones": True}, ValueError, "`Trainer(barebones=True, on_nan='stop')`"),
         (
             {"max_epoch": 3, "zzz": 1},
             TypeError,

@@ -146,14 +146,6 @@ def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
     assert {type(stage) for stage in received} == {TrainerFn}
 
 
-def test_reading_the_attribute_progress_bar_callback_adds_no_callback():
-    loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
-    before = list(loop.callbacks)
-    assert not loop.progress_bar_callback.is_enabled
-    assert loop.callbacks == before
-    assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
-
-
 def test_the_loop_counters_before_the_first_run_are_the_same_as_in_trainer():
     """Some packages read the counters of Trainer's loops before the first run."""
     sides = [kind(accelerator="cpu", logger=False, barebones=True) for kind in (pl.Trainer, FabricLoop)]
