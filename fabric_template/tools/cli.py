@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import traceback
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,14 +127,7 @@ NOT_TYPED: set[str | int] = {"fabric", "plugins", "loggers", "callbacks"}
 FIELDS = [field.name for field in dataclasses.fields(LoopArguments) if field.name not in NOT_TYPED]
 
 
-class ShortName(ABCMeta):
-    """Give a type the short name "class" in the output of jsonargparse."""
-
-    def __repr__(cls) -> str:
-        return "class"
-
-
-class Class(metaclass=ShortName):
+class Class(ABC):
     """A type for options that accept any class, such as --model, --data and --callbacks."""
 
     @abstractmethod
@@ -290,7 +283,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Rewrite class names such as a.b:Class in a config file as a.b.Class.
+    """Complete the names of Lightning's callbacks in a config file.
 
     Returns:
         A value for --config: the rewritten YAML text, or ``path`` if nothing was rewritten.
@@ -301,10 +294,8 @@ def resolve_config(path: str) -> str:
         # ``path`` may be YAML text, which jsonargparse's --config option also accepts.
         return path
     check_config(path, text)
-    start = r"""(\b(?:model|data|class_path)["']?:\s*["']?)"""
-    resolved = re.sub(rf"{start}([A-Za-z_][\w.]*):([A-Za-z_])", r"\1\2.\3", text)
     start, end = r"""(\bclass_path["']?:\s*["']?)""", r"""(?=["'\s,}]|$)"""
-    resolved = re.sub(rf"{start}([A-Z]\w*){end}", name_callback, resolved)
+    resolved = re.sub(rf"{start}([A-Z]\w*){end}", name_callback, text)
     return path if resolved == text else resolved
 
 
@@ -317,26 +308,18 @@ def name_callback(match: re.Match[str]) -> str:
 
 
 def check_config(path: str, text: str) -> None:
-    """Raise an error if a config file contains no options, a wrong section or an option twice."""
+    """Raise an error if a config file contains no options or a section of LightningCLI."""
     import yaml
 
     try:
-        nodes = [yaml.compose(text)]
+        options = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"--config: got {path}, expected YAML ({error}).") from error
-    if not isinstance(nodes[0], yaml.MappingNode):
+    if not isinstance(options, dict):
         raise ValueError(f"--config: got {path}, expected options such as max_epochs: 5.")
-    if "trainer" in [key.value for key, _ in nodes[0].value]:
+    if "trainer" in options:
         problem = f"got {path} with the section trainer, which only LightningCLI reads"
         raise ValueError(f"--config: {problem}. Write its options at the top level of the file.")
-    for node in nodes:
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            if twice := [key for key in keys if keys.count(key) > 1]:
-                raise ValueError(f"--config: got {path} with {twice[0]} twice. Remove one of them.")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
 
 
 def resolve_token(token: str) -> str:
@@ -415,32 +398,13 @@ def make_parser(name: str) -> ArgumentParser:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten an error message from jsonargparse to one line that starts with the option's name."""
+    """Write an error message from jsonargparse on one line, and suggest the nearest option."""
     text = " ".join(message.split())
-    # Versions of jsonargparse capitalize "unrecognized arguments" differently.
-    # jsonargparse reports an unknown option of a config file without its "--".
-    text = re.sub(r"^Option '([\w.]+)' is not accepted$", r"unrecognized arguments: --\1", text)
-    if unknown := re.match(r"(?i)unrecognized arguments:.*?(--[\w.]+)", text):
-        options = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[1], options, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"{parser.prog} --help lists all options."
-        return f"{unknown[1]}: {parser.prog} has no such option. {hint}"
-    keys = re.findall(r'Parser key "([\w.]+)": ', text)
-    text = re.sub(r'Parser key "[\w.]+": ', "", text)
-    if union := re.search(r"Subtypes: \[(.*?)\] Errors: (.*) Given value type: .*?: (.*)", text):
-        # jsonargparse lists one error for each type that an option accepts. Drop errors such as
-        # "Expected a bool", and keep the error that the constructor of the user's class raised.
-        reasons = [reason for reason in union[2].split("- ") if "Expected a" not in reason]
-        expected = " or ".join(sorted(union[1].split(", ")))
-        text = " ".join(reasons) or f"got {union[3]}, expected {expected}."
-    if default := re.search(r"determine the import path for object (.*)\.$", text):
-        text = f"got {default[1]} as the default of an argument of type Callable, expected a"
-        text += (
-            " function or None. Remove the type annotation of the argument, or create the object"
-        )
-        text += " in the constructor."
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace(f"{__name__}.Class", "class")
-    return f"--{'.'.join(dict.fromkeys(keys))}: {text}" if keys else text
+    # In a config file, jsonargparse reports an unknown option without "--".
+    unknown = re.match(r"(?i)(?:unrecognized arguments:.*?--|option ')([\w.]+)", text)
+    options = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(f"--{unknown[1]}", options, n=1) if unknown else []
+    return f"{text}. Did you mean {near[0]}?" if near else text
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any, Any]:
@@ -528,53 +492,35 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train a model. Print the results and the commands to resume or validate the run."""
+    """Train a model. Print the results and the command to continue the run."""
     from ..loggers.console import format_summary
 
     try:
         loop.fit(model, data, resume=resume, load=load)
     except (KeyboardInterrupt, SystemExit):
-        folder = run_folder(loop)
-        if folder is not None and loop.fabric.is_global_zero and loop.checkpoint_path("last"):
-            command = f"{program()} fit --run {shlex.quote(folder)} --resume last"
+        command = resume_command(loop)
+        if command is not None and loop.fabric.is_global_zero:
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
-    # All processes must call run_folder, because run_folder broadcasts the path.
-    folder = run_folder(loop)
+    command, summary = resume_command(loop), loop.ending()
+    # The summary contains Python code that resumes the run.
+    summary.pop("resume", None)
+    if command is not None:
+        summary["resume"] = [command]
     if loop.fabric.is_global_zero:
-        print(f"\n{format_summary(summarize(loop, folder))}")
+        print(f"\n{format_summary(summary)}")
     return 0
 
 
-def summarize(loop: FabricLoop, folder: str | None) -> dict[str, list[str]]:
-    """Return the results and files of a run, and the commands to resume or validate the run."""
-    from .plots import save_picture
-
-    summary = loop.ending()
-    # loop.ending() returns Python code that resumes the run. Remove this code, because users of the
-    # command line need a command instead.
-    summary.pop("resume", None)
-    if folder is None:
-        return summary
-    # Continue even if the curves cannot be drawn.
-    with contextlib.suppress(Exception):
-        summary["picture"] = [str(save_picture([folder], Path(folder, "history.png")))]
-    run = shlex.quote(folder)
-    if loop.checkpoint_path("last"):
-        limits = {name: getattr(loop.config, name) or -1 for name in ("max_epochs", "max_steps")}
-        longer = [f" --{name} {2 * limit}" for name, limit in limits.items() if limit > 0]
-        summary["resume"] = [f"{program()} fit --run {run} --resume last{''.join(longer)}"]
-        best = "best" if loop.checkpoint_path("best") else "last"
-        if loop.enable_validation:
-            summary["validate"] = [f"{program()} validate --run {run} --load {best}"]
-    return summary
-
-
-def run_folder(loop: FabricLoop) -> str | None:
-    """Return the path of a loop's log folder, or None if the folder contains no config.yaml."""
-    if loop.log_dir is None or not Path(loop.log_dir, "config.yaml").is_file():
+def resume_command(loop: FabricLoop) -> str | None:
+    """Return the command that resumes a run, or None if the run cannot be resumed."""
+    # All processes must read log_dir, because log_dir is broadcast.
+    folder = loop.log_dir
+    if folder is None or not Path(folder, "config.yaml").is_file():
         return None
-    return os.path.relpath(loop.log_dir)
+    if loop.checkpoint_path("last") is None:
+        return None
+    return f"{program()} fit --run {shlex.quote(os.path.relpath(folder))} --resume last"
 
 
 def validate_command(loop: FabricLoop, model: Any, data: Any, *, load: str | None) -> int:

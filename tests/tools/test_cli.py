@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,11 @@ import yaml
 from clock import DURATION
 from docstring_parser.attrdoc import AttributeDocstrings
 from interpreter import fork_command, forking_python
-from packaging.version import Version
 from runs import without_time
 
 from fabric_template import LoopConfig
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.tools import cli
-from fabric_template.tools.plots import save_picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIT = """
@@ -139,9 +136,8 @@ def find_attribute_docstrings_once(component):
 
 @pytest.fixture(autouse=True)
 def quick_commands(monkeypatch):
-    """Parse the source of each class only once, and draw no pictures."""
+    """Parse the source of each class only once."""
     monkeypatch.setattr(AttributeDocstrings, "get_attr_docs", lambda _, kind: find_attribute_docstrings_once(kind))
-    monkeypatch.setattr("fabric_template.tools.plots.save_picture", lambda folders, out: out)
 
 
 @pytest.fixture(autouse=True)
@@ -256,21 +252,17 @@ def lines(out):
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
-def test_the_fit_command_trains_the_digits_demo_if_no_model_is_given(capsys, monkeypatch):
-    monkeypatch.setattr("fabric_template.tools.plots.save_picture", save_picture)
+def test_the_fit_command_trains_the_digits_demo_if_no_model_is_given(capsys):
     code, out, _ = run(capsys, "fit", "--max_epochs", 1, "--accelerator", "cpu", "--devices", 1, *QUIET)
     shown, folder = lines(out), "logs/digits/version_0"
     assert code == 0
     assert re.fullmatch(rf"DigitsClassifier on DigitsData: 1 epoch, 20 steps, {DURATION}", shown["trained"])
     assert re.fullmatch(r"val_acc 0\.\d+ in epoch 0", shown["best"])
-    assert (shown["log"], shown["picture"]) == (f"{folder}/metrics.csv", f"{folder}/history.png")
-    assert all(Path(shown[name]).stat().st_size for name in ("log", "picture", "checkpoint"))
-    assert shown["resume"] == f"fabric-template fit --run {folder} --resume last --max_epochs 2"
-    assert shown["validate"] == f"fabric-template validate --run {folder} --load best"
-    code, out, _ = run(capsys, *shlex.split(shown["resume"])[1:])
+    assert shown["log"] == f"{folder}/metrics.csv"
+    assert all(Path(shown[name]).stat().st_size for name in ("log", "checkpoint"))
+    assert shown["resume"] == f"fabric-template fit --run {folder} --resume last"
+    code, out, _ = run(capsys, *shlex.split(shown["resume"])[1:], "--max_epochs", 2)
     assert (code, "2 epochs, 40 steps" in out) == (0, True)
-    code, out, _ = run(capsys, *shlex.split(shown["validate"])[1:])
-    assert (code, "val_acc" in out) == (0, True)
 
 
 def test_an_interrupted_fit_prints_the_command_that_continues_the_run(capsys):
@@ -349,25 +341,9 @@ def test_the_fit_command_repeats_a_run_whose_model_has_default_arguments_of_many
     assert_same_run("run/version_0", "run/version_1")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model: lit:Lit\ndata: lit:Data\n",
-        "model:\n  class_path: lit:Lit\ndata: {class_path: 'lit:Data'}\n",
-        '{"model": {"class_path": "lit:Lit"}, "data": "lit:Data"}',
-    ],
-)
-def test_a_config_file_may_separate_a_module_and_a_class_with_a_colon(capsys, text):
-    Path("colon.yaml").write_text(text)
-    assert run(capsys, "fit", "--config", "colon.yaml", "--max_epochs", 1, *QUIET)[0] == 0
-    assert config_of("run/version_0")["model"]["class_path"] == "lit.Lit"
-
-
 @pytest.mark.parametrize("command", ["fit", "validate", "profile"])
-def test_help_shows_no_python_reprs_of_classes_or_functions(capsys, command):
-    out = run(capsys, command, "--help")[1]
-    assert "(type: class," in " ".join(out.split())
-    assert not re.search(r"<class|<function|AnyClass|object at", out)
+def test_help_shows_no_python_reprs_of_functions_or_objects(capsys, command):
+    assert not re.search(r"<function|object at", run(capsys, command, "--help")[1])
 
 
 def test_options_and_later_config_files_override_earlier_config_files(capsys):
@@ -414,20 +390,19 @@ def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     ("argv", "expected"),
     [
         (["fut"], f"got the command fut, expected one of {', '.join(cli.COMMANDS)}."),
-        (["fit", "--max_epoch", "3"], "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
+        (["fit", "--max_epoch", "3"], "nrecognized arguments: --max_epoch 3. Did you mean --max_epochs?"),
         (["fit", "--max_epochs"], "argument --max_epochs: expected one argument"),
-        ([*FIT, "--max_epochs", "ten"], "--max_epochs: got ten, expected NoneType or int."),
+        ([*FIT, "--max_epochs", "ten"], '"max_epochs": Does not validate against any'),
         ([*FIT, "--seed=-1"], "seed: got -1, expected"),
-        ([*FIT, "--model.depth", "3"], "--model: Problem with given class_path 'lit.Lit': Option 'depth' is not accepted"),
+        ([*FIT, "--model.depth", "3"], "Problem with given class_path 'lit.Lit': Option 'depth' is not accepted"),
         (["fit", "--data", "lit:Data"], "--model: got no class, expected --model package.module:Class."),
-        (["fit", "--model", "lit:Lot"], "--model: Problem with given class_path 'lit.Lot': module 'lit' has no"),
+        (["fit", "--model", "lit:Lot"], "Problem with given class_path 'lit.Lot': module 'lit' has no"),
         ([*FIT, "--accelerator", "tpux"], "You selected an invalid accelerator name: `accelerator='tpux'`."),
-        (["fit", "--config", "no.yaml"], "--config: File does not exist"),
+        (["fit", "--config", "no.yaml"], '"config": File does not exist'),
         (["fit", "--run", "none"], "none, expected the folder of a run"),
         (["profile", *FIT[1:], "--out", "new/x.txt"], "--out: got new/x.txt, expected a file name that ends in .png, .pdf or"),
         (["tune", *FIT[1:], "--out", "."], "--out: got ., expected the name of a file."),
-        ([*FIT, "--callbacks+=EarlyStopping"], "--callbacks: Problem with given class_path 'lightning.pytorch.callbacks."
-         "EarlyStopping': "),
+        ([*FIT, "--callbacks+=EarlyStopping"], "Problem with given class_path 'lightning.pytorch.callbacks.EarlyStopping': "),
     ],
 )  # fmt: skip
 def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, argv, expected):
@@ -438,9 +413,6 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("name: a\nseed: 1\nname: a\n", "with name twice."),
-        ('{"model": {"class_path": "lit.Lit", "init_args": {"hidden": 4, "hidden": 8}}}', "with hidden twice."),
-        ("callbacks:\n- class_path: x.Y\n  class_path: x.Z\n", "with class_path twice."),
         ("seed: {1\n", "expected YAML (while parsing a flow mapping"),
         ("# nothing\n", "expected options such as max_epochs: 5."),
         ("max_epochs=3\n", "expected options such as max_epochs: 5."),
@@ -457,11 +429,8 @@ def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, tex
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("max_epoch: 3\n", "--max_epoch: fabric-template fit has no such option. Did you mean --max_epochs?"),
-        (
-            "callbacks:\n- class_path: Nope\n  init_args: {a: 1}\n",
-            "--callbacks: got [{'class_path': 'Nope', 'init_args'",
-        ),
+        ("max_epoch: 3\n", "Option 'max_epoch' is not accepted. Did you mean --max_epochs?"),
+        ("callbacks:\n- class_path: Nope\n  init_args: {a: 1}\n", '"callbacks": Does not validate against any'),
     ],
 )
 def test_an_error_about_an_option_in_a_config_file_names_the_option(capsys, text, expected):
@@ -472,7 +441,7 @@ def test_an_error_about_an_option_in_a_config_file_names_the_option(capsys, text
 @pytest.mark.parametrize(
     "text",
     [
-        "callbacks:\n- class_path: Timer\n- class_path: 'lit:Hears'\n",
+        "callbacks:\n- class_path: Timer\n- class_path: lit.Hears\n",
         '{"callbacks": [{"class_path": "Timer"}, {"class_path": "lit.Hears", "init_args": {}}]}',
     ],
 )
@@ -481,21 +450,6 @@ def test_a_config_file_may_contain_the_name_of_a_lightning_callback(capsys, text
     assert run(capsys, *FIT, *QUIET, "--max_epochs", 1, "--config", "mine.yaml")[0] == 0
     names = [callback["class_path"] for callback in config_of("run/version_0")["callbacks"]]
     assert names == ["lightning.pytorch.callbacks.Timer", "lit.Hears"]
-
-
-def test_the_fit_command_names_a_default_argument_that_jsonargparse_cannot_read(capsys):
-    """Since version 4.52, jsonargparse reads a functools.partial."""
-    lines = ["import collections, functools, torch", "from lit import Lit", "class Model(Lit):"]
-    lines += ["    def __init__(self, act: collections.abc.Callable = functools.partial(torch.relu)):"]
-    lines += ["        super().__init__()"]
-    Path("partials.py").write_text("\n".join(lines))
-    argv = ["fit", "--model", "partials:Model", *FIT[3:], *QUIET]
-    if Version(metadata.version("jsonargparse")) >= Version("4.52"):
-        assert run(capsys, *argv)[0] == 0
-        return
-    error = refused(capsys, *argv)
-    assert "--model: got functools.partial(" in error
-    assert "as the default of an argument of type Callable, expected a function or None." in error
 
 
 def test_errors_in_user_code_keep_their_traceback():
