@@ -105,7 +105,7 @@ def check_callbacks(callbacks: list[Any]) -> None:
         if is_instance_of(callback, "BatchSizeFinder", "LearningRateFinder"):
             raise ConfigurationError(
                 f"callbacks: got a {type(callback).__name__}, which only works with Trainer's"
-                " tuner. Run `fabric-template tune` instead."
+                " tuner. Leave out this callback."
             )
         key = getattr(callback, "state_key", None)
         if key in keys:

@@ -41,7 +41,7 @@ COMMANDS = {
     "runs": ("runs_command", "list runs, compare two (diff RUN RUN) or find the best (best)"),
     "compare": ("compare", "find the first step at which two training runs differ"),
     "profile": ("profile", "show how long each part of a training step takes"),
-    "tune": ("tune", "find faster settings, or with --lr a learning rate"),
+    "tune": ("tune", "find settings that make training faster"),
     "copy": ("package_copy", "copy this package, or only mini.py, into a project"),
     "diff": ("package_copy", "show what you and the installed version changed in a copy"),
     "update": ("package_copy", "merge the installed version into a copy"),
@@ -96,16 +96,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
-        "--lr": {**FLAG, "help": "Find a learning rate by raising it until the loss diverges."},
         "--only": {
             "nargs": "*",
             "help": "Try only these settings, for example: threads batch_size.",
         },
         "--seconds": {"type": float, "default": 2.0, "help": "The duration of a trial in seconds."},
-        "--out": {
-            "default": "tuned.yaml",
-            "help": "The config file to write, or the image if --lr is given.",
-        },
+        "--out": {"default": "tuned.yaml", "help": "The config file to write."},
     },
     "copy": {
         "path": {"help": "The folder to write, or with --mini the file to write."},

@@ -1,10 +1,9 @@
-"""Measure how long each part of a training step takes, and find settings for faster steps."""
+"""Measure how long each part of a training step takes."""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,10 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.overrides import TorchFunctionMode
 
-from .step_benchmark import PARTS, Choice, time_steps
-from .tune import SETTINGS, compare
+from .step_benchmark import PARTS, time_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# The smallest speed-up at which a setting is suggested.
-MIN_GAIN = 1.1
 
 # Methods that read a tensor's value, and make the CPU wait for the GPU.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
@@ -29,12 +24,11 @@ LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torc
 
 @dataclass(frozen=True)
 class Profile:
-    """The median duration in ms of each part of a step, and settings that made steps faster."""
+    """The median duration in ms of each part of a step, and lines that wait for the GPU."""
 
     parts: dict[str, float]
     device: str
     steps: int
-    suggestions: list[str]
     reads: list[str]
 
     @property
@@ -46,7 +40,6 @@ class Profile:
         lines = [f"{'part':10}{'median':>14}{'share':>9}   of {self.steps} steps on {self.device}"]
         for part, ms in {**self.parts, "step": self.milliseconds}.items():
             lines.append(f"{part:10}{ms:11,.3f} ms{ms / self.milliseconds:9.1%}")
-        lines += [f"faster: {text}" for text in self.suggestions]
         lines += [
             f"wait: {line} reads a value from the GPU, so the step waits for the GPU."
             for line in self.reads
@@ -76,7 +69,7 @@ def profile(
     steps: int = 50,
     **arguments: Any,
 ) -> Profile:
-    """Time the parts of a training step, and try settings that make it faster.
+    """Time the parts of a training step.
 
     Profiling does not change the model, optimizers, random generators or loaders, and creates
     only temporary files. Profiling disables validation, callbacks and all loggers except the CSV
@@ -101,10 +94,9 @@ def profile(
         timer = time_steps(loop, parts, {}, steps, synchronize=loop.fabric.device.type == "cuda")
         medians = {part: round(1e3 * timer.get_median(part), 3) for part in PARTS}
         medians = {part: ms for part, ms in medians.items() if ms}
-        suggestions = find_faster(loop, parts, sum(medians.values()))
         with ValueReadRecorder() as reads:
             time_steps(loop, parts, {}, steps=1)
-    return Profile(medians, str(loop.fabric.device), steps, suggestions, sorted(reads.lines))
+    return Profile(medians, str(loop.fabric.device), steps, sorted(reads.lines))
 
 
 def profile_command(loop: Any, model: Any, data: Any, *, out: str | None, steps: int) -> int:
@@ -132,22 +124,3 @@ class ValueReadRecorder(TorchFunctionMode):
         if function in READS and not module.startswith(LIBRARIES):
             self.lines.add(f"{os.path.relpath(caller.f_code.co_filename)}:{caller.f_lineno}")
         return function(*args, **(kwargs or {}))
-
-
-def find_faster(loop: Any, parts: dict[str, Any], milliseconds: float) -> list[str]:
-    """Return one line of text per setting that makes steps faster, sorted by speed-up."""
-    steps = min(max(int(200 / milliseconds), 10), 200)
-
-    def trial(choice: Choice) -> float:
-        return 1 / max(time_steps(loop, parts, choice, steps).get_median(*PARTS), 1e-6)
-
-    # Try only settings that do not change the results of training.
-    settings = {"tensor_loader": True, "num_workers": min(os.cpu_count() or 1, 8), "threads": 1}
-    gains: dict[str, float] = {}
-    for name, value in settings.items():
-        # Skip a setting if training fails with it.
-        with suppress(Exception):
-            gain = compare(trial, {}, {name: value})
-            if gain >= MIN_GAIN:
-                gains[f"{gain:.1f}x by {SETTINGS[name][1].format(value, bool(value))}"] = gain
-    return sorted(gains, key=gains.__getitem__, reverse=True)

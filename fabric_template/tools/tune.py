@@ -1,4 +1,4 @@
-"""Find settings that speed up training on this machine, or find a learning rate."""
+"""Find settings that speed up training on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from .step_benchmark import PARTS, Choice, copy_options, time_steps
+from .step_benchmark import PARTS, Choice, time_steps
 
 # The slowest trial of a better setting must be MIN_GAIN times as fast as the fastest trial without
 # the setting.
@@ -175,62 +175,11 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     sender.send((None, reason) if error else (future.result(), ""))
 
 
-class LearningRateRamp:
-    """Raise the learning rate at each optimizer step until the loss diverges."""
-
-    def __init__(self, low: float = 1e-7, high: float = 10.0, steps: int = 100) -> None:
-        self.low, self.factor, self.steps = low, (high / low) ** (1 / (steps - 1)), steps
-        self.rates: list[float] = []
-        self.losses: list[float] = []
-        self._batch_losses: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        if len(self.rates) <= trainer.global_step:
-            self.rates.append(self.low * self.factor**trainer.global_step)
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rates[-1]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
-        """Record the mean loss of each optimizer step."""
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        # The loop has divided the loss by accumulate_grad_batches, so undo this division.
-        self._batch_losses.append(float(loss) * trainer.accumulate_grad_batches)
-        if trainer.global_step < len(self.rates):
-            return
-        self.losses.append(sum(self._batch_losses) / len(self._batch_losses))
-        self._batch_losses = []
-        lowest = min(self.losses)
-        limit = lowest + 4 * max(abs(lowest), self.losses[0] - lowest)
-        if not self.losses[-1] <= limit:
-            trainer.should_stop = True
-
-
-def save_curve(rates: list[float], losses: list[float], path: Path) -> float | None:
-    """Plot the smoothed loss, and return the learning rate at which the loss falls fastest."""
-    from pandas import DataFrame
-
-    curve = DataFrame({"loss": losses}, index=rates).rolling(9, center=True, min_periods=1).mean()
-    # Training diverges after the lowest loss, so ignore all later losses.
-    change = curve["loss"].diff().loc[: curve["loss"].idxmin()]
-    suggestion = float(change.idxmin()) if change.min() < 0 else None
-    limits = (min(losses), 2 * losses[0] - min(losses) + 1e-9)
-    curve.plot(logx=True, ylim=limits, xlabel="learning rate").figure.savefig(path)
-    return suggestion
-
-
 def tune_command(
-    loop: Any, model: Any, data: Any, *, lr: bool, only: list[str] | None, seconds: float, out: str
+    loop: Any, model: Any, data: Any, *, only: list[str] | None, seconds: float, out: str
 ) -> int:
     import yaml
 
-    if lr:
-        ramp, picture = LearningRateRamp(), Path(out).with_suffix(".png")
-        options = copy_options(loop) | {"max_steps": ramp.steps, "logger": False}
-        type(loop)(callbacks=[ramp], **options).fit(model, data)
-        rate = save_curve(ramp.rates, ramp.losses, picture)
-        print(f"suggested   {rate and f'{rate:.2g}'}\ncurve       {picture}")
-        return 0
     tuned = tune(loop, model, data, only=only, seconds=seconds)
     config = {**loop.recipe, **tuned.choice}
     for part in ("data", "model"):

@@ -14,7 +14,7 @@ from clock import Clock
 from modules import Classifier, by_step, make_loader, quiet
 from runs import same
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.tools import step_benchmark
@@ -120,43 +120,6 @@ def test_the_times_in_a_profile_add_up_to_the_step_time():
     assert all(label.get_window_extent().x1 < axes.bbox.x1 for label in axes.texts)
 
 
-def threaded_step(net, batch):
-    CLOCK.sleep(LONG * torch.get_num_threads())
-    return loss_of(net, batch)
-
-
-@pytest.fixture
-def slow_samples(monkeypatch):
-    """Let reading a sample of a TensorDataset take time on CLOCK."""
-    sample = TensorDataset.__getitem__
-
-    def slow_sample(dataset, index):
-        CLOCK.sleep(LONG / 10)
-        return sample(dataset, index)
-
-    monkeypatch.setattr(TensorDataset, "__getitem__", slow_sample)
-
-
-IN_MEMORY = TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
-
-
-@pytest.mark.parametrize(("fault", "suggestion"), [
-    ({"loader": DataLoader(SlowDataset(), 4)}, r"5\.0x by DataLoader\(.*num_workers=[1-9]"),
-    ({"loader": DataLoader(IN_MEMORY, 8)}, r"1\.8x by TensorLoader\(x, y, \.\.\.\)"),
-    ({"step": threaded_step}, r"2\.0x by torch.set_num_threads\(1\)"),
-], ids=["no workers", "tensors in memory", "threads"])  # fmt: skip
-def test_profile_suggests_a_faster_setting_for_each_slow_part(fault, suggestion, fake_clock, slow_samples, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        found = profile_net(**{"step": slow_step, **fault})
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-    assert re.search(rf"\nfaster: {suggestion}", str(found)), found.suggestions
-
-
 def reading_step(net, batch):
     loss = slow_step(net, batch)
     assert loss.item() == float(loss)
@@ -164,10 +127,8 @@ def reading_step(net, batch):
 
 
 def test_profile_finds_a_line_that_reads_a_value_from_the_device(fake_clock):
-    """A training step without such a line gets neither a suggestion nor a warning."""
     assert re.search(r"\nwait: .*test_profile\.py:\d+ reads a value from the GPU", str(profile_net(step=reading_step)))
-    healthy = profile_net(step=slow_step)
-    assert (healthy.suggestions, healthy.reads) == ([], [])
+    assert profile_net(step=slow_step).reads == []
 
 
 class NoisyDataset(Dataset):
@@ -221,14 +182,12 @@ def test_profile_refuses_wrong_arguments(arguments, error, message):
 
 
 def sleeping_step(net, batch):
-    """Take so long that profile measures only ten steps with each setting."""
     time.sleep(0.02)
     return loss_of(net, batch)
 
 
-def test_profile_leaves_no_worker_process(monkeypatch):
+def test_profile_leaves_no_worker_process():
     """Otherwise, workers would stay until garbage collection."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
     running = len(multiprocessing.active_children())
     gc.disable()
     try:
@@ -239,8 +198,7 @@ def test_profile_leaves_no_worker_process(monkeypatch):
         gc.enable()
 
 
-def test_the_profile_command_writes_an_image(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fabric_template.tools.profile.find_faster", lambda *arguments: [])
+def test_the_profile_command_writes_an_image(tmp_path, capsys):
     loop = FabricLoop(accelerator="cpu")
     assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")

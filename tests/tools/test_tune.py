@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fabric_template import FabricLoop, TensorLoader
 from fabric_template.tools import step_benchmark
 from fabric_template.tools import tune as tune_module
-from fabric_template.tools.step_benchmark import change_loader, copy_options
+from fabric_template.tools.step_benchmark import change_loader
 from fabric_template.tools.tune import (
-    LearningRateRamp,
     choose_settings,
     run_in_process,
-    save_curve,
     tune,
     tune_command,
 )
@@ -180,49 +178,8 @@ class Model(nn.Linear):
 def test_the_tune_command_writes_a_config_file_for_fit(tmp_path, capsys):
     loop, out = FabricLoop(accelerator="cpu"), tmp_path / "tuned.yaml"
     loop.recipe["data"] = {"class_path": f"{__name__}.Data", "init_args": {"batch_size": 128}}
-    options = {"lr": False, "only": ["batch_size"], "seconds": 0.1, "out": str(out)}
+    options = {"only": ["batch_size"], "seconds": 0.1, "out": str(out)}
     assert tune_command(loop, Model(2, 1), Data(), **options) == 0
     found = yaml.safe_load(out.read_text())
     assert (found["data"]["init_args"], found["max_epochs"]) == ({"batch_size": 256}, None)
     assert capsys.readouterr().out.splitlines()[-1] == f"config      {out}, for fit --config"
-
-
-# The learning rate
-
-
-def quadratic(net, batch):
-    """A loss on which SGD diverges with a learning rate above 2 / 4 = 0.5."""
-    return 2 * (net.weight - 3).pow(2).sum() + 0 * batch[0].sum()
-
-
-def ramped(steps, **options):
-    net, ramp = nn.Linear(1, 1, bias=False), LearningRateRamp(1e-4, 10.0, steps)
-    nn.init.zeros_(net.weight)
-    loop = FabricLoop(accelerator="cpu", **options)
-    loader = TensorLoader(torch.zeros(42, 1), batch_size=2)
-    trial = FabricLoop(callbacks=[ramp], **copy_options(loop) | {"max_steps": steps, "logger": False})
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
-    trial.fit(net, loader, optimizer=optimizer, training_step=quadratic)
-    return ramp
-
-
-def test_the_learning_rate_finder_stops_when_the_loss_diverges(tmp_path):
-    ramp = ramped(steps=80)
-    assert ramp.losses[0] == pytest.approx(18)
-    assert ramp.rates[1] / ramp.rates[0] == pytest.approx(1e5 ** (1 / 79))
-    assert 0.5 < ramp.rates[-1] < 5
-    assert ramp.losses[-1] > 4 * 18
-    assert 1e-3 < save_curve(ramp.rates, ramp.losses, tmp_path / "tuned.png") < 0.5
-
-
-def test_the_learning_rate_finder_records_one_loss_per_optimizer_step():
-    ramp = ramped(steps=10, accumulate_grad_batches=3)
-    assert len(ramp.rates) == len(set(ramp.rates)) == len(ramp.losses) == 10
-    assert ramp.losses[0] == pytest.approx(18)
-
-
-def test_the_tune_command_plots_the_loss_curve_and_suggests_a_learning_rate(tmp_path, capsys):
-    options = {"lr": True, "only": None, "seconds": 2.0, "out": str(tmp_path / "tuned.yaml")}
-    assert tune_command(FabricLoop(accelerator="cpu"), Model(2, 1), Data(), **options) == 0
-    assert "suggested   " in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.png"]
