@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..metric_names import Metric
 from . import plots
 from .runs import Run, best_mode
-
-if TYPE_CHECKING:
-    import numpy as np
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
 # The maximum number of points on a page. With 60,000 points, the file size is about 1 MB.
@@ -66,11 +63,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
         best = runs[ranking[0]]
         texts.append(f"best {best['metric']}: {best['best']:.5g} of {best['label']}")
     if data["thinned"]:
-        most, points = data["thinned"]
-        texts.append(
-            f"curves of up to {most:,} values are drawn with {points:,} points, which keep all"
-            " peaks of the curves visible"
-        )
+        texts.append(f"long curves are drawn with at most {data['thinned']:,} of their points")
     return "; ".join(texts) + "."
 
 
@@ -211,31 +204,19 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
     return curves
 
 
-def thin_curves(curves: list[dict[str, Any]]) -> list[int] | None:
-    """Remove points from long curves to keep the HTML page small."""
+def thin_curves(curves: list[dict[str, Any]]) -> int | None:
+    """Keep only every n-th point of long curves, so that the HTML page stays small.
+
+    Returns:
+        The largest number of points of a curve, or None if no points were removed.
+    """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
     for curve in curves:
-        indices = thin(curve["y"], most)
-        curve["x"] = [shorten(curve["x"][index]) for index in indices]
-        curve["y"] = [shorten(curve["y"][index]) for index in indices]
-    return [longest, most] if longest > most else None
-
-
-def thin(values: np.ndarray, most: int) -> list[int]:
-    """Choose points of a curve, including its peaks, and return their indices.
-
-    Args:
-        most: The largest number of points.
-    """
-    import numpy as np
-
-    if len(values) <= most:
-        return list(range(len(values)))
-    indices = {0, len(values) - 1}
-    for section in np.array_split(np.arange(len(values)), max(1, (most - 2) // 2)):
-        indices |= {int(section[choose(values[section])]) for choose in (np.argmin, np.argmax)}
-    return sorted(indices)
+        step = math.ceil(len(curve["x"]) / most)
+        for axis in ("x", "y"):
+            curve[axis] = [shorten(value) for value in curve[axis][::step]]
+    return most if longest > most else None
 
 
 def shorten(value: float) -> float:
