@@ -338,7 +338,7 @@ def test_a_run_ended_by_max_time_resumes_only_after_max_time_is_increased(tmp_pa
     assert_same_end(whole, resumed)
 
 
-def test_resume_auto_after_should_stop_prints_how_to_continue(tmp_path, capsys):
+def test_resume_auto_after_should_stop_does_not_train_further(tmp_path, capsys):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *batch):
             trainer.should_stop = trainer.global_step == 8
@@ -347,7 +347,7 @@ def test_resume_auto_after_should_stop_prints_how_to_continue(tmp_path, capsys):
     capsys.readouterr()
     loop, _, _ = fit(tmp_path, on_step, train, val_loader, max_epochs=9, resume="auto")
     assert loop.global_step == 8
-    assert "should_stop was set. To train further, write resume='last'." in capsys.readouterr().err
+    assert "Nothing is left to train: should_stop was set." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "at"), once(OPTIONS, [2, 8, 12]), ids=str)
