@@ -64,6 +64,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 REMOVED: Any = ("removed", None)
 # The digest of an attribute that is saved even if it does not change.
 ALWAYS_SAVED: Any = ("always", None)
+_SMALL_BYTES = 10 * 2**20
 _NOT_CREATED = "this run has not created it. The saved run may have created it during training"
 
 Place = tuple[str, str]
@@ -185,7 +186,8 @@ def is_hparams(kind: type) -> bool:
 def is_installed(kind: type) -> bool:
     """Return whether a class comes from an installed package rather than from the user's code."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return "-packages" in (file or "") and not is_hparams(kind)
+    # A dataset of torch, such as a Subset, may contain a user's dataset.
+    return "-packages" in (file or "") and not (is_hparams(kind) or issubclass(kind, Dataset))
 
 
 def is_library_iterator(value: Any) -> bool:
@@ -263,8 +265,6 @@ class PlainState:
         self._warned: set[str] = set()
         # Objects with their own checkpoint keys, such as optimizers, keyed by their ids.
         self._saved: dict[int, Any] = {}
-        self._start_values: dict[Place, tuple[Any, Any]] = {}
-        self._iterators: dict[Place, Any] = {}
         self._find_objects()
         self._at_start: dict[Place, Any] = self.digests()
         self._start_objects = self._references()
@@ -352,17 +352,21 @@ class PlainState:
 
     # Saving
 
-    def state_dict(self, has_attributes: bool = True) -> dict[str, Any]:
-        """Return the RNG states of all generators, and the attributes that the run has changed."""
+    def state_dict(self, has_attributes: bool = True, is_small: bool = False) -> dict[str, Any]:
+        """Return the RNG states of all generators, and the attributes that the run has changed.
+
+        Args:
+            is_small: Leave out large attributes, and those with a ``state_dict``.
+        """
         self._find_objects()
-        saved = self.changed_attributes() if has_attributes else {}
+        saved = self.changed_attributes(is_small) if has_attributes else {}
         # A resumed run must not change the objects in these attributes in place, because others may
         # refer to the objects.
         current = self.attributes() if saved else ()
         rebound = [place for place, v in current if place in saved and self._is_rebound(place, v)]
         return {"generators": self.generator_states(), "attributes": saved, "rebound": rebound}
 
-    def changed_attributes(self) -> dict[Place, Any]:
+    def changed_attributes(self, is_small: bool = False) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
         attributes, weights = dict(self.attributes()), self.addresses_of_network()
         places = [place for place in self._at_start if place[0] in self._parts]
@@ -372,6 +376,8 @@ class PlainState:
             with self._guarded(f"the attribute {'.'.join(place)}"):
                 is_same = self._digest(value) == self._at_start.get(place)
                 if is_same or id(value) in self._saved:
+                    continue
+                if is_small and (self._is_state(value) or check_size(value) > _SMALL_BYTES):
                     continue
                 if ids and refers_to(value, ids):
                     raise TypeError("it contains ids of modules or parameters, which change")
@@ -445,15 +451,12 @@ class PlainState:
         for place in state["rebound"]:
             self._start_objects.pop(place, None)
 
-    def load_attributes(
-        self, saved: dict[Place, Any], rebound: Collection[Place] = (), is_in_place: bool = True
-    ) -> None:
+    def load_attributes(self, saved: dict[Place, Any], rebound: Collection[Place] = ()) -> None:
         """Restore the attributes of objects such as the model from a checkpoint.
 
         Args:
             rebound: The attributes to which the saved run has assigned new objects. They get new
                 objects again, because others may refer to the old ones.
-            is_in_place: Whether to change an existing list or tensor instead of replacing it.
         """
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
@@ -471,73 +474,13 @@ class PlainState:
                 if tag == "removed":
                     part.namespace().pop(name, None)
                 elif tag != "state":
-                    is_target = is_in_place and not shares_memory(current, addresses)
+                    is_target = not shares_memory(current, addresses)
                     is_target = is_target and not self._is_rebound(place, current)
                     part.assign(name, decoded(encoded), is_target and place not in rebound)
-                elif is_in_place:
+                else:
                     load_object(current, *map(decoded, encoded[1:]))
 
-    @contextmanager
-    def replaced(self, state: dict[str, Any]) -> Iterator[None]:
-        """Temporarily restore random generators and attributes from a saved state."""
-        generators, parts = self.generator_states(), self._parts
-        previous = {name: dict(part.namespace()) for name, part in parts.items()}
-        self.load_generator_states(state["generators"])
-        self.load_attributes(state["attributes"], is_in_place=False)
-        try:
-            yield
-        finally:
-            self.load_generator_states(generators)
-            for name, attribute in state["attributes"]:
-                if attribute in previous.get(name, ()):
-                    parts[name].namespace()[attribute] = previous[name][attribute]
-                elif name in previous:
-                    parts[name].namespace().pop(attribute, None)
-
-    def encoded_attributes(self) -> dict[Place, tuple[Any, Any]]:
-        """Return a pair (digest, encoded value) for each attribute that can be saved."""
-        weights, found = self.addresses_of_network(), {}
-        for place, value in self.attributes():
-            with suppress(Exception):
-                found[place] = self._digest(value), self._encode(value, weights)
-        return found
-
-    def keep_start_values(self) -> None:
-        """Copy all attributes, to undo changes by hooks such as on_train_start."""
-        self._start_values = self.encoded_attributes()
-
-    def drop_start_values(self) -> None:
-        self._start_values = {}
-
-    def changed_start_values(self, saved: Collection[Place]) -> dict[Place, Any]:
-        """Return original values of attributes that on_train_start or set_epoch() has changed.
-
-        Args:
-            saved: The attributes in the checkpoint, which are left out.
-        """
-        current = self.digests() if self._start_values else {}
-        return {
-            place: value
-            for place, (mark, value) in self._start_values.items()
-            if place not in saved and current.get(place, mark) != mark
-        }
-
     # Warnings
-
-    def find_iterators(self) -> None:
-        """Record which attributes contain iterators, for a later call to ``warn_of_iterators``."""
-        self._iterators = {
-            place: value for place, value in self.attributes() if is_library_iterator(value)
-        }
-
-    def warn_of_iterators(self) -> None:
-        """Warn about iterators in attributes, because their positions are not saved."""
-        for place, value in self.attributes():
-            # A resumed run calls iter(loader) again. Warn only about iterators that are older than
-            # the last call to iter(loader).
-            if self._iterators.get(place) is value and value is not None:
-                reason = f"TypeError: the position of a {type(value).__name__} cannot be saved"
-                self._warn(f"the attribute {'.'.join(place)}", reason)
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

@@ -327,7 +327,7 @@ def restore_position(run: Run) -> None:
     if run.progress.is_in_epoch:
         # Samplers may draw random numbers in set_epoch(), so restore the RNG state afterwards.
         with unchanged_rng_state():
-            run.data.train.set_epoch(is_resumed=True)
+            run.data.set_train_epoch()
         run.data.train.start()
     # Restore attributes last, because iter(loader) must see their values from the start of the
     # epoch.
@@ -356,7 +356,7 @@ def restore_states(run: Run) -> dict[str, Any] | None:
     check_settings(run, own["settings"])
     if own["writer"] == "MiniLoop":
         # Checkpoints from MiniLoop contain no loader positions.
-        run.data.check_restart()
+        run.data.check_iterators(own.get("iterators", []))
         restore_network(run, own["flags"], {})
         restore_mini_attributes(run, of_process["rng"])
     else:

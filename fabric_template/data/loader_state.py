@@ -6,18 +6,21 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads and drops the batches that were already used.
 
+A resumed run has new objects. At the points of an epoch at which the saved run recorded the RNG
+states and the loader's changed attributes, the resumed run restores them: before set_epoch(),
+before iter(loader), and before the first batch.
+
 If all epochs of a loader read from one Python generator, a run cannot resume after the first epoch.
 If a sampler draws random numbers between batches, a resumed run may read different samples.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from itertools import chain, islice
 from typing import Any
@@ -30,15 +33,12 @@ from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state, find_generators, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
     StreamState,
-    find_restart_problem,
+    find_iterators,
     find_stateful_part,
     is_of_library,
-    objects_of_samples,
     parts_of_order,
     parts_of_samples,
-    refers_to_model,
     samplers_of,
-    warn_of_weights,
 )
 from .tensor_loader import TensorLoader
 
@@ -47,19 +47,20 @@ STICKY_POSITION = (
     "The loader's load_state_dict() seems to change the start of every later epoch, too. Reset the"
     " restored position at the end of __iter__."
 )
+_DRAWING_SAMPLER = "Draw all random numbers in __iter__ before the first yield."
+_DRAWING_STREAM = (
+    "If random numbers choose the samples, use a random generator that is an attribute."
+)
 
 
 class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
-    To repeat a shuffled order, a resumed run restores the RNG states from the start of the epoch.
-
     Args:
-        find_model_state: Returns the attributes of the model. If the loader refers to the model,
-            the model may choose the order. The model's attributes are then saved and restored like
-            the loader's attributes.
         is_saved: Whether checkpoints contain the position. If False, do not record the loader's
             attributes, which may take seconds for a large dataset.
+        find_model_state: Returns the attributes of the model, which a sampler may read. Small ones
+            are recorded and restored like the loader's attributes.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -67,7 +68,7 @@ class ResumableLoader:
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
         restart_problem: The reason why checkpoints that are saved after the first epoch cannot be
-            resumed, or "" if they can.
+            resumed, or "" if they can. The reason is known after the first batch.
         workers: The RNG state of each worker after its last batch, or None before its first batch.
             Persistent workers keep their RNG states between epochs.
     """
@@ -75,45 +76,50 @@ class ResumableLoader:
     def __init__(
         self,
         loader: Any,
-        find_model_state: Callable[[], PlainState] | None = None,
         is_saved: bool = True,
+        find_model_state: Callable[[], PlainState] | None = None,
     ) -> None:
-        self.loader = loader
-        self._find_model_state = find_model_state if refers_to_model(loader) else None
+        self.loader, self._find_model_state = loader, find_model_state
         self.passes = self.batches = 0
         self.is_finished = False
+        self.restart_problem = ""
+        # The loader's iterators before iter(loader), which replaces most of them.
+        self._iterators = find_iterators(loader)
         # A subclass of DataLoader with its own __iter__ may ignore a new sampler or collate_fn.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        self._is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
+        # If a dataset reads from an iterator, a resumed run must read the finished batches again.
+        is_indexed = is_plain and not isinstance(loader.dataset, IterableDataset)
+        self._is_indexed = is_indexed and not self._iterators
         self._is_persistent = is_plain and loader.persistent_workers
         self.workers: list[Any] = [None] * (loader.num_workers if is_plain else 0)
         self._workers_at_start = self.workers
+        # If a loader has its own __iter__, the RNG states of its workers are not recorded.
+        self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The RNG states and the loader's attributes just before the iterator was created.
-        self._at_start: dict[str, Any] | None = None
-        # The RNG states and the loader's attributes just before the first batch was requested.
-        self._at_first_batch: dict[str, Any] | None = None
+        # The RNG states and the loader's attributes, with the keys "set_epoch", "iter" and
+        # "first_batch".
+        self._snapshots: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
+        # The iterator of a resumed epoch, if it was created before on_train_start.
+        self._early_iterator: Any = None
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
-        self._stream = None if stream is None else StreamState(stream)
+        self._stream = None if stream is None else StreamState(loader, stream)
         # The number of batches to skip in the resumed epoch, and None in other epochs.
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
         # Whether load_state_dict() makes the loader skip batches even after the resumed epoch.
         self.is_sticky = False
-        self._plain_states = {
-            "order": PlainState(parts_of_order(loader) if is_saved else {}),
-            "samples": PlainState(parts_of_samples(loader) if is_saved else {}),
-        }
-        # If a loader has its own __iter__, the RNG states of its workers are not recorded.
-        self._hides_workers = not is_plain and getattr(loader, "num_workers", 0) > 0
-        self.restart_problem = ""
-        if stream is None:
-            self.restart_problem = find_restart_problem(loader, self._hides_workers)
+        of_samples, of_order = {}, {}
+        if is_saved:
+            of_samples = parts_of_samples(
+                getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+            )
+            of_order = parts_of_order(loader, of_samples)
+        self._plain_states = {"order": PlainState(of_order), "samples": PlainState(of_samples)}
         # Whether the first epoch is over.
         self._has_continued = False
 
@@ -134,23 +140,15 @@ class ResumableLoader:
         if state["is_finished"]:
             self._restore_between_passes(state)
             return iter(())
-        with unchanged_rng_state(), ExitStack() as stack:
-            self._reader = self._resume_pass(state, stack)
-        if state["batches"] > 0:
-            warn_of_weights(self.loader)
+        with unchanged_rng_state():
+            self._reader = self._resume_pass(state)
         self._restore(state)
-        self._drop_start_values()
         if state["passes"] > 0:
             return self._reader
         # If the resumed loader has no batches left, start it again, because CombinedLoader would
         # end the epoch if the loader yielded no batch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
-
-    @property
-    def _model_state(self) -> PlainState | None:
-        # Do not cache the model's PlainState, because the run replaces it before training.
-        return None if self._find_model_state is None else self._find_model_state()
 
     @property
     def is_used(self) -> bool:
@@ -184,34 +182,27 @@ class ResumableLoader:
             self._reader.close()
             self._reader = None
 
-    @property
-    def draws_in_iter(self) -> bool:
-        """Return whether iter(loader) draws sample indices before the first call to next()."""
-        source = self.loader
-        if isinstance(self.loader, DataLoader):
-            batch_sampler = self.loader.batch_sampler
-            source = self.loader.sampler if batch_sampler is None else batch_sampler
-        is_lazy = inspect.isgeneratorfunction(getattr(type(source), "__iter__", None))
-        return bool(self.workers) or not is_lazy
+    def prepare_set_epoch(self) -> None:
+        """Record the state before set_epoch(), or restore it if the run resumes in this epoch."""
+        if self._restored is None:
+            self._snapshots["set_epoch"] = self._capture()
+        elif "set_epoch" in self._snapshots:
+            self._restore(self._snapshots["set_epoch"])
 
-    @contextmanager
-    def checked_order(self) -> Iterator[None]:
-        """Warn if set_epoch() changes the sample order after the workers have started to read."""
-        is_drawn = self.workers and self._reader is not None and not self.is_used
-        order = self._plain_states["order"]
-        before = order.digests() if is_drawn else {}
-        yield
-        if is_drawn and order.digests() != before:
-            warnings.warn(
-                "train_dataloaders: set_epoch() changes the sampler after the workers have started"
-                " the first epoch, so a run resumed within this epoch may read different samples."
-                " Shuffle in __iter__ instead.",
-                stacklevel=2,
-            )
+    def create_early(self) -> None:
+        """Create the iterator of a resumed epoch, unless it must be created later."""
+        state = self._restored
+        if state is None or state["passes"] != 1 or state["is_finished"] or "stream" in state:
+            return
+        self._early_iterator = self._create_resumed(state["batches"])
+
+    def mark_changes(self) -> None:
+        for part in self._plain_states.values():
+            part.mark_changes()
 
     def _start_pass(self) -> Generator[Any]:
-        self._drop_start_values()
         self.passes += 1
+        self._find_restart_problem()
         self._has_continued = self._has_continued or self.is_used
         self.batches, self.is_finished = 0, False
         if not self._is_persistent:
@@ -219,20 +210,13 @@ class ResumableLoader:
         elif any(self.workers) and (self._first_worker or self.loader._iterator is None):
             self._start_persistent_workers(0)
         self._workers_at_start = list(self.workers)
-        self._find_iterators()
-        self._at_start, self._at_first_batch = self._capture(), None
+        self._iterators = find_iterators(self.loader)
+        self._snapshots["iter"] = self._capture()
+        self._snapshots.pop("first_batch", None)
         self._reader = self._read(self._iterate(0))
         return self._reader
 
-    def _resume_pass(self, state: dict[str, Any], stack: ExitStack) -> Generator[Any]:
-        done = state["batches"]
-        self._find_iterators()
-        if "stream" in state and self._stream is not None:
-            with self._stream.loaded(state["stream"]):
-                iterator = iter(self.loader)
-            self._warn_of_workers(is_in_pass=True)
-            self._resumed_at = done
-            return self._read(iterator)
+    def _create_resumed(self, done: int) -> Any:
         # If only some workers have a saved RNG state, read the epoch's finished batches again. All
         # workers then repeat their random draws, and reach the missing states.
         is_partial = any(self.workers) and not all(self.workers)
@@ -240,11 +224,27 @@ class ResumableLoader:
             self.batches, self.workers = 0, list(self._workers_at_start)
         if self._is_persistent and any(self._workers_at_start):
             self._start_persistent_workers(self.batches)
-        self._restore_in_pass(self._at_start, stack)
+        self._iterators = find_iterators(self.loader)
+        self._restore(self._snapshots["iter"])
         iterator = self._iterate(self.batches)
-        if not self.workers and (done or self._at_first_batch):
-            self._at_first_batch = self._at_first_batch or self._capture()
-            self._restore_in_pass(self._at_first_batch, stack)
+        if done and not self.workers and "first_batch" not in self._snapshots:
+            # The saved run had workers, which start to read as soon as the iterator is created.
+            self._snapshots["first_batch"] = self._capture()
+        return iterator
+
+    def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
+        done = state["batches"]
+        if "stream" in state and self._stream is not None:
+            with self._stream.loaded(state["stream"]):
+                iterator = iter(self.loader)
+            self._warn_of_workers(is_in_pass=True)
+            self._resumed_at = done
+            return self._read(iterator)
+        iterator, self._early_iterator = self._early_iterator, None
+        if iterator is None:
+            iterator = self._create_resumed(done)
+        if not self.workers and "first_batch" in self._snapshots:
+            self._restore(self._snapshots["first_batch"])
             if self._is_indexed:
                 skip_indices(iterator, done, self.loader)
         if done and not (self._is_indexed or isinstance(self.loader, Sequence | TensorLoader)):
@@ -256,13 +256,15 @@ class ResumableLoader:
                 stacklevel=2,
             )
         reader = self._read(iterator)
-        drop_batches(reader, done - self.batches, self.loader)
+        if done > self.batches:
+            name = type(getattr(self.loader, "dataset", self.loader)).__name__
+            skip_items(reader, done - self.batches, name, _DRAWING_STREAM)
         return reader
 
     def _read(self, iterator: Any) -> Generator[Any]:
-        if self._at_first_batch is None and not self.workers:
+        if "first_batch" not in self._snapshots and not self.workers:
             # Without workers, some loaders do not shuffle until the first batch is requested.
-            self._at_first_batch = self._capture()
+            self._snapshots["first_batch"] = self._capture()
         if self._stream is not None:
             self._stream.start_reading()
         try:
@@ -308,7 +310,10 @@ class ResumableLoader:
         self._first_worker = first % len(self.workers)
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
-        clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
+        clone, indices = (
+            copy(self.loader),
+            SkippingSampler(sampler, first, self.loader),
+        )
         # Set the samplers through vars(), because DataLoader.__setattr__ forbids new samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)
@@ -326,10 +331,13 @@ class ResumableLoader:
 
     def _start_persistent_workers(self, first: int) -> None:
         """Start the workers with their saved RNG states."""
+        generator = self.loader.generator
+        state = None if generator is None else generator.get_state()
         self.loader._iterator = None
-        captured = {"rng": capture_rng_state(), **self._plain(has_attributes=False)}
-        self._iterate(first, ())
-        self._restore(captured)
+        with unchanged_rng_state():
+            self._iterate(first, ())
+        if generator is not None:
+            generator.set_state(state)
 
     # Saving and restoring
 
@@ -342,25 +350,22 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
-        if self.batches > 0 and not is_per_batch:
-            for part in self._plain_states.values():
-                part.warn_of_iterators()
+        self._find_restart_problem()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
         # With a map-style dataset and no workers, a resumed run skips samples without calling
         # __getitem__. Therefore, save the attributes that __getitem__ may have changed.
         is_skipped_by_index = self._is_indexed and not self.workers
         state = {
-            "is_in_pass": (is_in_pass or not self.is_used) and self._at_start is not None,
+            "is_in_pass": (is_in_pass or not self.is_used) and "iter" in self._snapshots,
             "passes": self.passes,
             "batches": self.batches,
             "is_finished": self.is_finished,
-            "at_start": self._at_start,
-            "at_first_batch": self._at_first_batch,
+            "snapshots": dict(self._snapshots),
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
             **self._plain(has_attributes=is_skipped_by_index or not is_per_batch),
-            "has_continued": self._has_continued or is_over,
+            "restart_problem": self.restart_problem if self._has_continued or is_over else "",
         }
         if self._stream is not None:
             state["stream"] = {"state": self._stream.state(), "attributes": {}}
@@ -375,20 +380,15 @@ class ResumableLoader:
             "stream": {**state["stream"], "attributes": self._stream.changed_attributes()},
         }
 
-    def check_restart(self) -> None:
-        """Raise an error if a loader, such as a generator, can resume only in the first epoch."""
-        if self.restart_problem:
-            text = "or use load= to start a new run from the weights."
-            raise CheckpointError(f"resume: {self.restart_problem}, {text}")
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position at which the next iterator starts."""
+        if self._early_iterator is not None:
+            return
+        if state["restart_problem"]:
+            raise make_restart_error(state["restart_problem"])
         self.passes, self.batches = state["passes"], state["batches"]
         self.is_finished = state["is_finished"]
-        self._has_continued = state["has_continued"]
-        if self._has_continued:
-            self.check_restart()
-        self._at_start, self._at_first_batch = state["at_start"], state["at_first_batch"]
+        self._snapshots = dict(state["snapshots"])
         if len(state["workers"]) == len(self.workers):
             self.workers, self._workers_at_start = list(state["workers"]), state["workers_at_start"]
         if state["is_in_pass"]:
@@ -424,99 +424,79 @@ class ResumableLoader:
     def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
-    def _find_iterators(self) -> None:
-        """Find iterators in the loader, to warn later if their positions cannot be saved."""
-        if self.restart_problem or self._stream is not None:
+    def _find_restart_problem(self) -> None:
+        """Find iterators that iter(loader) has not replaced, because they are not saved."""
+        if self._stream is not None or not self.is_used:
             return
-        self._plain_states["order"].find_iterators()
-        if not self.workers:
-            self._plain_states["samples"].find_iterators()
+        kind, iterators = type(self.loader).__name__, find_iterators(self.loader)
+        names = [name for name in iterators if self._iterators.get(name) is iterators[name]]
+        if self._hides_workers and getattr(self.loader, "persistent_workers", False):
+            self.restart_problem = (
+                f"{kind} has persistent workers, whose RNG states are not saved. Write"
+                " persistent_workers=False"
+            )
+        elif names:
+            self.restart_problem = describe_iterators(self.loader, names)
 
     def _capture(self) -> dict[str, Any]:
         captured = {"rng": capture_rng_state(), **self._plain()}
-        if self._model_state is not None:
-            captured["model"] = self._model_state.state_dict()
+        if self._find_model_state is not None:
+            captured["model"] = self._find_model_state().state_dict(is_small=True)
         return captured
 
-    def keep_start_values(self) -> None:
-        """Copy the loader's attributes, because a hook such as on_train_start may change them."""
-        for part in self._states_with_start_values():
-            part.keep_start_values()
-
-    def _drop_start_values(self) -> None:
-        for part in self._states_with_start_values():
-            part.drop_start_values()
-
-    def _states_with_start_values(self) -> list[PlainState]:
-        states = list(self._plain_states.values())
-        return states if self._model_state is None else [*states, self._model_state]
-
-    def _restore_in_pass(self, captured: Any, stack: ExitStack) -> None:
-        """Restore the RNG states, and the attributes of the loader and the model."""
-        if self._model_state is not None and "model" in captured:
-            saved = captured["model"]["attributes"]
-            attributes = self._model_state.changed_start_values(saved) | saved
-            state = {**captured["model"], "attributes": attributes}
-            stack.enter_context(self._model_state.replaced(state))
-        for name, part in self._plain_states.items():
-            if name in captured:
-                saved = captured[name]["attributes"]
-                part.load_attributes(part.changed_start_values(saved))
-        self._restore(captured)
-
-    def _restore(self, captured: Any) -> None:
+    def _restore(self, captured: dict[str, Any]) -> None:
         if "rng" in captured:
             restore_rng_state(captured["rng"])
         for name, part in self._plain_states.items():
             if name in captured:
                 part.load_state_dict(captured[name])
+        if "model" in captured and self._find_model_state is not None:
+            self._find_model_state().load_state_dict(captured["model"])
+
+
+def describe_iterators(loader: Any, names: Iterable[str]) -> str:
+    return (
+        f"{type(loader).__name__} contains an iterator that continues in each epoch"
+        f" ({', '.join(names)}), and the iterator's position is not saved. Create the iterator in"
+        " __iter__, or define state_dict() and load_state_dict() in the loader or its dataset"
+    )
+
+
+def make_restart_error(problem: str) -> CheckpointError:
+    return CheckpointError(f"resume: {problem}, or use load= to start a new run from the weights.")
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
     """Skip the first ``done`` batches: draw their indices, but do not read their samples."""
     indices = iterator._sampler_iter
-    # Samplers such as RandomSampler shuffle when the first index is requested. Request at least one
-    # index now, while the saved RNG state is set.
-    drawn = draw_items(indices, max(done, 1), loader)
-    iterator._sampler_iter = chain(drawn[done:], indices)
+    if done:
+        skip_items(indices, done, describe_sampler(loader), _DRAWING_SAMPLER)
+        return
+    # Samplers such as RandomSampler shuffle when the first index is requested, so request it now,
+    # while the saved RNG state is set.
+    iterator._sampler_iter = chain(list(islice(indices, 1)), indices)
 
 
-def draw_items(indices: Iterator[Any], number: int, loader: Any) -> list[Any]:
-    """Return a sampler's next items, and warn if it draws random numbers after the first item."""
-    drawn = list(islice(indices, 1))
-    state = capture_rng_state()
-    drawn += islice(indices, number - 1)
-    if has_drawn_numbers(state):
-        own = loader.batch_sampler
-        if own is None or is_of_library(own):
-            own = getattr(loader.sampler, "given_sampler", loader.sampler)
-        warnings.warn(
-            f"resume: the sampler {type(own).__name__} draws random numbers during the epoch, so"
-            " the rest of this epoch may have different samples. Draw all random numbers in"
-            " __iter__ before the first yield.",
-            stacklevel=2,
-        )
-    return drawn
+def describe_sampler(loader: Any) -> str:
+    """Return the class name of the user's own sampler or batch sampler for a warning."""
+    own = loader.batch_sampler
+    if own is None or is_of_library(own):
+        own = getattr(loader.sampler, "given_sampler", loader.sampler)
+    return f"the sampler {type(own).__name__}"
 
 
-def drop_batches(reader: Iterator[Any], number: int, loader: Any) -> None:
-    """Read a loader's next batches again, and warn if it draws random numbers after the first."""
-    deque(islice(reader, min(number, 1)), maxlen=0)
-    state = capture_rng_state()
-    deque(islice(reader, max(number - 1, 0)), maxlen=0)
-    if has_drawn_numbers(state):
-        warnings.warn(
-            f"resume: {type(getattr(loader, 'dataset', loader)).__name__} draws random numbers"
-            " during the epoch, so the rest of this epoch may have different samples. If random"
-            " numbers choose the samples, use a random generator that is an attribute.",
-            stacklevel=2,
-        )
-
-
-def has_drawn_numbers(state: dict[str, Any]) -> bool:
-    """Return whether random numbers have been drawn since ``state`` was captured."""
+def skip_items(items: Iterator[Any], number: int, what: str, advice: str) -> None:
+    """Skip the next items, and warn if random numbers are drawn after the first item."""
+    next(items, None)
+    before = capture_rng_state()
+    deque(islice(items, number - 1), maxlen=0)
     current = capture_rng_state()
-    return any(current[name] != state[name] for name in ("torch", "python", "numpy"))
+    if any(current[name] != before[name] for name in ("torch", "python", "numpy")):
+        warnings.warn(
+            f"resume: {what} draws random numbers during the epoch, so the rest of this epoch may"
+            f" have different samples. {advice}",
+            stacklevel=2,
+        )
 
 
 class SkippingSampler:
@@ -532,7 +512,7 @@ class SkippingSampler:
 
     def _skip(self, indices: Iterator[Any]) -> Iterator[Any]:
         if self._first:
-            draw_items(indices, self._first, self._loader)
+            skip_items(indices, self._first, describe_sampler(self._loader), _DRAWING_SAMPLER)
         yield from indices
 
 
@@ -573,12 +553,11 @@ class WorkerRecorder:
         if self._worker_init_fn is not None:
             self._worker_init_fn(self._worker)
         dataset: Any = info.dataset
-        # Also record random generators in the dataset and the collate_fn.
-        objects = objects_of_samples(dataset, self._collate_fn)
+        # Also record random generators in the dataset, the collate_fn and objects in them.
         parts = {
-            name: Part(part, has_attributes=False)
-            for name, part in objects.items()
-            if not name.startswith("dataset ") or find_generators(vars(part))
+            name: Part(part.instance, has_attributes=False)
+            for name, part in parts_of_samples(dataset, self._collate_fn).items()
+            if "." not in name or find_generators(part.namespace())
         }
         self._plain_state = PlainState(parts)
         state = self._states[self._worker]

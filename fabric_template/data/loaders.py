@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, islice, repeat
 from operator import attrgetter
@@ -28,8 +28,14 @@ from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
 from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
-from .loader_parts import is_of_library, samplers_of
-from .loader_state import END, STICKY_POSITION, ResumableLoader
+from .loader_parts import samplers_of
+from .loader_state import (
+    END,
+    STICKY_POSITION,
+    ResumableLoader,
+    describe_iterators,
+    make_restart_error,
+)
 from .samplers import Predictions, TrackingBatchSampler, prepare_loader
 from .tensor_loader import TensorLoader
 
@@ -152,28 +158,35 @@ class DataConnector:
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
-        """Before a hook creates loaders, record the RNG states and the model's attributes."""
+        """Before a hook creates loaders, record the state on which the loaders may depend.
+
+        The hook may split the data at random. A resumed run restores the state of the saved run.
+        """
         if stage in self.given:
             yield
             return
         saved = None if stage in self._loads else self._saved_loads().get(stage)
         plain_state = self.run.plain_state
-        with ExitStack() as stack:
-            if saved is None:
-                self._loads[stage] = {"rng": capture_rng_state(), "plain": plain_state.state_dict()}
-            else:
-                self._loads[stage] = saved
-                # In a resumed run, call the hook that creates loaders with the RNG states and model
-                # attributes of the saved run.
-                stack.enter_context(unchanged_rng_state())
-                stack.enter_context(plain_state.replaced(saved["plain"]))
-                restore_rng_state(saved["rng"])
+        if saved is None:
+            model = plain_state.state_dict(is_small=True)
+            self._loads[stage] = {"rng": capture_rng_state(), "model": model}
             yield
+            return
+        self._loads[stage] = saved
+        with unchanged_rng_state():
+            restore_rng_state(saved["rng"])
+            plain_state.load_state_dict(saved["model"])
+            yield
+
+    def _saved_state(self) -> dict[str, Any]:
+        """Return the state that this process saved, or {} if it is restored or there is none."""
+        start = self.run.plan.start
+        state: dict[str, Any] = start.state_of_process(self.run.fabric.global_rank).get("data", {})
+        return state
 
     def _saved_loads(self) -> dict[str, Any]:
         """Return the RNG states that the saved run recorded just before it created its loaders."""
-        saved = self.run.plan.start.state_of_process(self.run.fabric.global_rank)
-        return self._restored_loads or saved.get("data", {}).get("loads", {})
+        return self._restored_loads or self._saved_state().get("loads", {})
 
     def setup_train_loader(self) -> None:
         """Create the training loader if it does not exist yet, or if a reload is due."""
@@ -182,10 +195,6 @@ class DataConnector:
             return
         self._create("train", "train")
         run.progress.count_train_batches(self.train.num_batches)
-        for loader in self.train.resumable if run.config.enable_checkpointing else ():
-            if loader.restart_problem:
-                problem = f"{loader.restart_problem}, to resume this run after its first epoch."
-                run.warn_once(f"train_dataloaders: {problem}")
         every = run.config.log_every_n_steps or 0
         has_other_logger = len(run.loggers.csv_loggers) < len(run.loop.loggers)
         if self.train.num_batches < every and has_other_logger and not run.config.fast_dev_run:
@@ -196,19 +205,40 @@ class DataConnector:
                 category=PossibleUserWarning,
             )
         is_resumed, restarts_epoch = run.plan.start.is_pending, run.plan.start.restarts_epoch
-        for loader in self.train.resumable if is_resumed and run.progress.is_in_epoch else ():
-            loader.keep_start_values()
+        is_first = run.progress.epochs_done == 0
+        if is_resumed and is_first and run.progress.is_in_epoch:
+            self._create_iterators_early()
         if not is_resumed or (restarts_epoch is not None and not self.stateful_loaders()):
-            if not is_resumed and not run.is_lightning_module and run.progress.epochs_done == 0:
-                # Unlike Trainer, a hand-written loop calls set_epoch() before iter(loader).
-                self.train.set_epoch()
-                self._is_epoch_set = True
+            if not is_resumed and is_first:
+                self._set_epoch_early()
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
             # continues the saved epoch. In these cases, start_train_batches() calls it again.
-            is_first = run.progress.epochs_done == 0 or is_resumed
-            self._is_train_started = is_first and not restarts_epoch
+            self._is_train_started = (is_first or is_resumed) and not restarts_epoch
+
+    def _create_iterators_early(self) -> None:
+        """Create the iterators of a resumed first epoch before on_train_start, as in a new run."""
+        saved = self._saved_state().get("train")
+        if saved is None:
+            return
+        self.train.load_state_dict(saved)
+        with unchanged_rng_state():
+            self._set_epoch_early()
+            for loader in self.train.resumable:
+                loader.create_early()
+
+    def _set_epoch_early(self) -> None:
+        # Unlike Trainer, a hand-written loop calls set_epoch() before iter(loader).
+        if not self.run.is_lightning_module:
+            self.set_train_epoch()
+            self._is_epoch_set = True
+
+    def mark_changes(self) -> None:
+        """Save all that on_train_start has changed in the loaders, as ``Run.mark_changes`` does."""
+        for loaders in self.created.values():
+            for loader in loaders.resumable:
+                loader.mark_changes()
 
     def set_train_epoch(self) -> None:
         """Call set_epoch() of the training samplers, unless setup_train_loader() has called it."""
@@ -270,10 +300,10 @@ class DataConnector:
                 self._create_val_loaders()
             self.eval_loaders.load_state_dict(state["val"])
 
-    def check_restart(self) -> None:
-        """Raise an error if a loader, such as a generator, can resume only in the first epoch."""
-        for loader in self.train.resumable if "train" in self.created else ():
-            loader.check_restart()
+    def check_iterators(self, names: list[str]) -> None:
+        """Raise an error if MiniLoop found iterators whose positions its checkpoint lacks."""
+        if names:
+            raise make_restart_error(describe_iterators(self.train.loaders[0], names))
 
     def stateful_loaders(self) -> list[Any]:
         """Return the training loaders whose states are part of a Trainer checkpoint."""
@@ -386,7 +416,7 @@ class StageLoaders:
         known: dict[int, Any] = {id(part.loader): part for part in used}
         find_state = self._find_model_state if stage == "train" else None
         self.resumable: list[ResumableLoader] = [
-            known.pop(id(x), None) or ResumableLoader(x, find_state, run.stage == "fit")
+            known.pop(id(x), None) or ResumableLoader(x, run.stage == "fit", find_state)
             for x in self.loaders
         ]
         self._combined = with_loaders(combined, self.resumable)
@@ -411,6 +441,7 @@ class StageLoaders:
         self._restored_rng: dict[str, Any] | None = None
 
     def _find_model_state(self) -> PlainState:
+        # The run replaces its PlainState before training.
         return self.run.plain_state
 
     @property
@@ -427,19 +458,14 @@ class StageLoaders:
             return sum(limits)
         return min(limits) if self._mode == "min_size" else max(limits)
 
-    def set_epoch(self, is_resumed: bool = False) -> None:
+    def set_epoch(self) -> None:
         """Set the epoch of every sampler, so that each epoch has a different order."""
-        epoch = self.run.progress.epochs_done
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
-            with resumable.checked_order():
-                for part in (loader, *samplers_of(loader)):
-                    # In epoch 0, a new run calls set_epoch() only after iter(loader). If
-                    # iter(loader) shuffles, calling set_epoch() first in a resumed run could change
-                    # the order.
-                    is_restored = is_resumed and epoch == 0 and resumable.draws_in_iter
-                    is_restored = is_restored and not (has_state(part) or is_of_library(part))
-                    if callable(getattr(part, "set_epoch", None)) and not is_restored:
-                        part.set_epoch(epoch)
+            if self.stage == "train":
+                resumable.prepare_set_epoch()
+            for part in (loader, *samplers_of(loader)):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(self.run.progress.epochs_done)
 
     def start(self, max_batches: int | float = math.inf) -> None:
         """Create the loaders' iterators."""
@@ -566,6 +592,10 @@ class StageLoaders:
         else:
             positions = [loader.state_dict(is_in_epoch) for loader in self.resumable]
             rng_state = self._restored_rng
+        for loader in self.resumable if self.stage == "train" else ():
+            if loader.restart_problem:
+                problem = f"{loader.restart_problem}, to resume this run after its first epoch."
+                self.run.warn_once(f"train_dataloaders: {problem}")
         are_known = True
         if dropped:
             # If one of several loaders has ended or restarted in this epoch, moving the positions
@@ -646,11 +676,7 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
     # Treat a list of loaders as several loaders, but a list of batches as one loader.
     is_list = isinstance(source, list | tuple) and all(map(_can_only_be_batch, parts))
     if is_list or any(isinstance(part, Tensor | np.ndarray) for part in parts):
-        # Replace a tuple with a list, because a resumed run restores a list in place, but cannot
-        # change a tuple.
-        is_tuple = isinstance(source, tuple) and not all(map(_is_array, source))
-        loader = list(source) if is_tuple else source
-        return with_loaders(CombinedLoader(None, mode), [loader])
+        return with_loaders(CombinedLoader(None, mode), [source])
     return combined
 
 

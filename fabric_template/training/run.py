@@ -108,6 +108,7 @@ class Run:
     def mark_changes(self) -> None:
         """Save all that on_train_start has changed, because a resumed run calls it again."""
         self.plain_state.mark_changes()
+        self.data.mark_changes()
         self.steps.mark_changed_flags(self.optimization.named_parameters())
 
     def start_optimization(self) -> None:

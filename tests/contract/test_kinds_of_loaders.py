@@ -560,7 +560,7 @@ def train_without_break_with_state(loop_name, name):
     return train(loop_name, tempfile.mkdtemp(), WITH_STATE[name], max_epochs=3)
 
 
-@pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.*set_epoch.. changes the sampler")
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, WITH_STATE, LIMITS_OF_STATE))
 def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path, loop_name, name, limit):
     make_loader = WITH_STATE[name]
@@ -571,7 +571,6 @@ def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path,
     assert found == rows
 
 
-@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize(("loop_name", "workers"), halve(LOOPS, [0, 2]))
 def test_resuming_twice_within_an_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
     def make_loader():
@@ -583,22 +582,6 @@ def test_resuming_twice_within_an_epoch_is_exact_even_if_set_epoch_changes_the_s
     resumed, found = train(loop_name, tmp_path / "cut", make_loader, seed=9, resume="last", max_epochs=4)
     assert_same_weights(expected, resumed)
     assert found == rows
-
-
-class TurnsMillion(Turns):
-    """A sampler with more items than FabricLoop saves."""
-
-    def __iter__(self):
-        return iter(range(24) if self.order[0] == 0 else range(23, -1, -1))
-
-
-def test_resume_warns_if_the_order_of_a_sampler_cannot_be_restored(tmp_path):
-    def run(**options):
-        train("FabricLoop", tmp_path, lambda: DataLoader(DATA, 4, sampler=TurnsMillion([*range(1_000_001)])), **options)
-
-    run(max_steps=8)
-    with pytest.warns(UserWarning, match="order is neither saved nor restored.* A resumed run may differ"):
-        run(resume="last", max_steps=10)
 
 
 class OrdersItself(nn.Module):
@@ -624,11 +607,6 @@ class ReadsOrder(LongOrder):
         return iter(list(self.model.order))
 
 
-# A resumed run cannot know which attributes of the model the sampler reads.
-ignores_weights = pytest.mark.filterwarnings("ignore:resume. a sampler refers to a")
-
-
-@ignores_weights
 @pytest.mark.parametrize("limit", LIMITS_OF_STATE)
 def test_mini_loop_resumes_exactly_if_the_sampler_depends_on_the_model(tmp_path, limit):
     made = []
@@ -744,7 +722,6 @@ WRITES = {
 
 
 @pytest.mark.parametrize(("loop_name", "writes", "workers"), once(LOOPS, WRITES, [0, 1]))
-@ignores_weights
 def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_path, loop_name, writes, workers):
     hook, kills = WRITES[writes]
     made = []
@@ -763,7 +740,6 @@ def test_a_run_whose_sampler_reads_attributes_of_the_model_resumes_exactly(tmp_p
     check_killed_run(loop_name, tmp_path, run, KILLS[kills])
 
 
-@ignores_weights
 def test_an_attribute_still_shares_memory_with_a_weight_after_resuming(tmp_path):
     class Shares(RanksSamples):
         def __init__(self, *arguments):
@@ -862,32 +838,6 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
     assert calls == [0, 1]
 
 
-class Plain(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = make_net()
-
-    def training_step(self, batch, batch_idx):
-        return step(self.net, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-def test_fabric_loop_warns_if_set_epoch_shuffles_the_sampler_of_a_loader_with_workers(tmp_path):
-    def make(**options):
-        return DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), **options)
-
-    loop = FabricLoop(max_epochs=2, default_root_dir=tmp_path, accelerator="cpu", enable_progress_bar=False)
-    with pytest.warns(UserWarning, match=r"set_epoch\(\) changes the sampler"):
-        loop.fit(Plain(), make(num_workers=1))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*set_epoch")
-        loop.fit(Plain(), make())
-        # For a model that is no LightningModule, the loop calls set_epoch() before the workers start.
-        train("FabricLoop", tmp_path, lambda: make(num_workers=1), max_epochs=2)
-
-
 class ReadsList:
     """A loader of its own class around a list of batches."""
 
@@ -934,22 +884,27 @@ class RotatesIndices(ScalesBatches):
             loader.batch_sampler.append(loader.batch_sampler.pop(0))
 
 
+# FabricLoop does not save changes to lists that are loaders or samplers themselves.
 LISTS = {
     "list of batches": (ScalesBatches, make_batches),
     "lists of indices": (
         RotatesIndices,
         lambda: DataLoader(DATA, batch_sampler=[list(range(i, i + 4)) for i in range(0, 24, 4)]),
     ),
-    "tuple of batches": (ScalesBatches, lambda: tuple(make_batches())),
+}
+LISTS_IN_OBJECTS = {
     "loader around a list": (ScalesBatches, lambda: ReadsList(make_batches())),
     "dataset of batches": (ScalesBatches, lambda: DataLoader(make_batches(), batch_size=None, shuffle=True)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
-@pytest.mark.parametrize(("loop_name", "name", "limit"), once(LOOPS, LISTS, LIMITS_OF_STATE))
+@pytest.mark.parametrize(
+    ("loop_name", "name", "limit"),
+    [*once(["MiniLoop"], LISTS, LIMITS_OF_STATE), *once(LOOPS, LISTS_IN_OBJECTS, LIMITS_OF_STATE)],
+)
 def test_in_place_changes_to_the_batches_or_indices_of_a_loader_are_restored(tmp_path, loop_name, name, limit):
-    make_model, make_loader = LISTS[name]
+    make_model, make_loader = (LISTS | LISTS_IN_OBJECTS)[name]
 
     def run(root, resume=None, **options):
         torch.manual_seed(1)

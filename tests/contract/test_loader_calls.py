@@ -230,7 +230,6 @@ def train_reference(name, is_lightning_module):
     return train("Trainer" if is_lightning_module else "hand", name)
 
 
-@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler")
 @pytest.mark.parametrize("is_lightning_module", [True, False])
 @pytest.mark.parametrize(("loop", "name"), itertools.product(LOOPS, LOADERS))
 def test_both_loops_call_iter_and_set_epoch_like_trainer_or_a_hand_written_loop(
@@ -263,7 +262,7 @@ def kill_and_resume(root, loop, name, is_lightning_module, steps, **options):
     return train(loop, name, is_lightning_module, root, "auto", 9, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*set_epoch.. changes the sampler", "ignore:resume. .* are read again")
+@pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize(
     ("loop", "name", "is_lightning_module", "steps"),
     [

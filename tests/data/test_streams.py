@@ -12,9 +12,6 @@ from runs import Snapshots, assert_same_end, fit, val_loader
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fabric_template import FabricLoop
-from fabric_template.data.loader_parts import find_values
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:resume. .* are read again"),
     pytest.mark.filterwarnings("ignore:resume. .* does not save the RNG states of its workers"),
@@ -150,37 +147,26 @@ class Buffered(StreamOfIndices):
         self.generator.set_state(state["rng"])
 
 
-class Source:
-    """Keeps the position of a loader."""
+class OwnLoader:
+    """A loader without a length."""
 
     def __init__(self):
         self.offset = self.taken = 0
 
-    def read(self):
-        for index in range(self.offset, 24):
-            self.taken = index + 1
-            yield index
-
-
-class OwnLoader:
-    """A loader without a length, whose position is in a nested object."""
-
-    def __init__(self):
-        self.parts = {"source": Source()}
-
     def __iter__(self):
         rows = []
-        for index in self.parts["source"].read():
+        for index in range(self.offset, 24):
+            self.taken = index + 1
             rows.append(index)
             if len(rows) == 4:
                 yield X[rows], Y[rows]
                 rows = []
 
     def state_dict(self):
-        return {"taken": self.parts["source"].taken}
+        return {"taken": self.taken}
 
     def load_state_dict(self, state):
-        self.parts["source"].offset = state["taken"]
+        self.offset = state["taken"]
 
 
 class OwnLoaderWithLength(OwnLoader):
@@ -237,13 +223,6 @@ def test_a_run_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
     paths = sorted((tmp_path / "whole" / "kept").glob("*.ckpt"))
     for path in paths[:2]:
         assert_same_end(whole, run(tmp_path / path.stem, max_epochs=3, seed=9, resume=path))
-
-
-def test_find_values_does_not_search_a_fabric_loop_that_a_dataset_refers_to():
-    stream = StreamOfIndices()
-    stream.parts = [Source()]
-    stream.parts[0].trainer = FabricLoop(accelerator="cpu")
-    assert list(find_values(stream)) == ["stream", "stream.parts", "stream.parts.0"]
 
 
 def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later_epochs(tmp_path):
