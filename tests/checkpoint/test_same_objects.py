@@ -61,20 +61,13 @@ class Tracker:
         self.count = state["count"]
 
 
-class SlotNoise:
-    __slots__ = ("value",)
-
-    def __init__(self):
-        self.value = 0.0
-
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.dropout = torch.nn.Linear(8, 3), torch.nn.Dropout(0.3)
         self.register_buffer("temperature", torch.ones(1), persistent=False)
         self.scale, self.history, self.memory, self.offset = 1.0, [], None, 0.5
-        self.noise, self.space = SlotNoise(), SimpleNamespace(item=0.0)
+        self.space = SimpleNamespace(item=0.0)
 
     def forward(self, x):
         scale = self.scale + 0.1 * len(self.history) + getattr(self, "offset", 0.0)
@@ -187,18 +180,13 @@ def set_best_to_none(script):
     script.net.scale += 1.0
 
 
-def scale_by_slot(script):
-    script.net.noise.value += 0.5
-    script.net.scale = 1.0 + script.net.noise.value
-
-
 def scale_namespace(script):
     script.net.space.item += 1.0
     script.net.scale = script.net.space.item
 
 
 CHANGES = [freeze, scale, count, heat, stop_dropout, add_noise, decay, accumulate, remember]
-CHANGES += [track, delete, set_best_to_none, scale_by_slot, scale_namespace]
+CHANGES += [track, delete, set_best_to_none, scale_namespace]
 
 
 def assert_equal(weights, expected):
@@ -268,7 +256,7 @@ def test_resume_keeps_attributes_that_the_checkpoint_does_not_contain(tmp_path, 
     script = Script(kind, tmp_path, scale, first=3)
     script.loop.max_epochs = 2
     script.fit()
-    script.net.scale, script.net.memory = 7.0, SlotNoise()
+    script.net.scale, script.net.memory = 7.0, Buffer()
     memory, script.loop.max_epochs = script.net.memory, 4
     script.fit(resume="last")
     assert script.net.scale == 8.0
