@@ -458,47 +458,6 @@ def test_errors_about_step_functions_do_not_mention_trainer(option):
         assert not re.search(names, str(caught.value)), str(caught.value)
 
 
-class EndlessData(IterableDataset):
-    def __iter__(self):
-        while True:
-            yield torch.ones(8), torch.tensor(1)
-
-
-@pytest.mark.filterwarnings("default:val_dataloaders")
-@pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
-def test_fit_warns_if_the_run_ends_before_its_first_validation(train):
-    def run(**options):
-        net = make_net()
-        loop = make_loop("FabricLoop", max_epochs=None, max_steps=5, monitor="val_loss", **options)
-        loop.fit(net, train, make_loader(), optimizer=sgd(net), training_step=loss_of, validation_step=loss_of)
-        return loop
-
-    with pytest.warns(UserWarning, match="val_dataloaders: training ended after 5 steps.*validate_every_n_steps=2"):
-        run()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "val_dataloaders")
-        assert run(validate_every_n_steps=2).callback_metrics["val_loss"] > 0
-
-
-@pytest.mark.filterwarnings("default:scheduler")
-@pytest.mark.parametrize("train", [DataLoader(EndlessData(), 4), make_loader()], ids=["stream", "short run"])
-def test_fit_warns_if_the_run_ends_before_the_scheduler_takes_a_step(train):
-    def run(make_scheduler, max_steps=5):
-        net = make_net()
-        optimizer = sgd(net)
-        loop = make_loop("FabricLoop", max_epochs=None, max_steps=max_steps)
-        loop.fit(net, train, optimizer=optimizer, scheduler=make_scheduler(optimizer), training_step=loss_of)
-
-    with pytest.warns(UserWarning, match='scheduler: training ended after 5 steps.*StepLR took.*"interval": "step"'):
-        run(lambda optimizer: StepLR(optimizer, 1))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "scheduler")
-        run(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "interval": "step"})
-        if not isinstance(train.dataset, EndlessData):
-            run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train))
-            run(lambda optimizer: StepLR(optimizer, 1), max_steps=len(train) + 1)
-
-
 def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch():
     with pytest.warns(match="OneCycleLR"):
         fit_with_scheduler("FabricLoop", lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
