@@ -55,12 +55,10 @@ def find_stateful_part(loader: Any) -> Any:
     return next(filter(has_state, parts), None)
 
 
-def parts_of_order(loader: Any, of_samples: dict[str, Part]) -> dict[str, Part]:
-    """Return the objects that determine the order of the samples: the loader and its samplers.
-
-    Args:
-        of_samples: The result of ``parts_of_samples``, whose objects are left out.
-    """
+def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
+    """Return the objects that determine the order of the samples, and those that create them."""
+    dataset, collate_fn = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    samples = parts_of_samples(dataset, collate_fn)
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
@@ -68,8 +66,8 @@ def parts_of_order(loader: Any, of_samples: dict[str, Part]) -> dict[str, Part]:
     for index, sampler in enumerate(samplers):
         ignored = _ATTRIBUTES_SET_BY_LOOP if is_of_library(sampler) else ()
         parts[f"sampler {index}"] = Part(sampler, ignored, has_attributes=not has_state(sampler))
-    known = {id(part.instance) for part in of_samples.values()}
-    return {**parts, **find_objects(parts, known)}
+    known = {id(part.instance) for part in samples.values()}
+    return {"order": {**parts, **find_objects(parts, known)}, "samples": samples}
 
 
 def parts_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Part]:

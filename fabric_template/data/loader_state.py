@@ -36,7 +36,7 @@ from .loader_parts import (
     find_iterators,
     find_stateful_part,
     is_of_library,
-    parts_of_order,
+    parts_of_loader,
     parts_of_samples,
     samplers_of,
 )
@@ -98,8 +98,8 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The RNG states and the loader's attributes, with the keys "set_epoch", "iter" and
-        # "first_batch".
+        # The states recorded before set_epoch(), iter(loader) and the first batch, with the keys
+        # "set_epoch", "iter" and "first_batch".
         self._snapshots: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
         # The iterator of a resumed epoch, if it was created before on_train_start.
@@ -113,13 +113,8 @@ class ResumableLoader:
         self._resumed: tuple[int, int] | None = None
         # Whether load_state_dict() makes the loader skip batches even after the resumed epoch.
         self.is_sticky = False
-        of_samples, of_order = {}, {}
-        if is_saved:
-            of_samples = parts_of_samples(
-                getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-            )
-            of_order = parts_of_order(loader, of_samples)
-        self._plain_states = {"order": PlainState(of_order), "samples": PlainState(of_samples)}
+        found = parts_of_loader(loader) if is_saved else {}
+        self._plain_states = {name: PlainState(parts) for name, parts in found.items()}
         # Whether the first epoch is over.
         self._has_continued = False
 
@@ -251,8 +246,7 @@ class ResumableLoader:
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and"
                 " dropped. To avoid this, use a loader with state_dict() and load_state_dict(),"
-                " such as torchdata's StatefulDataLoader. The loader's samplers need both methods,"
-                " too.",
+                " such as torchdata's StatefulDataLoader. Its samplers need both methods, too.",
                 stacklevel=2,
             )
         reader = self._read(iterator)

@@ -961,6 +961,17 @@ def test_fit_warns_about_loader_state_that_is_not_saved(tmp_path, loop_name, nam
         train(loop_name, tmp_path, UNSAVED[name], max_epochs=1)
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. .*the position of", "ignore:train_dataloaders", "ignore:resume")
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_a_dataset_that_reads_an_iterator_resumes_exactly_within_the_first_epoch(tmp_path, loop_name):
+    """A resumed run reads the finished batches again, also from a DataLoader without workers."""
+    expected, rows = train(loop_name, tmp_path / "whole", UNSAVED["others"], max_epochs=1)
+    train(loop_name, tmp_path / "cut", UNSAVED["others"], max_steps=3)
+    resumed, found = train(loop_name, tmp_path / "cut", UNSAVED["others"], seed=9, resume="last", max_epochs=1)
+    assert_same_weights(expected, resumed)
+    assert found == rows
+
+
 class RestartsIterator(ContinuesIterator):
     """A sampler that creates a new iterator in each epoch."""
 
