@@ -50,11 +50,14 @@ class TooLargeError(Exception):
 # Comparing values
 
 
-def digest(value: Any, depth: int = 0) -> Any:
+def digest(value: Any, most: int = 10_000) -> Any:
     """Return a digest of a value, to detect later changes to it.
 
     The digest covers only a sample of tensors above 1 MB on a GPU, of values above 256 MB, and of
     long lists of tensors.
+
+    Args:
+        most: The approximate number of items in the sample of a list.
     """
     kind = type(value)
     if kind in (float, complex):
@@ -66,18 +69,32 @@ def digest(value: Any, depth: int = 0) -> Any:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
         return _digest_array(np.asarray(value))
-    if not (kind in CONTAINERS or is_named_tuple(kind)) or depth > _DEEPEST:
+    if not (kind in CONTAINERS or is_named_tuple(kind)):
         raise NotPlainError
     items = _items_of(value)
-    # marshal raises a ValueError for tensors and objects. Use its format 2. In later formats, equal
-    # lists can give different bytes.
-    with suppress(ValueError):
-        return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
+    if _is_simple(items):
+        # marshal refuses types such as deque. Use its format 2. In later formats, equal lists can
+        # give different bytes.
+        with suppress(ValueError):
+            return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     # In the items of a dict, keys and values alternate, so an even step would select only keys.
-    step = 1 + len(items) // 1000 // 2 * 2
+    step = 1 + len(items) // most // 2 * 2
     marks = [item if type(item) in ATOMS else id(item) for item in items if step > 1]
     order = zlib.crc32(marshal.dumps(marks, 2))
-    return kind, len(items), order, [digest(item, depth + 1) for item in items[::step]]
+    sample = items[::step]
+    most_inside = max(most // len(sample), 10)
+    return kind, len(items), order, [digest(item, most_inside) for item in sample]
+
+
+def _is_simple(items: list[Any], depth: int = 3) -> bool:
+    """Return whether all items are numbers, strings, or containers of these."""
+    # With a list that contains itself, marshal could run for hours, so limit the depth.
+    if ATOMS.issuperset(map(type, items)):
+        return True
+    return depth > 0 and all(
+        type(item) in ATOMS or (type(item) in CONTAINERS and _is_simple(_items_of(item), depth - 1))
+        for item in items
+    )
 
 
 def _items_of(container: Any) -> list[Any]:

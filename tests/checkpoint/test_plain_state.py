@@ -141,7 +141,7 @@ def test_attributes_are_saved_only_if_their_values_have_changed():
     """Modules, functions, cycles, views of parameters and unchanged values are not saved."""
     net = nn.Linear(2, 2)
     cycle = []
-    cycle.append(cycle)
+    cycle += [cycle] * 50
     holder = Holder(labels=["a"] * 100, table=torch.rand(2000, 300), size=3, indices=range(10**15))
     state = PlainState({"a": Part(holder)}, network=net)
     holder.net, holder.function, holder.cycle, holder.view = net, print, cycle, net.weight.data[0]
