@@ -2425,16 +2425,14 @@ class SavedAttributes:
         self._iterators = self._find_iterators()
 
     def _find_iterators(self) -> dict[str, Any]:
-        # Worker processes start each epoch with a new copy of the dataset.
-        has_workers = getattr(self._of_loaders["train loader"], "num_workers", 0) > 0
-        skipped = ("train dataset", "train collate_fn") if has_workers else ()
-        return {
-            f"{place}.{name}": value
-            for place, part in self._of_loaders.items()
-            if place.startswith("train ") and not place.startswith(skipped)
-            for name, value in attributes_of(part).items()
-            if is_library_iterator(value)
-        }
+        names = ["loader", "sampler", "batch_sampler", "inner sampler"]
+        if not getattr(self._of_loaders["train loader"], "num_workers", 0):
+            # Worker processes start each epoch with a new copy of the dataset.
+            names += ["dataset", "collate_fn"]
+        found: dict[str, Any] = {}
+        for name in names:
+            found |= iterators_in(self._of_loaders[f"train {name}"], f"train {name}")
+        return found
 
     def find_lasting_iterators(self) -> list[str]:
         """Return the loader's iterators that iter(loader) did not replace, and warn about them."""
@@ -2462,10 +2460,20 @@ def attributes_of(part: Any) -> dict[str, Any]:
     elif isinstance(part, torch_data.DataLoader):
         # fabric.launch() adds attributes such as __pl_saved_kwargs.
         left_out = [name for name in values if name.startswith("__pl_")]
-    elif is_installed(part):
-        # The object may hold open files or processes, so use only its random generators.
-        left_out = [name for name in values if not isinstance(values[name], GENERATORS)]
     return {name: value for name, value in values.items() if name not in left_out}
+
+
+def iterators_in(part: Any, place: str, depth: int = 6) -> dict[str, Any]:
+    """Return the iterators in the attributes of a loader or dataset, and in those of its parts."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(part, "__dict__", {}).items():
+        path = f"{place}.{name}"
+        is_part = isinstance(value, Iterable) and not isinstance(value, nn.Module | Tensor | type)
+        if is_library_iterator(value):
+            found[path] = value
+        elif depth > 0 and is_part:
+            found |= iterators_in(value, path, depth - 1)
+    return found
 
 
 def is_installed(part: Any) -> bool:
@@ -2498,6 +2506,10 @@ def objects_in(
             if is_own_object(item):
                 known.add(id(item))
                 inner = objects_in(item, known, network, depth - 1) if depth > 1 else {}
+                if is_installed(item):
+                    # The object may hold open files, so save only its random generators.
+                    values = vars(item).items()
+                    item = SimpleNamespace(**{n: v for n, v in values if isinstance(v, GENERATORS)})
                 found |= {path: item, **{f"{path}.{place}": inner[place] for place in inner}}
             elif is_module and network is not None and is_outside(item, network):
                 found |= {f"{path}.{place}": module for place, module in item.named_modules()}

@@ -6,7 +6,7 @@ In this module, a "stream" is a loader or an IterableDataset with ``state_dict``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -37,6 +38,7 @@ _ATTRIBUTES_OF_DATALOADER = frozenset(vars(DataLoader([])))  # type: ignore[arg-
 _ATTRIBUTES_SET_BY_LOOP = ("epoch",)
 # Do not save DataLoader's current iterator, because a resumed run creates a new iterator.
 _DATALOADER_ITERATOR = ("_iterator",)
+_NOT_SEARCHED = (nn.Module, Tensor, type)
 
 
 def find_stateful_part(loader: Any) -> Any:
@@ -97,7 +99,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def find_iterators(loader: Any) -> dict[str, Any]:
-    """Return each iterator that is the loader, its sampler or dataset, or an attribute of these."""
+    """Return each iterator that is the loader, its sampler or dataset, or inside one of these."""
     parts = {"loader": loader}
     parts |= {f"sampler {index}": part for index, part in enumerate(samplers_of(loader))}
     if not getattr(loader, "num_workers", 0):
@@ -107,9 +109,21 @@ def find_iterators(loader: Any) -> dict[str, Any]:
     for name, part in parts.items():
         if isinstance(part, Iterator) and not is_restartable(part):
             found[name] = part
-        for attribute, value in getattr(part, "__dict__", {}).items():
-            if attribute not in _DATALOADER_ITERATOR and is_library_iterator(value):
-                found[f"{name}.{attribute}"] = value
+        found |= iterators_in(part, name)
+    return found
+
+
+def iterators_in(part: Any, path: str, depth: int = 6) -> dict[str, Any]:
+    """Return the iterators in an object's attributes, and in the iterable objects in these."""
+    found: dict[str, Any] = {}
+    for attribute, value in getattr(part, "__dict__", {}).items():
+        place = f"{path}.{attribute}"
+        if attribute in _DATALOADER_ITERATOR:
+            continue
+        if is_library_iterator(value):
+            found[place] = value
+        elif depth > 0 and isinstance(value, Iterable) and not isinstance(value, _NOT_SEARCHED):
+            found |= iterators_in(value, place, depth - 1)
     return found
 
 

@@ -135,9 +135,14 @@ class ResumableLoader:
         if state["is_finished"]:
             self._restore_between_passes(state)
             return iter(())
+        model = None if self._find_model_state is None else self._find_model_state()
+        current = None if model is None else model.state_dict(is_small=True)
         with unchanged_rng_state():
             self._reader = self._resume_pass(state)
         self._restore(state)
+        if model is not None and current is not None:
+            # The snapshots contain the model's attributes from before the saved batches.
+            model.load_state_dict(current)
         if state["passes"] > 0:
             return self._reader
         # If the resumed loader has no batches left, start it again, because CombinedLoader would

@@ -22,6 +22,7 @@ import torch
 from interpreter import fork_command
 from killed_model import SAVES, KilledError, Model
 from lightning.fabric import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import make_data
 from parameters import halve, once
 from runs import TIMES
@@ -1066,6 +1067,18 @@ INSTALLED = """
 class Connection:
     def __init__(self, generator):
         self.socket, self.generator = 3, generator
+
+
+class Rotated:
+    def __init__(self):
+        self.first = 0
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        self.first += 5
+        return iter([(self.first + i) % 16 for i in range(16)])
 """
 
 
@@ -1084,6 +1097,53 @@ class ModelWithConnection(Model):
     def training_step(self, batch, batch_idx):
         noise = torch.rand((), generator=self.connection.generator)
         return super().training_step(batch, batch_idx) * (1 + noise)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_resuming_restores_a_sampler_whose_class_is_in_an_installed_package(tmp_path, monkeypatch, kind):
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "rotations.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(package))
+    rotations = pytest.importorskip("rotations")
+
+    def make():
+        return Model(), DataLoader(make_data(16), 4, sampler=rotations.Rotated())
+
+    whole = train(kind, tmp_path / "whole", make)
+    for batches in (5, 9):
+        root = tmp_path / str(batches)
+        with pytest.raises(KilledError):
+            train(kind, root, make, kill_at=batches)
+        assert train(kind, root, make, resume="last") == whole
+
+
+class Follows(Model):
+    """Replaces an attribute in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss, self.hidden = loss * (1 + self.hidden), loss.detach()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_checkpoint_of_the_last_batch_restores_attributes_in_the_next_epoch(tmp_path):
+    def fit(name, epochs, resume=None):
+        torch.manual_seed(1)
+        model, saves = Follows(), ModelCheckpoint(save_last=True, every_n_train_steps=2)
+        loop = FabricLoop(max_epochs=epochs, name=name, default_root_dir=tmp_path, callbacks=[saves], accelerator="cpu")
+        loop.fit(model, DataLoader(make_data(16), 4, shuffle=True), resume=resume)
+        return model.state_dict()
+
+    whole = fit("whole", 3)
+    fit("parts", 2)
+    resumed = fit("parts", 3, resume="last")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
 
 
 @pytest.mark.parametrize("kind", SAVES)

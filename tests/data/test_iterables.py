@@ -120,6 +120,21 @@ class Slices:
         yield from itertools.islice(self.stream, 5)
 
 
+class Doubled:
+    """Changes the batches of another iterable, like a pipeline of transforms."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return ((2 * x, y) for x, y in self.source)
+
+
+def pipeline():
+    """Create a loader that contains an iterator three levels deep."""
+    return Doubled(Doubled(Slices()))
+
+
 class Queue:
     """A loader that is its own iterator and continues in the next epoch."""
 
@@ -147,7 +162,7 @@ def cycle():
     return torch.utils.data.DataLoader(Cycle(), batch_size=4)
 
 
-CONTINUED = {Slices: {}, cycle: {}, Queue: {"limit_train_batches": 5, "limit_val_batches": 2}}
+CONTINUED = {Slices: {}, pipeline: {}, cycle: {}, Queue: {"limit_train_batches": 5, "limit_val_batches": 2}}
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* (are read again|draws random numbers)")
@@ -164,7 +179,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
-@pytest.mark.parametrize("make", [Slices, cycle])
+@pytest.mark.parametrize("make", [Slices, pipeline, cycle])
 def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_iterator(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
@@ -174,7 +189,7 @@ def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
-@pytest.mark.parametrize("make", [Slices, cycle])
+@pytest.mark.parametrize("make", [Slices, pipeline, cycle])
 def test_mini_loop_cannot_resume_after_epoch_0_if_the_loader_contains_an_iterator(tmp_path, make):
     options = {"name": "run", "default_root_dir": tmp_path, "accelerator": "cpu"}
     loop = MiniLoop(max_epochs=1, **options)
