@@ -1118,26 +1118,36 @@ def test_resuming_restores_a_sampler_whose_class_is_in_an_installed_package(tmp_
         assert train(kind, root, make, resume="last") == whole
 
 
-class Follows(Model):
+class Follower(torch.nn.Linear):
     """Replaces an attribute in each step."""
 
     def __init__(self):
+        super().__init__(8, 3)
+        self.hidden = torch.zeros(3)
+
+    def forward(self, x):
+        out = super().forward(x) + 0.5 * self.hidden
+        self.hidden = out.detach().mean(0)
+        return out
+
+
+class Follows(Model):
+    def __init__(self):
         super().__init__()
-        self.hidden = torch.zeros(())
+        self.net = Follower()
 
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        loss, self.hidden = loss * (1 + self.hidden), loss.detach()
-        return loss
+        return sum(super(Follows, self).training_step(part, batch_idx) for part in batch)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_checkpoint_of_the_last_batch_restores_attributes_in_the_next_epoch(tmp_path):
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:Trying to infer the .batch_size")
+def test_two_loaders_of_different_lengths_resume_after_the_attributes_that_each_step_replaces(tmp_path):
     def fit(name, epochs, resume=None):
         torch.manual_seed(1)
-        model, saves = Follows(), ModelCheckpoint(save_last=True, every_n_train_steps=2)
+        model, saves = Follows(), ModelCheckpoint(save_last=True, every_n_train_steps=3)
         loop = FabricLoop(max_epochs=epochs, name=name, default_root_dir=tmp_path, callbacks=[saves], accelerator="cpu")
-        loop.fit(model, DataLoader(make_data(16), 4, shuffle=True), resume=resume)
+        loaders = [DataLoader(make_data(28), 4), DataLoader(make_data(10), 4, shuffle=True)]
+        loop.fit(model, loaders, resume=resume)
         return model.state_dict()
 
     whole = fit("whole", 3)
