@@ -418,7 +418,7 @@ class MiniLoop:
         A resumed run may repeat code before or after a call of ``_train_epoch``. Put code for the
         end of an epoch into on_train_epoch_end.
         """
-        epoch, is_validated = self.current_epoch, False
+        epoch, is_validated, self._is_last = self.current_epoch, False, False
         if self.batches_done == 0:
             self._call("on_train_epoch_start")
         batches: Iterable[Any] = self._train_batches()
@@ -559,7 +559,7 @@ class MiniLoop:
 
         If you skip, repeat, reorder or combine batches, resuming within an epoch is not exact.
         """
-        self._is_last, length = False, self.num_training_batches
+        length = self.num_training_batches
         is_started = self._batches is not None
         if not is_started:
             self._start_batches()
@@ -608,8 +608,9 @@ class MiniLoop:
         # Many samplers shuffle when the first batch is read, so first restore the RNG state.
         self._attributes.load_state(self._epoch_start["first_batch"])
         warn_of_lazy_sampler(self.train_loader, self.batches_done)
-        for _ in range(self.batches_done):
-            next(self._batches)
+        for number in range(self.batches_done):
+            text = f"resume: got a loader with {number} batches, expected more than"
+            check(next(self._batches, END) is not END, f"{text} {self.batches_done}.")
 
     def _call_iter_like_trainer(self, loader: Any) -> None:
         """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
@@ -744,7 +745,7 @@ class MiniLoop:
         is_due = self._is_last if self._every is None else self.global_step % self._every == 0
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
-        if self._is_last:
+        if self._is_last and self._batches is not None:
             # Run the loader's code after the last batch before the validation, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
@@ -1202,7 +1203,10 @@ class MiniLoop:
         }
         self._attributes.load_parts({"training loop": values}, self._resumed_state["rebound"])
         self._before_next = of_process.get("before_next")
-        self._sums, self._saved_step = of_process.get("sums", self._sums), self.global_step
+        self._saved_step = self.global_step
+        sums = of_process.get("sums", self._sums)
+        # The saved run may have had another validate_every_n_steps, and thus fewer or more sums.
+        self._sums = [sums[0], dict(sums[-1])][: len(self._sums)]
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
         saved = {name: best.get(name) for name in self._best}
@@ -1227,7 +1231,8 @@ class MiniLoop:
             rows = read_rows(path)
             if not is_done:
                 # If a user has deleted a row, the first rows include rows after the checkpoint.
-                rows = [row for row in rows if row["step"] <= self.global_step][: table["rows"]]
+                step = self.global_step
+                rows = [row for row in rows if row.get("step", 0) <= step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
             if len(rows) < table["rows"]:
                 text = f"{name}: rows from before the checkpoint are missing. The run continues"
@@ -1256,8 +1261,8 @@ class MiniLoop:
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
-            text = f"{argument}: got {given!r}, but there is no undamaged checkpoint in"
-            raise FileNotFoundError(f"{text} {self._checkpoints}. Train first, or pass a path.")
+            text = f"{argument}: got {given!r}, but the newest run has no such undamaged checkpoint"
+            raise FileNotFoundError(f"{text} in {self._checkpoints}. Train first, or pass a path.")
         return newest, checkpoint
 
     def _find_newest(self, given: str) -> tuple[Path | None, dict[str, Any]]:
@@ -1267,14 +1272,14 @@ class MiniLoop:
         # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
         names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
         for folder in sorted(folders, key=age_of, reverse=True):
-            found = [folder / name for name in names if (folder / name).is_file()]
-            for path in found:
+            found = [name for name in ("last.ckpt", "best.ckpt") if (folder / name).is_file()]
+            for path in [folder / name for name in names if name in found]:
                 if is_intact(path):
                     return path, read_checkpoint(path)
                 text = f"{path}: the file is damaged. Using the previous checkpoint instead."
                 warnings.warn(text, stacklevel=4)
             if found:
-                # If the newest run has only damaged checkpoints, do not silently use an older run.
+                # If the newest run lacks an undamaged checkpoint, do not silently use an older run.
                 break
         return None, {}
 
@@ -2576,10 +2581,13 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
     with suppress(ValueError):
         # marshal raises a ValueError for tensors and objects.
         return type(value), zlib.crc32(marshal.dumps(value, 2))
-    items = list(value.values() if isinstance(value, dict) else value)
-    order = zlib.crc32(array("Q", map(id, items)).tobytes())
+    if not isinstance(value, tuple(CONTAINERS.values())):
+        # Iterating over an object may change it, or read a file.
+        raise TypeError(type(value).__name__)
+    items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
+    order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     known = [item for item in items[:: 1 + len(items) // 1000] if type(item) not in ATOMS]
-    return type(value), len(items), order, *map(compute_checksum, known)
+    return type(value), zlib.crc32(order), *map(compute_checksum, known)
 
 
 def encode(

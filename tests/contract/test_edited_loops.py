@@ -320,6 +320,74 @@ def test_a_hook_may_call_validate_of_another_loop(outer, inner):
     assert found == [pytest.approx(expected)]
 
 
+# Options and loaders of a resumed run
+
+
+@pytest.mark.parametrize(("first", "second", "start"), [(None, 4, 12), (4, None, 8)])
+def test_a_resumed_run_may_change_validate_every_n_steps(first, second, start):
+    train(MiniLoop, max_epochs=1, validate_every_n_steps=first)
+    options = {"validate_every_n_steps": second, "log_every_n_steps": 1, "max_epochs": 2}
+    loop, _ = train(MiniLoop, resume="last", **options)
+    rows = list(csv.DictReader((loop.log_dir / "steps.csv").read_text().splitlines()))
+    losses = [float(row["train_loss"]) for row in rows if int(row["step"]) > start]
+    assert loop.history[-1]["train_loss"] == pytest.approx(sum(losses) / len(losses))
+
+
+def test_load_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_checkpoint():
+    train(MiniLoop, max_epochs=1, monitor="val_loss")
+    train(MiniLoop, max_epochs=1)
+    with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no such"):
+        train(MiniLoop, resume="best")
+
+
+class Stream:
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        yield from itertools.islice(make_loader(), self.length)
+
+
+def test_a_stream_with_fewer_batches_than_the_saved_run_has_read_is_refused():
+    def fit(length, max_steps, resume=None):
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loop = MiniLoop(accelerator="cpu", max_steps=max_steps)
+        loop.fit(net, Stream(length), optimizer=optimizer, training_step=step, resume=resume)
+
+    fit(8, 5)
+    with pytest.raises(ValueError, match=r"^resume: got a loader with 3 batches, expected more than 5\."):
+        fit(3, 9, resume="last")
+
+
+def test_the_loop_does_not_iterate_over_the_items_of_a_large_list():
+    class Episode:
+        def __iter__(self):
+            read.append(self)
+            return iter([])
+
+    loader, read = make_loader(), []
+    loader.dataset.items = [Episode() for _ in range(10_001)]
+    net = nn.Linear(4, 1)
+    loop = MiniLoop(accelerator="cpu", max_epochs=1)
+    loop.fit(net, loader, optimizer=torch.optim.SGD(net.parameters(), 0.1), training_step=step)
+    assert not read
+
+
+def test_a_changed_key_of_a_large_dict_with_tensors_is_saved():
+    class Renames(MiniLoop):
+        def _reset(self):
+            super()._reset()
+            self.bank = {number: torch.ones(1) for number in range(5_001)}
+
+        def _end_row(self, epoch):
+            super()._end_row(epoch)
+            self.bank = {number + 1: value for number, value in self.bank.items()}
+
+    _, resumed = assert_resumes(Renames)
+    assert next(iter(resumed.bank)) == 3
+
+
 # Columns of metrics.csv
 
 OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
@@ -357,6 +425,16 @@ def test_a_mini_loop_subclass_can_write_an_additional_csv_file():
 
     for loop in assert_resumes(WritesFile):
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
+
+
+def test_a_run_with_an_additional_csv_file_without_steps_can_be_resumed():
+    class WritesFile(MiniLoop):
+        def _end_row(self, epoch):
+            super()._end_row(epoch)
+            self._append_row("own.csv", {"double": 2.0 * epoch})
+
+    for loop in assert_resumes(WritesFile):
+        assert (loop.log_dir / "own.csv").read_text() == "double\n0.0\n2.0\n4.0\n"
 
 
 def test_resuming_duplicates_no_rows_if_a_csv_file_was_created_after_the_checkpoint():
@@ -404,6 +482,23 @@ def test_the_optimizer_always_takes_a_step_after_the_last_batch_of_an_epoch():
 
     whole, _ = assert_resumes(ThreeBatches)
     assert [row["step"] for row in whole.history] == [3, 6, 9]
+
+
+class OwnBatches(MiniLoop):
+    """Overrides _train_batches without super(), and sets _is_last only for the last batch."""
+
+    def _train_batches(self):
+        given = list(self.train_loader)
+        while given:
+            if len(given) == 1:
+                self._is_last = True
+            yield given.pop(0)
+
+
+def test_a_loop_can_replace_train_batches_and_flag_only_the_last_batch():
+    loop, net = train(OwnBatches, "own", make_scheduler=step_lr)
+    assert [(row["step"], row["lr"]) for row in loop.history] == [(8, 0.1), (16, 0.05), (24, 0.025)]
+    assert all("val_loss" in row for row in loop.history)
 
 
 def with_batches(change):
