@@ -108,11 +108,11 @@ INSTEAD = {
     "Expected to have finished reduction": "It looks like your model has parameters that were not"
     " used in producing the loss returned by training_step. If this is intentional, write"
     " strategy='ddp_find_unused_parameters_true'.",
+    "through the graph a second time": "{step}: got a second backward pass through the same graph,"
+    " expected one. If the step calls loss.backward(), remove the call, because the loop calls"
+    " loss.backward(). If the step keeps tensors for later batches, such as a hidden state, call"
+    " detach() on them.",
 }
-SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
-SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
-SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
-SECOND_BACKWARD += " state, call detach() on them."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -128,9 +128,9 @@ LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetr
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Checkpoints store values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
-CONTAINERS["Size"] = torch.Size
-CONTAINERS |= {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+CONTAINER_TYPES: Any = (list, tuple, torch.Size, set, frozenset, deque)
+CONTAINER_TYPES += (dict, OrderedDict, Counter, defaultdict)
+CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
 # For these weights, the faster `torch.add(total, value, alpha=weight)` returns exactly
 # `total + value * weight`. For other weights, the two results may differ by rounding.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
@@ -149,7 +149,7 @@ LOOP_ATTRIBUTES = f"""
     _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
     _given_options _hook _is_first_batch _is_last _is_lightning_module
     _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs
-    _precision _resumed_flags _resumed_options _resumed_state _row_started _sampler_seed
+    _precision _resumed_state _row_started _sampler_seed
     _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
     active_stage batches_done best_score callback_metrics checkpoint_dir
     current_epoch global_step history log_dir num_training_batches should_stop _created_with
@@ -310,7 +310,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        # The RNG states and the attributes in the resumed checkpoint.
+        # The RNG states, the attributes, the flags and the options in the resumed checkpoint.
         self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
@@ -386,9 +386,9 @@ class MiniLoop:
                 # Drop values logged in on_train_start, because the saved run has logged them, too.
                 self._sums = logged
         if is_resumed:
-            set_flags(self._unwrapped, self._resumed_flags)
+            set_flags(self._unwrapped, self._resumed_state["flags"])
             # on_train_start may have changed options such as max_steps, so restore them again.
-            self._restore_options(self._resumed_options)
+            self._restore_options(self._resumed_state["options"])
             if self.batches_done > 0 and not is_done:
                 self._skip_batches()
             # Restore the RNG state last, because the code before this line may draw random numbers.
@@ -508,8 +508,7 @@ class MiniLoop:
         try:
             self._precision.backward(loss, None)
         except RuntimeError as error:
-            if "through the graph a second time" in str(error):
-                raise RuntimeError(SECOND_BACKWARD) from error
+            raise_clearer_error(error, "training_step")
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
@@ -678,16 +677,8 @@ class MiniLoop:
                     torch.set_autocast_cache_enabled(False)
                 return self._step_module(self._steps[name], batch, batch_idx)
         except (AttributeError, RuntimeError, TypeError) as error:
-            text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
-            if text is None:
-                raise
-            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
-            raise kind(text.format(step=name)) from error
-
-    def _call(self, hook: str, *args: Any) -> Any:
-        self._hook = hook
-        method = getattr(self.model, hook, None)
-        return None if method is None else method(*args)
+            raise_clearer_error(error, name)
+            raise
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
         """Run the first training step, which must not call loss.backward() or optimizer.step()."""
@@ -710,6 +701,11 @@ class MiniLoop:
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
         return output
+
+    def _call(self, hook: str, *args: Any) -> Any:
+        self._hook = hook
+        method = getattr(self.model, hook, None)
+        return None if method is None else method(*args)
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch."""
@@ -841,11 +837,11 @@ class MiniLoop:
                 self._step_values[name] = self.callback_metrics[name]
 
     def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
-        is_in_epoch = self._every is not None or self.max_steps != -1
+        saves_in_epoch = self._every is not None or self.max_steps != -1
+        is_of_training = on_epoch and "validation" not in self._hook
         text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
         text += " max_steps, whose state MiniLoop cannot save within an epoch. Use FabricLoop."
-        is_saved = is_in_epoch and on_epoch and "validation" not in self._hook
-        check(not is_saved, text)
+        check(not (saves_in_epoch and is_of_training), text)
         self._torchmetrics[self._hook, name] = metric
         for sums in self._sums if on_epoch else ():
             sums.setdefault((self._hook, name), [None, 0, False])
@@ -1072,6 +1068,30 @@ class MiniLoop:
         own = self._build_own_state()
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
+    def _build_trainer_loops(self) -> dict[str, Any]:
+        """Return the counters of Trainer's loops, so that Trainer can continue the run."""
+
+        def counters(total: float, current: float) -> dict[str, Any]:
+            names = ("ready", "started", "processed", "completed")
+            return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
+
+        length = 0 if self.num_training_batches == math.inf else self.num_training_batches
+        epochs, batches = self.current_epoch, self.batches_done
+        steps = counters(self.global_step, 0)
+        fit_loop = {
+            "state_dict": {},
+            "epoch_progress": counters(epochs, epochs),
+            "epoch_loop.state_dict": {"_batches_that_stepped": self.global_step},
+            "epoch_loop.batch_progress": counters(epochs * length + batches, batches or length),
+            "epoch_loop.automatic_optimization.optim_progress": {
+                "optimizer": {"step": steps, "zero_grad": steps}
+            },
+        }
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = batches == 0
+        for counts in fit_loop["epoch_progress"].values():
+            counts.update(ready=epochs + (batches > 0), started=epochs + (batches > 0))
+        return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
+
     def _scheduler_states(self) -> Any:
         return replace_numpy([config["scheduler"].state_dict() for config in self.schedulers])
 
@@ -1079,6 +1099,11 @@ class MiniLoop:
         """Return the parameters of the model and of each parameter group."""
         groups = [{*group["params"]} for group in self.optimizer.param_groups]
         return [{*self.network.parameters()}, *groups]
+
+    def _names_of_groups(self) -> list[list[str]]:
+        """Return the names of the parameters in each group of the optimizer."""
+        names = {parameter: name for name, parameter in self._unwrapped.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _check_learning_rates(self) -> None:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
@@ -1141,40 +1166,6 @@ class MiniLoop:
             ],
         }
 
-    def _names_of_groups(self) -> list[list[str]]:
-        """Return the names of the parameters in each group of the optimizer."""
-        names = {parameter: name for name, parameter in self._unwrapped.named_parameters()}
-        return [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def _restore_options(self, changed: dict[str, Any]) -> None:
-        for name, (given, value) in changed.items():
-            if name in self._given_options and self._given_options[name] == given:
-                setattr(self, name, value)
-
-    def _build_trainer_loops(self) -> dict[str, Any]:
-        """Return the counters of Trainer's loops, so that Trainer can continue the run."""
-
-        def counters(total: float, current: float) -> dict[str, Any]:
-            names = ("ready", "started", "processed", "completed")
-            return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
-
-        length = 0 if self.num_training_batches == math.inf else self.num_training_batches
-        epochs, batches = self.current_epoch, self.batches_done
-        steps = counters(self.global_step, 0)
-        fit_loop = {
-            "state_dict": {},
-            "epoch_progress": counters(epochs, epochs),
-            "epoch_loop.state_dict": {"_batches_that_stepped": self.global_step},
-            "epoch_loop.batch_progress": counters(epochs * length + batches, batches or length),
-            "epoch_loop.automatic_optimization.optim_progress": {
-                "optimizer": {"step": steps, "zero_grad": steps}
-            },
-        }
-        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = batches == 0
-        for counts in fit_loop["epoch_progress"].values():
-            counts.update(ready=epochs + (batches > 0), started=epochs + (batches > 0))
-        return {"fit_loop": fit_loop, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
-
     def _restore(self, path: Any, checkpoint: dict[str, Any], is_automatic: bool) -> None:
         """Restore everything except the weights from a checkpoint."""
         own, name = checkpoint["fabric_template"], type(self._precision).__qualname__
@@ -1188,12 +1179,12 @@ class MiniLoop:
         set_flags(self._unwrapped, own["flags"])
         self.current_epoch, self.global_step = progress["epochs_done"], progress["global_step"]
         self.batches_done = progress["batches_done"] if progress["is_in_epoch"] else 0
-        self._resumed_flags, self._resumed_options = own["flags"], own.get("options", {})
-        self._restore_options(self._resumed_options)
+        self._restore_options(own.get("options", {}))
         # With resume="auto", keep should_stop, so that a finished run does not train further.
         self.should_stop = is_automatic and own["stop"]["should_stop"]
         self._epoch_start = of_process.get("epoch_start")
         self._resumed_state = {**of_process["rng"], "is_of_other_process": rank >= len(ranks)}
+        self._resumed_state.update(flags=own["flags"], options=own.get("options", {}))
         # Restore the loop's numbers and lists now, because a user's `_is_done` may read them.
         # `_train` later restores objects with a state_dict(), because a user's `_restore` may
         # create them.
@@ -1222,6 +1213,11 @@ class MiniLoop:
         if self._is_done() and self.fabric.is_global_zero:
             text = f"resume: {path} is from a finished run. Nothing is left to train. For a new"
             print(f"{text} run, leave out resume=.", file=sys.stderr)
+
+    def _restore_options(self, changed: dict[str, Any]) -> None:
+        for name, (given, value) in changed.items():
+            if name in self._given_options and self._given_options[name] == given:
+                setattr(self, name, value)
 
     def _restore_tables(self, tables: dict[str, Any]) -> None:
         """Unless the run is finished, remove the CSV rows written after the checkpoint."""
@@ -1707,6 +1703,14 @@ def check(is_right: bool, text: str) -> None:
         raise ValueError(text)
 
 
+def raise_clearer_error(error: Exception, step: str) -> None:
+    """Raise an error with a message from ``INSTEAD`` if there is one for torch's error."""
+    for part, text in INSTEAD.items():
+        if part in str(error):
+            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+            raise kind(text.format(step=step)) from error
+
+
 def is_interactive() -> bool:
     """Return whether Python keeps running after Ctrl-C, as in a notebook or a Python shell."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
@@ -1731,8 +1735,10 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
         text = f"{call}: unknown {kind} {name!r}."
         text += f" Did you mean {near[0]}?" if near else f" FabricLoop has more {kind}s."
         if name in [field.name for field in fields(MiniLoop)]:
-            text = f"{call}: got {name}={given[name]!r}, which is an option of MiniLoop."
-        raise TypeError(f"{text} Write MiniLoop({name}={given[name]!r}).{call}(...).")
+            option = f"{name}={given[name]!r}"
+            text = f"{call}: got {option}, which is an option of MiniLoop. Write"
+            text += f" MiniLoop({option}).{call}(...)."
+        raise TypeError(text)
 
 
 # Models and batches
@@ -2146,11 +2152,6 @@ def to_python(value: Any) -> Any:
     return value.item()
 
 
-def is_inexact(value: Any) -> bool:
-    """Return whether a value is a tensor of floating-point or complex numbers."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state, without the changes that load_state_dict() makes.
 
@@ -2277,10 +2278,10 @@ class SavedAttributes:
             # Reading the attributes of a user's object may raise any error.
             with suppress(Exception):
                 if isinstance(value, GENERATORS):
-                    found[name] = random_state(value)
+                    found[name] = generator_state(value)
                 elif isinstance(value, nn.Module):
                     if place not in self._of_loaders and is_outside(value, self._saved_ids):
-                        found[name] = Checksum(mark_module(value))
+                        found[name] = Checksum(compute_checksum(value))
                 elif is_stateful(value):
                     found[name] = "state", encode(value.state_dict(), device)
                 else:
@@ -2375,10 +2376,10 @@ class SavedAttributes:
         if tag == "removed":
             target.pop(name, None)
         elif isinstance(current, GENERATORS):
-            set_random_state(current, value)
+            set_generator_state(current, value)
         elif tag == "state":
             load_object(name, current, *map(decoded, value[1:]))
-        elif is_random_state(value):
+        elif is_generator_state(value):
             text = f"resume: the saved run created the random generator {name!r} during training,"
             text += " but this run has not created it. A resumed run may differ. Create it in"
             warnings.warn(f"{text} __init__.", stacklevel=4)
@@ -2556,16 +2557,14 @@ class Checksum(tuple[Any, ...]):
     """A checksum of a large value or of a module, to detect changes without keeping a copy."""
 
 
-def mark_module(module: nn.Module) -> list[Any]:
-    tensors = module.state_dict().values()
-    return [*map(compute_checksum, tensors), flags_of(module)["requires_grad"]]
-
-
 def compute_checksum(value: Any) -> tuple[Any, ...]:
-    """Return a checksum of a tensor, an array or a container.
+    """Return a checksum of a module, a tensor, an array or a container.
 
     Use only a sample of tensors on a GPU, of values over 256 MB, and of long lists of tensors.
     """
+    if isinstance(value, nn.Module):
+        tensors = value.state_dict().values()
+        return *map(compute_checksum, tensors), flags_of(value)["requires_grad"]
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta:
             raise TypeError(type(value).__name__)
@@ -2581,7 +2580,7 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
     with suppress(ValueError):
         # marshal raises a ValueError for tensors and objects.
         return type(value), zlib.crc32(marshal.dumps(value, 2))
-    if not isinstance(value, tuple(CONTAINERS.values())):
+    if not isinstance(value, CONTAINER_TYPES):
         # Iterating over an object may change it, or read a file.
         raise TypeError(type(value).__name__)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
@@ -2608,7 +2607,6 @@ def encode(
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
         return value
-    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
     if kind in (Tensor, nn.Parameter):
         weight = weights.get(address_of(value))
         if weight is not None and depth > 0:
@@ -2617,7 +2615,7 @@ def encode(
             return "weight", weight, kind is nn.Parameter, *place
         if weight is not None:
             raise TypeError(name)
-        if size > (most or math.inf):
+        if value.numel() > (most or math.inf):
             raise OverflowError
         has_gradient = value.requires_grad and value.is_leaf
         copied = value.detach().to("cpu", copy=True)
@@ -2625,7 +2623,7 @@ def encode(
     if isinstance(value, NUMPY):
         if value.dtype.hasobject or value.dtype.names:
             raise TypeError(name)
-        if size > (most or math.inf):
+        if value.size > (most or math.inf):
             raise OverflowError
         data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
         name = "array" if isinstance(value, np.ndarray) else "scalar"
@@ -2769,14 +2767,14 @@ def set_flags(network: nn.Module, flags: dict[str, dict[str, bool]]) -> None:
         module.training = flags.get("training", {}).get(place, module.training)
 
 
-def random_state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     state = getattr(generator, "getstate", getattr(generator, "get_state", None))
     found = generator.bit_generator.state if state is None else state()
     # Save NumPy arrays as lists, because torch.load(weights_only=True) refuses arrays.
     return apply_to_collection(found, np.ndarray, np.ndarray.tolist)
 
 
-def set_random_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -2785,10 +2783,11 @@ def set_random_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def is_random_state(value: Any) -> bool:
+def is_generator_state(value: Any) -> bool:
     """Return whether a saved value is the state of a random generator."""
-    is_first = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
-    return is_first or isinstance(value, Tensor | dict)
+    # The states of random.Random and of np.random.RandomState are tuples.
+    is_of_tuple = isinstance(value, tuple) and value[0] in (2, 3, "MT19937")
+    return is_of_tuple or isinstance(value, Tensor | dict)
 
 
 def is_same(first: Any, second: Any) -> bool:
@@ -2801,7 +2800,7 @@ def is_same(first: Any, second: Any) -> bool:
         is_dense = first.layout is second.layout is torch.strided
         if not is_dense or first.dtype != second.dtype or first.shape != second.shape:
             return False
-        if torch.equal(first, second) or not is_inexact(first):
+        if torch.equal(first, second) or not (first.is_floating_point() or first.is_complex()):
             return torch.equal(first, second)
         return bool(torch.isclose(first, second, 0, 0, equal_nan=True).all())
     if isinstance(first, list | tuple):

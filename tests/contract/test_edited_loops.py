@@ -593,7 +593,7 @@ class Changed(MiniLoop):
 def test_a_loop_subclass_can_add_options_with_default_values():
     assert (Changed().max_epochs, Changed(decay=0.5).decay, Changed(max_epochs=2).max_epochs) == (1, 0.5, 2)
     assert PlainInit(max_epochs=2).decay == OnlyAnnotated(max_epochs=2).decay == 0.9
-    with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?"):
+    with pytest.raises(TypeError, match=r"unknown option 'decai'. Did you mean decay\?$"):
         Changed(decai=0.5)
 
 
