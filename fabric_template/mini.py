@@ -683,13 +683,12 @@ class MiniLoop:
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
         """Run the first training step, which must not call loss.backward() or optimizer.step()."""
         self._is_first_batch = False
-        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = {*parameters_of(self.optimizer)}
         text = "expected a step that only computes the loss. Remove loss.backward() and"
         text += " optimizer.step(), or use torch.autograd.grad() for the gradients of another loss."
 
         def refuse_step(other: Any, *_: Any) -> None:
-            given = {p for group in other.param_groups for p in group["params"]}
-            is_other = given.isdisjoint(parameters)
+            is_other = parameters.isdisjoint(parameters_of(other))
             check(is_other, f"training_step: got a call to optimizer.step(), {text}")
 
         clear_gradients(self.optimizer)
@@ -869,10 +868,9 @@ class MiniLoop:
         text = f"{self._hook}: got the keys {list(values)}, of which two name the same column."
         check(len({*names}) == len(names), f"{text} Return only one of them.")
         for name, value in zip(names, values.values(), strict=True):
-            is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
             # A logged value replaces a returned value of the same name.
             is_logged = any(n == name and hook != "returned" for hook, n in self._sums[0])
-            if is_number and not is_logged:
+            if is_number(value) and not is_logged:
                 sizes = (self._logged_batch_size, self._batch_size, 1)
                 weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
@@ -1032,7 +1030,10 @@ class MiniLoop:
             # processes, which may contain large attributes. `encode` allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
-            check_optimizer_state(self.optimizer, self._attributes.weights)
+            text = "optimizer: got a state that contains parameters, which a resumed run cannot"
+            states, weights = [*self.optimizer.state.values()], self._attributes.weights
+            is_right = not contains_weights(states, weights)
+            check(is_right, f"{text} restore. Write self.state[p] = p.detach().clone().")
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -1282,6 +1283,8 @@ class MiniLoop:
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the run's version, or None if a new run should get the next free version."""
         if path is None or not resumed:
+            if self.version is None:
+                return None
             folder = self._checkpoints / str(self.version)
             has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
             text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
@@ -1515,7 +1518,6 @@ class MiniLoop:
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
         """Record the state before training, and check whether a checkpoint can be resumed."""
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
-        check_scheduler_states(self._scheduler_states(), self.optimizer)
         self._given_options = {name: getattr(self, name) for name in NUMBERS}
         self._hparams = {"hyper_parameters": dict(getattr(self.model, "hparams", {}))}
         if "_hparams_name" in vars(self.model):
@@ -1540,6 +1542,9 @@ class MiniLoop:
             warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
         self._attributes.record_start_objects()
         self._start_parameters = self._find_parameters()
+        text = "scheduler: got a state_dict() that contains parameters of the optimizer. Use"
+        is_right = not contains_weights(self._scheduler_states(), self._attributes.weights)
+        check(is_right, f"{text} self.optimizer.param_groups instead.")
 
     def _check_resume(self, checkpoint: dict[str, Any]) -> None:
         own = checkpoint.get("fabric_template", {})
@@ -1593,7 +1598,7 @@ class MiniLoop:
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
         """Refuse a new dtype of a trained parameter, with which optimizer.step() may fail."""
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {*parameters_of(self.optimizer)}
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
             dtype = getattr(saved.get(name), "dtype", parameter.dtype)
@@ -1877,10 +1882,13 @@ def check_metric_name(name: Any) -> None:
     check(is_name, f"{text} the CSV file.")
 
 
+def is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
 def to_metric(name: str, value: Any) -> Tensor:
     """Convert a number to a 0-dimensional float32 or float64 tensor."""
-    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    if not is_number:
+    if not is_number(value):
         found, fix = f"a {type(value).__name__}", "Log the items of a dict with log_dict."
         if isinstance(value, Tensor):
             found, fix = f"a tensor of shape {tuple(value.shape)}", f"Log {name}.mean()."
@@ -2027,6 +2035,10 @@ def until_first_end(batches: Iterator[Any], fabric: Fabric) -> Iterator[Any]:
 # Optimizers
 
 
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def clear_gradients(optimizer: Any) -> None:
     """Set all gradients to None. zero_grad() would add a profiler event, which takes 20 us."""
     for group in optimizer.param_groups:
@@ -2062,9 +2074,9 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     text = "optimizer: got an optimizer whose step() needs a closure. Use FabricLoop."
     check(closure is None or closure.default is not closure.empty, text)
-    given = {p for group in optimizers[0].param_groups for p in group["params"]}
     text = "optimizer: got parameters that are not in the model, expected only the model's"
-    check(given <= own, f"{text} parameters. Assign them to an attribute of the model.")
+    is_right = own.issuperset(parameters_of(optimizers[0]))
+    check(is_right, f"{text} parameters. Assign them to an attribute of the model.")
 
 
 def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
@@ -2103,23 +2115,11 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return to_plain(described)
 
 
-def check_optimizer_state(optimizer: Any, weights: Mapping[Any, str]) -> None:
-    """Raise an error if the optimizer's state contains parameters, which resuming would copy."""
+def contains_weights(states: list[Any], weights: Mapping[Any, str]) -> bool:
+    """Return whether states contain weights of the model, which resuming would copy."""
     found: list[int | None] = []
-    states = [*optimizer.state.values()]
     apply_to_collection(states, Tensor, lambda tensor: found.append(address_of(tensor)))
-    text = "optimizer: got a state that contains parameters, which a resumed run cannot restore."
-    check(weights.keys().isdisjoint(found), f"{text} Write self.state[p] = p.detach().clone().")
-
-
-def check_scheduler_states(states: list[dict[str, Any]], optimizer: Any) -> None:
-    """Raise an error if a scheduler's state contains parameters of the optimizer."""
-    # The resumed scheduler would use copies of the parameters, which the optimizer does not train.
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: list[Any] = []
-    apply_to_collection(states, nn.Parameter, found.append)
-    text = "scheduler: got a state_dict() that contains parameters of the optimizer. Use"
-    check(trained.isdisjoint(map(id, found)), f"{text} self.optimizer.param_groups instead.")
+    return not weights.keys().isdisjoint(found)
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -2164,7 +2164,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for index, values in saved["state"].items():
         # The index of a state that belongs to no parameter is not a number.
         if isinstance(index, int) and isinstance(values, dict):
