@@ -1122,6 +1122,7 @@ class MiniLoop:
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
+        of_process["validation_names"] = sorted(self._validation_names)
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
         options = {
             name: (value, getattr(self, name)) for name, value in self._given_options.items()
@@ -1200,6 +1201,7 @@ class MiniLoop:
         # The saved run may have had another validate_every_n_steps, and thus fewer or more sums.
         self._sums = [sums[0], dict(sums[-1])][: len(self._sums)]
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
+        self._validation_names = {*of_process.get("validation_names", ())}
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
         saved = {name: best.get(name) for name in self._best}
         is_unchanged = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
@@ -2216,7 +2218,10 @@ class SavedAttributes:
         self._iterators: dict[str, Any] = {}
 
     def find_parts(self) -> dict[str, Any]:
-        """Return the objects whose attributes are saved, keyed by paths such as "train sampler"."""
+        """Return the objects whose attributes are saved, keyed by paths such as "train sampler".
+
+        Also update ``weights``, because hooks may replace the weights of the model.
+        """
         loop: Any = self._loop()
         parts = {**self._of_loaders, **dict(self._network.named_modules())}
         parts |= {"": unwrap_compiled(loop.model), "training loop": loop}

@@ -340,6 +340,14 @@ def test_load_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_check
         train(MiniLoop, resume="best")
 
 
+def test_a_new_monitor_of_a_resumed_run_selects_only_validated_weights():
+    train(MiniLoop, max_steps=4, validate_every_n_steps=4)
+    options = {"validate_every_n_steps": 10, "max_steps": 12, "monitor": "val_loss"}
+    loop, _ = train(MiniLoop, resume="last", **options)
+    best = torch.load(loop.checkpoint_dir / "best.ckpt", weights_only=False)
+    assert best["global_step"] == 10
+
+
 class Stream:
     def __init__(self, length):
         self.length = length
