@@ -108,11 +108,11 @@ INSTEAD = {
     "Expected to have finished reduction": "It looks like your model has parameters that were not"
     " used in producing the loss returned by training_step. If this is intentional, write"
     " strategy='ddp_find_unused_parameters_true'.",
-    "through the graph a second time": "{step}: got a second backward pass through the same graph,"
-    " expected one. If the step calls loss.backward(), remove the call, because the loop calls"
-    " loss.backward(). If the step keeps tensors for later batches, such as a hidden state, call"
-    " detach() on them.",
 }
+SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
+SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
+SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
+SECOND_BACKWARD += " state, call detach() on them."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -268,15 +268,15 @@ class MiniLoop:
             value = getattr(self, option)
             is_text = isinstance(value, str) and value.isprintable()
             is_name = is_text and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
-            is_number = value is None or (type(value) is int and value >= 0)
+            is_version = value is None or (type(value) is int and value >= 0)
             expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
-            is_valid = is_name or (option == "version" and is_number)
+            is_valid = is_name or (option == "version" and is_version)
             check(is_valid, f"{option}: got {value!r}, expected {expected}.")
         for option, least in NUMBERS.items():
             value, kind = getattr(self, option), "a number" if "clip" in option else "an int"
-            is_number = type(value) is int or (type(value) is float and "clip" in option)
+            is_right_type = type(value) is int or (type(value) is float and "clip" in option)
             is_optional = option not in ("max_steps", "accumulate_grad_batches")
-            is_valid = value >= least if is_number else value is None and is_optional
+            is_valid = value >= least if is_right_type else value is None and is_optional
             check(is_valid, f"{option}: got {value!r}, expected {kind} >= {least}.")
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
@@ -371,13 +371,13 @@ class MiniLoop:
         is_done, is_resumed = self._is_done(), self._resumed_state is not None
         # If a limit is reached before the first batch, call no hooks.
         if not is_done:
+            # Like Trainer, create the training loader's first iterator before any hook runs.
             if not is_resumed:
                 self._call_iter_like_trainer(self.train_loader)
-            if self.current_epoch == 0 and (not is_resumed or self.batches_done > 0):
-                # Like Trainer, create the training loader's first iterator before any hook runs.
                 self._start_batches()
-            if not is_resumed:
                 self._call_iter_like_trainer(self.val_loader)
+            elif self.current_epoch == 0 and self.batches_done > 0:
+                self._start_batches()
             logged = [dict(sums) for sums in self._sums]
             self._call("on_train_start")
             self._attributes.record_start_values()
@@ -508,7 +508,8 @@ class MiniLoop:
         try:
             self._precision.backward(loss, None)
         except RuntimeError as error:
-            raise_clearer_error(error, "training_step")
+            if "through the graph a second time" in str(error):
+                raise RuntimeError(SECOND_BACKWARD) from error
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
@@ -677,8 +678,11 @@ class MiniLoop:
                     torch.set_autocast_cache_enabled(False)
                 return self._step_module(self._steps[name], batch, batch_idx)
         except (AttributeError, RuntimeError, TypeError) as error:
-            raise_clearer_error(error, name)
-            raise
+            text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
+            if text is None:
+                raise
+            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+            raise kind(text.format(step=name)) from error
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
         """Run the first training step, which must not call loss.backward() or optimizer.step()."""
@@ -1708,14 +1712,6 @@ class StepModule(nn.Module):
 def check(is_right: bool, text: str) -> None:
     if not is_right:
         raise ValueError(text)
-
-
-def raise_clearer_error(error: Exception, step: str) -> None:
-    """Raise an error with a message from ``INSTEAD`` if there is one for torch's error."""
-    for part, text in INSTEAD.items():
-        if part in str(error):
-            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
-            raise kind(text.format(step=step)) from error
 
 
 def is_interactive() -> bool:
