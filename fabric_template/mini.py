@@ -2405,10 +2405,10 @@ class SavedAttributes:
 
     def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert the model's attributes that FabricLoop saved."""
-        is_complete, parts = True, self.find_parts()
+        parts = self.find_parts()
+        values = chain.from_iterable(attributes_of(part).values() for part in parts.values())
+        is_complete = not any(isinstance(value, GENERATORS) for value in values)
         for of_process in ranks:
-            has_generators = bool(of_process["plain_state"]["generators"])
-            is_complete = is_complete and not has_generators
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
             rebound: dict[str, list[str]] = defaultdict(list)

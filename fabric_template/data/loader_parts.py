@@ -60,27 +60,34 @@ def find_stateful_part(loader: Any) -> Any:
 def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
     """Return the objects that determine the order of the samples, and those that create them."""
     dataset, collate_fn = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    samples = parts_of_samples(dataset, collate_fn)
+    samples = parts_of_samples(dataset, collate_fn, is_stateful=has_state(loader))
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
     parts = {"loader": Part(loader, _ATTRIBUTES_OF_DATALOADER, has_attributes)}
     for index, sampler in enumerate(samplers):
         ignored = _ATTRIBUTES_SET_BY_LOOP if is_of_library(sampler) else ()
-        parts[f"sampler {index}"] = Part(sampler, ignored, has_attributes=not has_state(sampler))
+        # A loader with state saves the states of its sampler and its dataset itself.
+        is_saved = has_state(loader) and has_state(sampler)
+        parts[f"sampler {index}"] = Part(sampler, ignored, has_attributes=not is_saved)
     known = {id(part.instance) for part in samples.values()}
     return {"order": {**parts, **find_objects(parts, known)}, "samples": samples}
 
 
-def parts_of_samples(dataset: Any, collate_fn: Any) -> dict[str, Part]:
-    """Return the objects that create the samples and batches, such as datasets and transforms."""
+def parts_of_samples(dataset: Any, collate_fn: Any, is_stateful: bool = False) -> dict[str, Part]:
+    """Return the objects that create the samples and batches, such as datasets and transforms.
+
+    Args:
+        is_stateful: Whether the loader has a ``state_dict``, which contains that of the dataset.
+    """
+    is_saved = is_stateful or isinstance(dataset, IterableDataset)
     found: dict[str, Any] = {"dataset": dataset}
     if isinstance(collate_fn, partial):
         arguments = [collate_fn.func, *collate_fn.args, *collate_fn.keywords.values()]
         found.update({f"collate_fn {index}": part for index, part in enumerate(arguments)})
     found["collate_fn"] = getattr(collate_fn, "__self__", collate_fn)
     parts = {
-        name: Part(part, has_attributes=not has_state(part))
+        name: Part(part, has_attributes=not (is_saved and has_state(part)))
         for name, part in found.items()
         if not isinstance(part, type | ModuleType)
     }

@@ -530,7 +530,39 @@ class IsItsIterator:
         return next(self.rest)
 
 
+class SavesEpochs(CountsEpochs):
+    """A sampler whose state_dict() a plain DataLoader never calls."""
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+class SavesReads(Dataset):
+    """A dataset with state_dict() that counts its reads."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return X[index] + 0.01 * self.reads, Y[index]
+
+    def state_dict(self):
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state):
+        self.reads = state["reads"]
+
+
 WITH_STATE = {
+    "sampler with state_dict": lambda: DataLoader(DATA, 4, sampler=SavesEpochs()),
+    "dataset with state_dict": lambda: DataLoader(SavesReads(), 4),
     "long order": lambda: DataLoader(DATA, 4, sampler=LongOrder()),
     "long array": lambda: DataLoader(DATA, 4, sampler=LongArray()),
     "counter in the class": lambda: DataLoader(DATA, 4, sampler=CountsInClass()),

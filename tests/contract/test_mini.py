@@ -467,6 +467,20 @@ class Noisy(Plain):
         return super().training_step(batch) * torch.rand((), generator=self.rng)
 
 
+@pytest.mark.parametrize("is_train", [True, False])
+def test_mini_loop_refuses_runs_of_fabric_loop_whose_loaders_have_random_generators(is_train):
+    def train(kind, epochs, resume=None):
+        generator = torch.Generator().manual_seed(7)
+        options = {"generator": generator, "shuffle": True}
+        loaders = [DataLoader(make_data(20), 4, **(options if is_train == first else {})) for first in (True, False)]
+        known_class, options = LOOPS[kind]
+        known_class(max_epochs=epochs, accelerator="cpu", **options).fit(Classifier(), *loaders, resume=resume)
+
+    train("FabricLoop", 1)
+    with pytest.raises(ValueError, match="in which FabricLoop saved random generators"):
+        train("MiniLoop", 2, resume="last")
+
+
 def test_mini_loop_and_fabric_loop_refuse_random_generators_saved_by_each_other():
     _, expected, _ = fit("MiniLoop", "whole", 4, make_module=Noisy)
     for kind, other in itertools.permutations(LOOPS):
