@@ -258,7 +258,8 @@ def is_allowed_after_resume(line, end):
         # Only runs that an event ends have this callback, which counts the hooks.
         return True
     if re.search(
-        r"/(plain_state/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$", line
+        r"/((plain_state|model)/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$",
+        line,
     ):
         # A resumed run also saves an attribute or a flag that changed earlier but has its first value again.
         return True
