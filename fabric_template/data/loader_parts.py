@@ -105,6 +105,16 @@ def samplers_of(loader: Any) -> list[Any]:
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
+def may_read_model(loader: Any) -> bool:
+    """Return whether a class of the user chooses the samples, which may depend on the model."""
+    if isinstance(loader, TensorLoader | list | tuple):
+        return False
+    samplers = samplers_of(loader)
+    samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return is_stream or not all(map(is_of_library, [loader, *samplers]))
+
+
 def find_iterators(loader: Any) -> dict[str, Any]:
     """Return each iterator that is the loader, its sampler or dataset, or inside one of these."""
     parts = {"loader": loader}

@@ -36,6 +36,7 @@ from .loader_parts import (
     find_iterators,
     find_stateful_part,
     is_of_library,
+    may_read_model,
     parts_of_loader,
     parts_of_samples,
     samplers_of,
@@ -79,7 +80,8 @@ class ResumableLoader:
         is_saved: bool = True,
         find_model_state: Callable[[], PlainState] | None = None,
     ) -> None:
-        self.loader, self._find_model_state = loader, find_model_state
+        self.loader = loader
+        self._find_model_state = find_model_state if may_read_model(loader) else None
         self.passes = self.batches = 0
         self.is_finished = False
         self.restart_problem = ""
