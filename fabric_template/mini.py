@@ -1264,8 +1264,8 @@ class MiniLoop:
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
-            text = f"{argument}: got {given!r}, but the newest run has no such undamaged checkpoint"
-            raise FileNotFoundError(f"{text} in {self._checkpoints}. Train first, or pass a path.")
+            text = f"{argument}: got {given!r}, but the newest run has no undamaged {given}.ckpt in"
+            raise FileNotFoundError(f"{text} {self._checkpoints}. Train first, or pass a path.")
         return newest, checkpoint
 
     def _find_newest(self, given: str) -> tuple[Path | None, dict[str, Any]]:
@@ -1673,7 +1673,7 @@ class MiniLoop:
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
-        text = f"{path}: got weights that are no dict of names and tensors, expected a state_dict."
+        text = f"{path}: got weights that are not a dict of names and tensors. Pass a state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
@@ -1682,7 +1682,7 @@ class MiniLoop:
             found = self._unwrapped.load_state_dict(weights, is_strict)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
-            raise ValueError(f"{text} the model. Create it as the saved model.") from error
+            raise ValueError(f"{text} the model. Create the same model.") from error
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
         got = f"the weights {others[:3]}" if others else "no weights"
@@ -1994,7 +1994,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
         text = f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
-        text += " so the rest of the epoch may differ. Draw them in __iter__ before the first one."
+        text += " so the rest of the epoch may differ. Draw all of them before the first yield."
         warnings.warn(text, stacklevel=2)
 
 

@@ -152,7 +152,7 @@ def find_checkpoint(
         if best:
             return best, read(best)
     versions = list_candidates(plan, keyword)
-    path, checkpoint = read_newest(plan, argument, versions, read)
+    path, checkpoint = read_newest(argument, versions, read)
     if path is not None and keyword == "best":
         path = best_beside(path, checkpoint)
         checkpoint = {} if path is None else read(path)
@@ -179,10 +179,7 @@ class Version:
 
 
 def read_newest(
-    plan: Plan,
-    argument: str,
-    versions: list[Version],
-    read: Callable[[str | Path], dict[str, Any]],
+    argument: str, versions: list[Version], read: Callable[[str | Path], dict[str, Any]]
 ) -> tuple[Path | None, dict[str, Any]]:
     """Find the newest valid checkpoint in the version folders.
 
@@ -366,8 +363,8 @@ def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Versi
         folder = folders[0] if folders else run_folder(plan)
         advice = "Train first" if keyword == "last" else "Train with monitor='val_loss'"
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, but the newest run has no {keyword} checkpoint in"
-            f" {folder}. {advice}, or pass the path of a checkpoint."
+            f"{argument}: got {keyword!r}, but the newest run has no undamaged {keyword}"
+            f" checkpoint in {folder}. {advice}, or pass the path of a checkpoint."
         )
 
 

@@ -164,8 +164,8 @@ class ResumableLoader:
             return
         if next(reader, END) is not END:
             warnings.warn(
-                f"The loader yielded more than {number} batches, its length. The next batch was"
-                " skipped. Return the correct length in __len__.",
+                f"The loader yielded more batches than its len(), which is {number}. The next batch"
+                " was skipped. Return the correct length in __len__.",
                 stacklevel=2,
             )
 

@@ -176,13 +176,6 @@ def test_objects_of_user_classes_are_saved_up_to_three_levels_deep():
     assert names == ["a", "a.items.inner", "a.items.inner.items.inner", f"a{3 * '.items.inner'}"]
 
 
-class Refuses(dict):
-    """A dict whose items cannot be read."""
-
-    def items(self):
-        raise RuntimeError("closed")
-
-
 def test_an_attribute_that_cannot_be_saved_causes_one_warning():
     holder = Holder()
     state = PlainState({"a": Part(holder), "b": Part(object()), "c": Part(Holder)})

@@ -48,7 +48,7 @@ class Killed(Exception):
     pass
 
 
-def train(kind, name="run", kill=None, resume=None, val=True, make_scheduler=None, **options):
+def train(kind, name="run", kill=None, resume=None, make_scheduler=None, **options):
     """Train a linear net for 3 epochs of 8 batches. With ``kill``, end before this training step."""
     torch.manual_seed(3)
     net, steps = nn.Linear(4, 1), iter(range(1, 1000))
@@ -60,7 +60,7 @@ def train(kind, name="run", kill=None, resume=None, val=True, make_scheduler=Non
 
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     arguments = {"optimizer": optimizer, "training_step": training_step, "resume": resume}
-    arguments |= {"val_dataloaders": make_loader(), "validation_step": step} if val else {}
+    arguments |= {"val_dataloaders": make_loader(), "validation_step": step}
     arguments |= {"scheduler": make_scheduler(optimizer)} if make_scheduler else {}
     loop = kind(accelerator="cpu", name=name, **{"max_epochs": 3, **options})
     loop.fit(net, make_loader(), **arguments)
@@ -336,7 +336,7 @@ def test_a_resumed_run_may_change_validate_every_n_steps(first, second, start):
 def test_load_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_checkpoint():
     train(MiniLoop, max_epochs=1, monitor="val_loss")
     train(MiniLoop, max_epochs=1)
-    with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no such"):
+    with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no undamaged best"):
         train(MiniLoop, resume="best")
 
 

@@ -1,4 +1,4 @@
-"""Test that profile measures each part of a step, suggests settings, and changes nothing."""
+"""Test that profile measures each part of a step, and changes nothing."""
 
 import gc
 import multiprocessing
