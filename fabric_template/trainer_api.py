@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import accelerators, profilers
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -315,8 +316,14 @@ class TrainerAPI:
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The progress bar among the callbacks, or None if the loop draws its own."""
-        return next(iter(find_callbacks(self.callbacks, "ProgressBar")), None)
+        """The progress bar among the callbacks, or a disabled one if the loop draws its own."""
+        bars = find_callbacks(self.callbacks, "ProgressBar")
+        if bars or not self.config.enable_progress_bar:
+            return next(iter(bars), None)
+        # Modules and callbacks call methods such as get_metrics() of Trainer's progress bar.
+        bar = TQDMProgressBar()
+        bar.disable()
+        return bar
 
     @property
     def log_dir(self) -> str | None:

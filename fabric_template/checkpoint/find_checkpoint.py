@@ -24,8 +24,9 @@ from ..errors import (
     describe,
 )
 from ..files import list_names, read_times, version_folder, version_of
-from ..lightning_compat.overrides import find_callbacks
+from ..lightning_compat.overrides import as_list, find_callbacks, overridden
 from ..lightning_compat.private import last_checkpoints
+from ..rng_state import unchanged_rng_state
 from .checkpoint_io import restore_numpy
 from .distributed import OWN_KEY, SHARDS_KEY, verify_shards
 from .reader import read_plain
@@ -147,17 +148,16 @@ def find_checkpoint(
     if keyword not in KEYWORDS:
         given = os.path.expanduser(keyword)
         return given, read(given)
-    if keyword == "best":
-        best = getattr(plan.loop.checkpoint_callback, "best_model_path", "")
-        if best:
-            return best, read(best)
-    versions = list_candidates(plan, keyword)
+    callbacks = callbacks_of(plan)
+    if keyword == "best" and (best := best_of_loop(plan, callbacks)):
+        return best, read(best)
+    versions = list_candidates(plan, keyword, callbacks)
     path, checkpoint = read_newest(argument, versions, read)
     if path is not None and keyword == "best":
         path = best_beside(path, checkpoint)
         checkpoint = {} if path is None else read(path)
     if path is None:
-        report_missing(plan, argument, keyword, versions)
+        report_missing(plan, argument, keyword, versions, callbacks)
     return path, checkpoint
 
 
@@ -176,6 +176,29 @@ class Version:
     files: list[Path]
     started: float = 0.0
     time: float = 0.0
+
+
+def callbacks_of(plan: Plan) -> list[Any]:
+    """Return the callbacks that may have saved the checkpoint."""
+    callbacks = plan.loop.callbacks
+    own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
+    if own is not None and overridden(own, "configure_callbacks") is not None:
+        # configure_callbacks may raise an error, because the module has no trainer yet.
+        with suppress(Exception), unchanged_rng_state():
+            return [*callbacks, *as_list(own.configure_callbacks())]
+    return callbacks
+
+
+def best_of_loop(plan: Plan, callbacks: list[Any]) -> str:
+    """Return the path of the best checkpoint that this loop has saved, or "" if there is none."""
+    saver = plan.loop.checkpoint_callback
+    best = getattr(saver, "best_model_path", None)
+    if not best and (saver is None or find_callbacks(callbacks, "Checkpoint")):
+        raise ValueError(
+            f'`.{plan.stage}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to'
+            " save the best model. Pass the path of a checkpoint instead."
+        )
+    return best or ""
 
 
 def read_newest(
@@ -221,12 +244,9 @@ def best_beside(newest: Path, checkpoint: dict[str, Any]) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def list_candidates(plan: Plan, keyword: str) -> list[Version]:
+def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Version]:
     """List the version folders to search for a checkpoint, from newest to oldest."""
-    loop, callbacks = plan.loop, plan.loop.callbacks
-    if keyword == "best" and loop.checkpoint_callback is None:
-        # Without checkpoints of its own, the loop does not use the best one of an older run.
-        return []
+    loop = plan.loop
     savers = find_callbacks(callbacks, "Checkpoint")
     if not savers:
         return list_versions(plan, run_folder(plan), {"*.ckpt"})
@@ -342,12 +362,14 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
     return None
 
 
-def report_missing(plan: Plan, argument: str, keyword: str, versions: list[Version]) -> None:
+def report_missing(
+    plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
+) -> None:
     """Raise an error if no checkpoint was found, or only warn for "auto" and ckpt_path="last"."""
     if keyword == "auto":
         # Files of a ModelCheckpoint that this run does not have.
         found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)
-        if found is not None and not find_callbacks(plan.loop.callbacks, "Checkpoint"):
+        if found is not None and not find_callbacks(callbacks, "Checkpoint"):
             rank_zero_warn(
                 f"{argument}: a new run starts. To continue the run of {found}, pass its"
                 " ModelCheckpoint in callbacks=, or the path of the file."

@@ -73,6 +73,20 @@ def test_resume_auto_finds_checkpoints_in_subfolders_or_with_custom_extensions(t
     assert loop.global_step == 20
 
 
+class Configures(Classifier):
+    def configure_callbacks(self):
+        return [ModelCheckpoint(save_last=True)]
+
+
+@pytest.mark.parametrize("resume", ["auto", "last"])
+def test_resume_finds_checkpoints_of_callbacks_returned_by_configure_callbacks(tmp_path, resume):
+    whole = fit(tmp_path / "whole", Configures, max_epochs=2)
+    fit(tmp_path / "parts", Configures, max_epochs=1)
+    resumed = fit(tmp_path / "parts", Configures, max_epochs=2, resume=resume, seed=9)
+    assert Path(resumed[0].ckpt_path).is_relative_to(tmp_path / "parts")
+    assert_same_end(whole, resumed)
+
+
 def test_resume_auto_continues_the_newest_version_that_has_a_checkpoint(tmp_path):
     """With a version argument, only the checkpoints of this version are used."""
     for epochs in (1, 2):

@@ -163,3 +163,22 @@ def test_the_loop_counters_before_the_first_run_are_the_same_as_in_trainer():
         for loop in sides
     )
     assert first == second
+
+
+def test_reading_the_attribute_progress_bar_callback_adds_no_callback():
+    loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
+    before = list(loop.callbacks)
+    assert not loop.progress_bar_callback.is_enabled
+    assert loop.callbacks == before
+    assert FabricLoop(accelerator="cpu", enable_progress_bar=False).progress_bar_callback is None
+
+
+def test_a_module_can_read_the_metrics_of_the_progress_bar(tmp_path):
+    class ReadsBar(Classifier):
+        def on_train_epoch_end(self):
+            self.shown = self.trainer.progress_bar_callback.get_metrics(self.trainer, self)
+
+    module = ReadsBar()
+    loop = FabricLoop(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
+    loop.fit(module, make_loader(16))
+    assert "v_num" in module.shown
