@@ -1673,7 +1673,7 @@ class MiniLoop:
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
-        text = f"{path}: got weights that are not a dict of names and tensors. Pass a state_dict."
+        text = f"{path}: expected a dict of the names and tensors of weights. Pass a state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
