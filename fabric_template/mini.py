@@ -116,8 +116,8 @@ SECOND_BACKWARD += " state, call detach() on them."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Attributes that PyTorch sets in every nn.Module. Only attributes that users add are saved.
-MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+# Attributes that PyTorch and Lightning set in modules. Only attributes that users add are saved.
+MODULE_ATTRIBUTES = {*vars(nn.Module()), "_hparams"}
 # Do not save these attributes of an optimizer, because a resumed run sets them anyway.
 OPTIMIZER_ATTRIBUTES = {"_opt_called", "_step_count", *vars(torch.optim.Optimizer([Tensor(1)], {}))}
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -393,7 +393,8 @@ class MiniLoop:
                 self._skip_batches()
             # Restore the RNG state last, because the code before this line may draw random numbers.
             self._attributes.load_state(self._resumed_state)
-            parts, keys = self._attributes.find_parts(), self._resumed_state.get("torchmetrics", {})
+            parts = self._attributes.refresh_parts()
+            keys = self._resumed_state.get("torchmetrics", {})
             self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
         while not self._is_done():
             self._train_epoch()
@@ -1034,10 +1035,11 @@ class MiniLoop:
             # processes, which may contain large attributes. `encode` allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
-            text = "optimizer: got a state that contains parameters, which a resumed run cannot"
-            states, weights = [*self.optimizer.state.values()], self._attributes.weights
+            text = "optimizer: got a state that contains parameters or their ids, which a resumed"
+            groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+            states, weights = [*self.optimizer.state.values(), *groups], self._attributes.weights
             is_right = not contains_weights(states, weights)
-            check(is_right, f"{text} restore. Write self.state[p] = p.detach().clone().")
+            check(is_right, f"{text} run cannot restore. Write self.state[p] = p.detach().clone().")
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -1121,7 +1123,7 @@ class MiniLoop:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
         is_in_epoch = self.batches_done > 0
         state, logged = self._attributes.get_changed_state(), self._torchmetrics.items()
-        places = {id(part): place for place, part in self._attributes.find_parts().items()}
+        places = {id(part): place for place, part in self._attributes.refresh_parts().items()}
         state["torchmetrics"] = {key: places[id(m)] for key, m in logged if id(m) in places}
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
@@ -2113,11 +2115,13 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return to_plain(described)
 
 
-def contains_weights(states: list[Any], weights: Mapping[Any, str]) -> bool:
-    """Return whether states contain weights of the model, which resuming would copy."""
-    found: list[int | None] = []
-    apply_to_collection(states, Tensor, lambda tensor: found.append(address_of(tensor)))
-    return not weights.keys().isdisjoint(found)
+def contains_weights(state: Any, weights: Mapping[Any, str]) -> bool:
+    """Return whether a state contains weights of the model, which resuming would copy, or ids."""
+    if isinstance(state, Tensor):
+        return address_of(state) in weights
+    items = state.values() if isinstance(state, dict) else state
+    items = items if isinstance(state, dict | list | tuple) else ()
+    return has_ids(state, weights) or any(contains_weights(item, weights) for item in items)
 
 
 def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -2185,7 +2189,7 @@ class SavedAttributes:
     them with the current ones, and `load_state` restores them, in place where possible.
 
     Attributes:
-        weights: Maps the id and the memory address of each weight of the model to its name.
+        weights: Maps ids and memory addresses of the model's weights and modules to their names.
     """
 
     def __init__(self, loop: MiniLoop, train: Any, val: Any) -> None:
@@ -2195,12 +2199,7 @@ class SavedAttributes:
         # Also save the state of other loaders that users have added to the loop as attributes.
         own, kind = attributes_of(loop), torch_data.DataLoader
         loaders = {f"val {name}": own[name] for name in own if isinstance(own[name], kind)}
-        loaders |= {"val": val, "train": train}
-        self._of_loaders = {
-            f"{loader} {name}": part
-            for loader in loaders
-            for name, part in parts_of(loaders[loader]).items()
-        }
+        self._loaders = {**loaders, "val": val, "train": train}
         self.weights: dict[int | None, str] = {}
         # The ids of objects whose state is saved elsewhere, such as the optimizer.
         self._saved_ids: set[int] = set()
@@ -2213,12 +2212,17 @@ class SavedAttributes:
         self._saved_names: dict[str, set[str]] = defaultdict(set)
         self._iterators: dict[str, Any] = {}
 
-    def find_parts(self) -> dict[str, Any]:
-        """Return the objects whose attributes are saved, keyed by paths such as "train sampler".
+    def refresh_parts(self) -> dict[str, Any]:
+        """Find the objects whose attributes are saved, by paths such as "train sampler".
 
-        Also update ``weights``, because hooks may replace the weights of the model.
+        Also update ``weights`` and the loaders' objects, which hooks and datasets may replace.
         """
         loop: Any = self._loop()
+        self._of_loaders = {
+            f"{loader} {name}": part
+            for loader in self._loaders
+            for name, part in parts_of(self._loaders[loader]).items()
+        }
         parts = {**self._of_loaders, **dict(self._network.named_modules())}
         parts |= {"": unwrap_compiled(loop.model), "training loop": loop}
         optimizer = getattr(loop, "optimizer", None)
@@ -2231,9 +2235,11 @@ class SavedAttributes:
         # tensor may get their address.
         lasting = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
         self.weights.clear()
-        for name, weight in self._network.state_dict(keep_vars=True).items():
+        self._named_weights = self._network.state_dict(keep_vars=True)
+        for name, weight in self._named_weights.items():
             if id(weight) in lasting:
                 self.weights |= {id(weight): name, address_of(weight): name}
+        self.weights |= {id(module): name for name, module in self._network.named_modules()}
         self.weights.pop(None, None)
         schedulers = [config["scheduler"] for config in getattr(loop, "schedulers", ())]
         groups = getattr(optimizer, "param_groups", None)
@@ -2254,14 +2260,14 @@ class SavedAttributes:
         calls the hook again. What configure_optimizers changes is always saved, because a resumed
         run calls it with other weights.
         """
-        parts = self.find_parts()
+        parts = self.refresh_parts()
         start = {place: self._encode_part(place, attributes_of(parts[place])) for place in parts}
         self._starts.append(start)
 
     def record_start_objects(self) -> None:
         """Record the objects to which attributes refer, and what is frozen or in eval mode."""
         self._start_flags.append(flags_of(self._network))
-        for place, part in self.find_parts().items():
+        for place, part in self.refresh_parts().items():
             values = attributes_of(part)
             names = self._encode_part(place, values)
             self._start_objects[place] = {name: values[name] for name in names}
@@ -2288,8 +2294,10 @@ class SavedAttributes:
                 else:
                     try:
                         found[name] = encode(value, device, self.weights, 10_000)
-                    except OverflowError:
-                        found[name] = Checksum(compute_checksum(value))
+                    except (OverflowError, TypeError):
+                        # get_changed_state() warns if a value of an unsupported type has changed.
+                        if address_of(value) not in self.weights:
+                            found[name] = Checksum(compute_checksum(value))
         return found
 
     def get_changed_state(self, is_epoch_start: bool = False) -> dict[str, Any]:
@@ -2302,7 +2310,7 @@ class SavedAttributes:
         """
         changed: dict[str, dict[str, Any]] = {}
         rebound: dict[str, list[str]] = {}
-        for place, part in self.find_parts().items():
+        for place, part in self.refresh_parts().items():
             values, objects = attributes_of(part), self._start_objects.get(place, {})
             buffers = part._buffers if isinstance(part, nn.Module) else {}
             state: dict[str, Any] = {}
@@ -2333,8 +2341,8 @@ class SavedAttributes:
             return encode(value, device, self.weights)
         except TypeError as error:
             text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed, but"
-            text += f" is not saved, because it contains {error} objects. A resumed run may differ."
-            warnings.warn(text, stacklevel=2)
+            text += f" is not saved, because it contains unsupported values ({error}). A resumed"
+            warnings.warn(f"{text} run may differ.", stacklevel=2)
             return END
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -2351,16 +2359,16 @@ class SavedAttributes:
     def load_parts(
         self, states: dict[str, dict[str, Any]], rebound: Mapping[str, Iterable[str]]
     ) -> None:
-        parts = self.find_parts()
-        for place, state in states.items():
-            if place not in parts:
-                text = f"resume: the saved run created {place!r} during training, but this run has"
-                text += " not created it. A resumed run may differ. Create it in __init__."
-                warnings.warn(text, stacklevel=3)
-                continue
-            self._saved_names[place].update(state)
-            for name, value in state.items():
+        parts = self.refresh_parts()
+        for place in [place for place in states if place in parts]:
+            self._saved_names[place].update(states[place])
+            for name, value in states[place].items():
                 self._load_value(parts[place], name, value, name in rebound.get(place, ()))
+        missing = [place for place in states if place not in parts]
+        if missing:
+            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
+            text += " not created it. A resumed run may differ. Create it in __init__."
+            warnings.warn(text, stacklevel=3)
 
     def _load_value(self, part: Any, name: str, value: Any, is_rebound: bool) -> None:
         """Restore an attribute of an object from its encoded value."""
@@ -2372,8 +2380,7 @@ class SavedAttributes:
         if isinstance(part, nn.Module) and name in part._buffers:
             target = part._buffers
         current = target.get(name, getattr(type(part), name, None))
-        weights = self._network.state_dict(keep_vars=True)
-        decoded = partial(decode, device=self._loop().fabric.device, weights=weights)
+        decoded = partial(decode, device=self._loop().fabric.device, weights=self._named_weights)
         if tag == "removed":
             target.pop(name, None)
         elif isinstance(current, GENERATORS):
@@ -2405,7 +2412,7 @@ class SavedAttributes:
 
     def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
         """For each process, convert the model's attributes that FabricLoop saved."""
-        parts = self.find_parts()
+        parts = self.refresh_parts()
         values = chain.from_iterable(attributes_of(part).values() for part in parts.values())
         is_complete = not any(isinstance(value, GENERATORS) for value in values)
         for of_process in ranks:
@@ -2423,8 +2430,8 @@ class SavedAttributes:
                 if (path, name) in of_process["plain_state"]["rebound"]:
                     rebound[place].append(name)
             of_process["rng"] |= {"parts": converted, "rebound": rebound}
-        text = "resume: got a checkpoint in which FabricLoop saved random generators, or attributes"
-        text += " of loaders or other objects. MiniLoop cannot restore them. Resume with"
+        text = "resume: got a checkpoint in which FabricLoop saved random generators, iterators, or"
+        text += " attributes of loaders or other objects. MiniLoop cannot restore them. Resume with"
         check(is_complete, f"{text} FabricLoop, or use load= to start a new run from the weights.")
 
     def record_iterators(self) -> None:
@@ -2587,6 +2594,9 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     known = [item for item in items[:: 1 + len(items) // 1000] if type(item) not in ATOMS]
+    if any(isinstance(item, nn.Module) for item in known):
+        # `objects_in` finds these modules.
+        raise TypeError("Module")
     return type(value), zlib.crc32(order), *map(compute_checksum, known)
 
 
@@ -2638,8 +2648,8 @@ def encode(
         return "named tuple", items, *names
     if CONTAINERS.get(name) is not kind or depth == 10:
         raise TypeError(name)
-    if isinstance(value, dict | set | frozenset) and not weights.keys().isdisjoint(value):
-        raise TypeError(f"{name} with ids of weights")
+    if weights and has_ids(value, weights):
+        raise TypeError("ids of parameters or modules")
     if len(value) > (most or math.inf):
         raise OverflowError
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
@@ -2648,6 +2658,13 @@ def encode(
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
+
+
+def has_ids(value: Any, weights: Mapping[int | None, str]) -> bool:
+    """Return whether a dict or set contains ids of parameters or modules."""
+    keys = value if isinstance(value, dict | set | frozenset) else ()
+    # A parameter can be a key, but cannot be compared with ids.
+    return not weights.keys().isdisjoint(key for key in keys if type(key) is int)
 
 
 def decode(encoded: Any, device: torch.device, weights: Mapping[str, Any]) -> Any:
@@ -2744,12 +2761,13 @@ def address_of(value: Any) -> int | None:
 
 
 def has_attributes(state: Any) -> bool:
-    """Return whether a FabricLoop checkpoint contains attributes of loaders or datasets."""
+    """Return whether FabricLoop saved attributes of loaders, or found iterators in them."""
     if isinstance(state, dict):
         # The model's attributes at the start of an epoch are needed only to resume within the
         # epoch.
         parts = (part for name, part in state.items() if name != "model")
-        return bool(state.get("attributes")) or any(map(has_attributes, parts))
+        names = ("attributes", "restart_problem")
+        return any(state.get(name) for name in names) or any(map(has_attributes, parts))
     return isinstance(state, list) and any(map(has_attributes, state))
 
 
@@ -2795,8 +2813,6 @@ def is_same(first: Any, second: Any) -> bool:
     """Return whether two values, which may contain tensors, are equal. NaN equals NaN."""
     if first is second or type(first) is not type(second):
         return first is second
-    if isinstance(first, weakref.ref):
-        return first() is second() is not None
     if isinstance(first, Tensor):
         is_dense = first.layout is second.layout is torch.strided
         if not is_dense or first.dtype != second.dtype or first.shape != second.shape:

@@ -333,6 +333,28 @@ def test_mini_loop_refuses_a_checkpoint_with_saved_attributes_of_loaders():
     train("FabricLoop", 2, resume="last")
 
 
+class Continues:
+    """A loader whose iterator continues in the next epoch."""
+
+    def __init__(self):
+        self.batches = itertools.cycle(DataLoader(make_data(40), 8))
+
+    def __iter__(self):
+        return itertools.islice(self.batches, 3)
+
+
+@pytest.mark.filterwarnings("ignore:(train_dataloaders|checkpoint).* iterator")
+def test_mini_loop_refuses_a_checkpoint_of_fabric_loop_with_an_iterator_in_the_loader():
+    def train(kind, epochs, resume=None):
+        known_class, options = LOOPS[kind]
+        loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
+        loop.fit(Classifier(), Continues(), resume=resume)
+
+    train("FabricLoop", 1)
+    with pytest.raises(ValueError, match="resume: got a checkpoint in which FabricLoop saved .* iterators"):
+        train("MiniLoop", 2, resume="last")
+
+
 class HasContainers(torch.nn.Module):
     """The output depends on containers in attributes, and on a buffer outside of state_dict()."""
 
