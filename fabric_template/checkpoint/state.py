@@ -447,8 +447,8 @@ def make_plain_state(run: Run) -> PlainState:
     return PlainState(parts, run.fabric.device, run.network, partial(parts_of_model, run))
 
 
-def add_optimizers(run: Run) -> None:
-    """Include the attributes of the optimizers in checkpoints."""
+def record_optimizer_attributes(run: Run) -> None:
+    """Record the attributes of the optimizers, because checkpoints contain their changes."""
     optimization = run.optimization
     optimizers = optimization.optimizers
     parts = {

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,15 @@ from torch.utils.data import (
 )
 
 from ..lightning_compat.overrides import has_state
-from ..plain_state import REMOVED, Part, Place, PlainState, find_objects, is_library_iterator
+from ..plain_state import (
+    REMOVED,
+    ListItem,
+    Part,
+    Place,
+    PlainState,
+    find_objects,
+    is_library_iterator,
+)
 from ..plain_values import decode, digest
 from .tensor_loader import TensorLoader
 
@@ -64,14 +73,20 @@ def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     has_attributes = not (has_state(loader) or isinstance(loader, TensorLoader))
-    parts = {"loader": Part(loader, _ATTRIBUTES_OF_DATALOADER, has_attributes)}
+    instance = as_object(loader)
+    parts = {"loader": Part(instance, _ATTRIBUTES_OF_DATALOADER, has_attributes)}
     for index, sampler in enumerate(samplers):
         ignored = _ATTRIBUTES_SET_BY_LOOP if is_of_library(sampler) else ()
         # A loader with state saves the states of its sampler and its dataset itself.
         is_saved = has_state(loader) and has_state(sampler)
-        parts[f"sampler {index}"] = Part(sampler, ignored, has_attributes=not is_saved)
+        parts[f"sampler {index}"] = Part(as_object(sampler), ignored, has_attributes=not is_saved)
     known = {id(part.instance) for part in samples.values()}
     return {"order": {**parts, **find_objects(parts, known)}, "samples": samples}
+
+
+def as_object(value: Any) -> Any:
+    """Wrap a loader or batch sampler that is a list, because only attributes are saved."""
+    return ListItem(item=value) if isinstance(value, list) else value
 
 
 def parts_of_samples(dataset: Any, collate_fn: Any, is_stateful: bool = False) -> dict[str, Part]:
@@ -106,13 +121,27 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def may_read_model(loader: Any) -> bool:
-    """Return whether a class of the user chooses the samples, which may depend on the model."""
+    """Return whether the samples may depend on the model's attributes at the start of an epoch."""
     if isinstance(loader, TensorLoader | list | tuple):
         return False
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
-    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    return is_stream or not all(map(is_of_library, [loader, *samplers]))
+    dataset = getattr(loader, "dataset", None)
+    # A class of the user may choose the samples by the model's attributes.
+    is_known = all(map(is_of_library, [loader, *samplers]))
+    if isinstance(dataset, IterableDataset) or not is_known:
+        return True
+    return getattr(loader, "num_workers", 0) > 0 and refers_to_module(dataset, loader.collate_fn)
+
+
+def refers_to_module(dataset: Any, collate_fn: Any) -> bool:
+    """Return whether a dataset or collate_fn refers to a module, which workers then copy."""
+    if getattr(collate_fn, "__closure__", None):
+        # The local variables that a function uses may refer to a module.
+        return True
+    parts = parts_of_samples(dataset, collate_fn).values()
+    values = chain.from_iterable([part.instance, *part.namespace().values()] for part in parts)
+    return any(isinstance(value, nn.Module) for value in values)
 
 
 def find_iterators(loader: Any) -> dict[str, Any]:

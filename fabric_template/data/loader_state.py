@@ -60,7 +60,7 @@ class ResumableLoader:
     Args:
         is_saved: Whether checkpoints contain the position. If False, do not record the loader's
             attributes, which may take seconds for a large dataset.
-        find_model_state: Returns the attributes of the model, which a sampler may read. Small ones
+        find_model_state: Returns the attributes of the model, which the loader may read. Small ones
             are recorded and restored like the loader's attributes.
 
     Attributes:
@@ -121,6 +121,7 @@ class ResumableLoader:
         self._has_continued = False
 
     def __iter__(self) -> Iterator[Any]:
+        early = self._early_iterator
         self.end_pass()
         self.close()
         if self._stream is not None:
@@ -140,7 +141,7 @@ class ResumableLoader:
         model = None if self._find_model_state is None else self._find_model_state()
         current = None if model is None else model.state_dict(is_small=True)
         with unchanged_rng_state():
-            self._reader = self._resume_pass(state)
+            self._reader = self._resume_pass(state, early)
         self._restore(state)
         if model is not None and current is not None:
             # The snapshots contain the model's attributes from before the saved batches.
@@ -180,6 +181,7 @@ class ResumableLoader:
 
     def close(self) -> None:
         """Close the iterator, which shuts down all workers that are not persistent."""
+        self._early_iterator = None
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -191,14 +193,15 @@ class ResumableLoader:
         elif "set_epoch" in self._snapshots:
             self._restore(self._snapshots["set_epoch"])
 
-    def create_early(self) -> None:
+    def create_iterator_early(self) -> None:
         """Create the iterator of a resumed epoch, unless it must be created later."""
         state = self._restored
         if state is None or state["passes"] != 1 or state["is_finished"] or "stream" in state:
             return
-        self._early_iterator = self._create_resumed(state["batches"])
+        self._early_iterator = self._create_resumed_iterator(state["batches"])
 
     def mark_changes(self) -> None:
+        """Save all that on_train_start has changed in the loader, as ``Run.mark_changes`` does."""
         for part in self._plain_states.values():
             part.mark_changes()
 
@@ -218,7 +221,7 @@ class ResumableLoader:
         self._reader = self._read(self._iterate(0))
         return self._reader
 
-    def _create_resumed(self, done: int) -> Any:
+    def _create_resumed_iterator(self, done: int) -> Any:
         # If only some workers have a saved RNG state, read the epoch's finished batches again. All
         # workers then repeat their random draws, and reach the missing states.
         is_partial = any(self.workers) and not all(self.workers)
@@ -234,7 +237,7 @@ class ResumableLoader:
             self._snapshots["first_batch"] = self._capture()
         return iterator
 
-    def _resume_pass(self, state: dict[str, Any]) -> Generator[Any]:
+    def _resume_pass(self, state: dict[str, Any], early: Any) -> Generator[Any]:
         done = state["batches"]
         if "stream" in state and self._stream is not None:
             with self._stream.loaded(state["stream"]):
@@ -242,9 +245,7 @@ class ResumableLoader:
             self._warn_of_workers(is_in_pass=True)
             self._resumed_at = done
             return self._read(iterator)
-        iterator, self._early_iterator = self._early_iterator, None
-        if iterator is None:
-            iterator = self._create_resumed(done)
+        iterator = self._create_resumed_iterator(done) if early is None else early
         if not self.workers and "first_batch" in self._snapshots:
             self._restore(self._snapshots["first_batch"])
             if self._is_indexed:
@@ -311,10 +312,7 @@ class ResumableLoader:
         self._first_worker = first % len(self.workers)
         recorder = WorkerRecorder(self.loader, self.workers, self._first_worker)
         sampler = self.loader._index_sampler if sampler is None else sampler
-        clone, indices = (
-            copy(self.loader),
-            SkippingSampler(sampler, first, self.loader),
-        )
+        clone, indices = copy(self.loader), SkippingSampler(sampler, first, self.loader)
         # Set the samplers through vars(), because DataLoader.__setattr__ forbids new samplers.
         vars(clone)["sampler" if clone.batch_sampler is None else "batch_sampler"] = indices
         vars(clone).update(collate_fn=recorder.collate, worker_init_fn=recorder.start_worker)

@@ -226,7 +226,7 @@ class DataConnector:
         with unchanged_rng_state():
             self._set_epoch_early()
             for loader in self.train.resumable:
-                loader.create_early()
+                loader.create_iterator_early()
 
     def _set_epoch_early(self) -> None:
         # Unlike Trainer, a hand-written loop calls set_epoch() before iter(loader).
@@ -235,7 +235,6 @@ class DataConnector:
             self._is_epoch_set = True
 
     def mark_changes(self) -> None:
-        """Save all that on_train_start has changed in the loaders, as ``Run.mark_changes`` does."""
         for loaders in self.created.values():
             for loader in loaders.resumable:
                 loader.mark_changes()

@@ -118,7 +118,7 @@ class LoggedMetric:
         else:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
-    def has_older_reduction(self, arguments: LogArguments) -> bool:
+    def has_other_reduction(self, arguments: LogArguments) -> bool:
         """Return whether a restored metric was saved with another reduce_fx or on_epoch."""
         is_restored, saved = not self.call_arguments, self.arguments
         is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
@@ -380,7 +380,15 @@ class ResultCollection:
                 " You can enable one by doing `Trainer(logger=ALogger(...))`"
             )
         metric = results.metrics.get(key)
-        if metric is None or metric.has_older_reduction(arguments):
+        if metric is not None and metric.has_other_reduction(arguments):
+            if metric.epoch.total is not None:
+                self.run.warn_once(
+                    f"resume: self.log({arguments.name!r}) has another reduce_fx or on_epoch than"
+                    " in the saved run. In this epoch, the value covers only the batches after the"
+                    " resume."
+                )
+            metric = None
+        if metric is None:
             metric = self._add_metric(results, key, arguments)
         elif metric.call_arguments and metric.arguments != arguments:
             raise ConfigurationError(

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
 from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
-from ..checkpoint.state import add_optimizers, check_saved_state
+from ..checkpoint.state import check_saved_state, record_optimizer_attributes
 from ..distributed.launch import (
     check_new_parameters,
     join_processes,
@@ -168,7 +168,7 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     check_saved_state(run)
     run.loggers.log_hyperparameters()
     run.start_optimization()
-    add_optimizers(run)
+    record_optimizer_attributes(run)
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)

@@ -75,11 +75,15 @@ class LogsMost(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path):
-    options = {**OPTIONS, "save_every_n_steps": None}
+@pytest.mark.parametrize("saves", [None, 1])
+def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, saves, recwarn):
+    """If the epoch's value contains only the batches after the resume, a warning is shown."""
+    options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
     assert list(resumed["index"])[-1] == 2.0
+    is_warned = any("has another reduce_fx" in str(warning.message) for warning in recwarn)
+    assert is_warned == (saves is not None)
 
 
 class Metrics(cb.Callback):
