@@ -870,7 +870,7 @@ class MiniLoop:
             name = "loss" if "loss" in values else f"{prefix}loss"
             values = {name: values[name]} if name in values else {}
         names = [key if str(key).startswith(prefix) else f"{prefix}{key}" for key in values]
-        text = f"{self._hook}: got the keys {list(values)}, of which two name the same column."
+        text = f"{self._hook}: two of the returned keys {list(values)} refer to the same column."
         check(len({*names}) == len(names), f"{text} Return only one of them.")
         for name, value in zip(names, values.values(), strict=True):
             # A logged value replaces a returned value of the same name.
@@ -906,8 +906,8 @@ class MiniLoop:
         """Return each metric's mean, or the result of compute() for a torchmetrics object."""
         names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
         found = self._gather(names)
-        text = f"log: got {found} as the metrics of the processes, expected the same names. Log the"
-        check(found.count(names) == len(found), f"{text} same metrics in each process.")
+        text = f"log: got the metric names {found} from the processes, expected the same names."
+        check(found.count(names) == len(found), f"{text} Log the same metrics in each process.")
         values: dict[tuple[str, str], Any] = dict.fromkeys(sums)
         # Sort the metrics, because all processes must call all_reduce() in the same order.
         for key in sorted(sums):
@@ -1878,8 +1878,8 @@ def check_log_arguments(given: dict[str, Any]) -> None:
 
 def check_metric_name(name: Any) -> None:
     is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) == len(name.strip())
-    text = f"log: got the name {name!r}, expected text without line breaks and outer spaces, for"
-    check(is_name, f"{text} the CSV file.")
+    text = f"log: got the name {name!r}, expected a non-empty string of printable characters"
+    check(is_name, f"{text} without leading or trailing spaces.")
 
 
 def is_number(value: Any) -> bool:

@@ -56,11 +56,12 @@ class LogArguments:
 
 
 def check_metric_name(name: Any) -> None:
-    """Refuse the name of a metric that a CSV file cannot contain."""
+    """Raise an error for a metric name that a CSV file cannot contain."""
     is_text = isinstance(name, str) and 0 < len(name) == len(name.strip())
     if not is_text or re.search("[\0\ud800-\udfff]", name):
         raise ConfigurationError(
-            f"log: got the name {name!r}, expected text without outer spaces, for the CSV file."
+            f"log: got the name {name!r}, expected a non-empty string that a CSV file can contain,"
+            " without leading or trailing spaces."
         )
 
 
@@ -79,7 +80,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
         where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
         raise ConfigurationError(
             f"You can't `self.log()` {where}: the loop's result collection is not registered yet,"
-            " or the hook belongs to no step and no epoch. To log directly, use"
+            " or the hook does not belong to a step or an epoch. To log directly, use"
             " `self.logger.experiment`."
         )
     is_train_step = hook in _TRAIN_STEP_HOOKS

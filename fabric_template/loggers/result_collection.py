@@ -495,8 +495,8 @@ class ResultCollection:
         found = gather_objects(self.run, names)
         if found.count(names) != len(found):
             raise ConfigurationError(
-                f"log: got {found} as the metrics of the processes, expected the same names. Log or"
-                " return the same metrics in each process, or leave out sync_dist=True."
+                f"log: got the metric names {found} from the processes, expected the same names."
+                " Log or return the same metrics in each process, or leave out sync_dist=True."
             )
         for metric in metrics:
             metric.compute(sums[metric])

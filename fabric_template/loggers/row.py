@@ -401,7 +401,7 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         if name in found:
             step = {"train": "training_step", "val": "validation_step"}.get(prefix, "test_step")
             raise ConfigurationError(
-                f"{step}: got the keys {list(named)}, of which two name the same column. Return"
+                f"{step}: two of the returned keys {list(named)} refer to the same column. Return"
                 " only one of them."
             )
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -590,7 +590,7 @@ def test_validation_reads_the_fields_of_a_named_tuple_by_name(name):
     _, named = fit(name, val_dataloaders=make_loader(), validation_step=step)
     assert named["val_loss"].tolist() == pair["val_loss"].tolist()
     assert named["val_extra"].tolist() == [7.0]
-    with pytest.raises(ValueError, match=r"validation_step: got the keys .*, of which two name the same column"):
+    with pytest.raises(ValueError, match=r"validation_step: two of the returned keys .* refer to the same column"):
         fit(name, val_dataloaders=make_loader(), validation_step=lambda net, batch: {"acc": 1.0, "val_acc": 2.0})
 
 
@@ -618,17 +618,17 @@ def test_two_processes_average_with_a_tensor_as_batch_size(name):
 
 @pytest.mark.parametrize("keys", [("loss", "train_loss"), ("acc", "train_acc"), (1, "1")])
 @both_loops
-def test_two_returned_keys_that_name_the_same_column_are_refused(name, keys):
+def test_two_returned_keys_that_refer_to_the_same_column_are_refused(name, keys):
     def step(net, batch):
         loss = loss_of(net, batch)
         return {"loss": loss, **dict.fromkeys(keys, loss)}
 
-    with pytest.raises(ValueError, match=r"training_step: got the keys .*, of which two name the same column"):
+    with pytest.raises(ValueError, match=r"training_step: two of the returned keys .* refer to the same column"):
         fit(name, step)
 
 
 @both_loops
-def test_a_lightning_module_may_return_keys_that_name_the_same_column(name):
+def test_a_lightning_module_may_return_keys_that_refer_to_the_same_column(name):
     """Only the loss is read, because a LightningModule logs its other values itself."""
 
     class Module(pl.LightningModule):
