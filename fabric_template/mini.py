@@ -1519,6 +1519,12 @@ class MiniLoop:
         if scheduler is not None:
             schedulers = [*scheduler] if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
+        kinds, clip_val = nn.Embedding | nn.EmbeddingBag, self.gradient_clip_val
+        layers = [layer for layer in self.network.modules() if isinstance(layer, kinds)]
+        is_sparse = any(layer.sparse and layer.weight.requires_grad for layer in layers)
+        text = f"gradient_clip_val: got {clip_val} for a layer with sparse=True, whose gradients"
+        text += " torch cannot clip. Write sparse=False, or leave out gradient_clip_val."
+        check(not (clip_val and is_sparse), text)
         self.optimizers = optimizers  # LightningModules may read ``trainer.optimizers``.
         self.optimizer, self._learning_rate = optimizers[0], math.nan
         self.schedulers = schedulers

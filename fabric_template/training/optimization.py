@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..distributed.strategies import gather_tensors
@@ -247,6 +247,8 @@ class AutomaticOptimization(Optimization):
         self._take_step = hooks.with_profiler(action, step)
         if self._scaler is not None:
             self._check_scaler()
+        if self._module_clipping is None:
+            self._check_sparse_layers()
         # FirstStepCheck cannot compare the gradients of sharded networks.
         self._first_step_check: FirstStepCheck | None = None
         if not self.run.steps.is_model_parallel:
@@ -262,6 +264,16 @@ class AutomaticOptimization(Optimization):
                 f"The current optimizer, {type(optimizer).__qualname__}, does not allow for"
                 " gradient clipping because it performs unscaling of gradients internally. HINT:"
                 " Are you using a 'fused' optimizer?"
+            )
+
+    def _check_sparse_layers(self) -> None:
+        """Raise an error if torch cannot clip the gradients of a layer."""
+        clip_val, modules = self.run.config.gradient_clip_val, self.run.network.modules()
+        layers = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        if clip_val and any(layer.sparse and layer.weight.requires_grad for layer in layers):
+            raise ConfigurationError(
+                f"gradient_clip_val: got {clip_val} for a layer with sparse=True, whose gradients"
+                " torch cannot clip. Write sparse=False, or leave out gradient_clip_val."
             )
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:

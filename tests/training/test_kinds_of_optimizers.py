@@ -299,6 +299,23 @@ class ComplexAndHalf(nn.Module):
         return (x.float() @ self.linear.weight.t().float() @ self.weight.real) + self.weight.imag.sum()
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_gradient_clipping_is_refused_for_layers_with_sparse_gradients(tmp_path, loop_class, layer):
+    """torch cannot clip sparse gradients. Frozen layers have no gradients."""
+
+    def train(net):
+        loop = loop_class(max_epochs=1, accelerator="cpu", gradient_clip_val=1.0, default_root_dir=tmp_path)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ids, step = torch.randint(0, 9, (8, 2)), lambda net, batch: net(batch).square().mean()
+        loop.fit(net, DataLoader(ids, batch_size=4), optimizer=optimizer, training_step=step)
+
+    with pytest.raises(ValueError, match="gradient_clip_val: got 1.0 for a layer with sparse=True"):
+        train(layer(9, 3, sparse=True))
+    frozen = layer(9, 3, sparse=True).requires_grad_(False)
+    train(nn.Sequential(frozen, nn.Linear(3, 1)))
+
+
 @pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
 def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
     """Sparse, complex and bfloat16 gradients count like dense gradients."""
