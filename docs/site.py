@@ -7,7 +7,7 @@ from griffe import Extension
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files outside of docs/ by the link's text. mkdocs calls this function."""
+    """Replace links to files outside docs/ with the link's text. mkdocs calls this function."""
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)+[^)]*\)", r"\1", markdown)
 
 

@@ -1,4 +1,4 @@
-"""Record a training that SIGKILL ends, and its resume, as an animated picture of a terminal.
+"""Record a run that is killed and resumed, as an animated picture of a terminal.
 
 Run `python docs/terminal_picture.py` on Linux. It types commands into bash in a pseudoterminal.
 The commands run the first script of README.md with a copy of mini.py. A second bash kills the run.
@@ -128,7 +128,7 @@ class Recorder:
         os.write(terminal.file, b"\n")
 
     def run(self, command: str) -> None:
-        """Run a command, and wait for its end."""
+        """Run a command, and wait until it ends."""
         self.enter(self.main, command)
         self.wait_for(self.main, r"\n\$ $")
 
@@ -153,7 +153,7 @@ def read_script(epochs: int) -> str:
 
 
 def record_run(epochs: int) -> list[Frame]:
-    """Train to the end, train again with a kill, resume, and compare the rows."""
+    """Train without interruption, kill and resume a second run, and compare the rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(read_script(epochs), encoding="utf-8")
@@ -208,7 +208,7 @@ def find_kind(text: str) -> str:
 
 
 def draw(frames: list[Frame]) -> str:
-    """Return an SVG that shows the last frame, and then plays all frames again and again."""
+    """Return an SVG that shows the last frame, and then plays all frames in a loop."""
     length = sum(pause for pause, _ in frames) + LAST_PAUSE
     num_rows = [len(rows) for rows in frames[-1][1]]
     tops = [MARGIN + LINE, MARGIN + LINE * (num_rows[0] + 2.5)]
@@ -232,7 +232,7 @@ def draw(frames: list[Frame]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
         f' viewBox="0 0 {width:g} {height:g}" role="img">\n'
-        "<title>A training is killed by kill -9. The same command continues it.</title>\n"
+        "<title>A run is killed by kill -9, and the same command resumes it.</title>\n"
         f"<style>\n{''.join(styles)}"
         "@media (prefers-reduced-motion:reduce){text{animation:none!important}}\n</style>\n"
         f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#0d1117"/>\n'
