@@ -21,10 +21,10 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-You can make these changes without reading `SavedAttributes`, which saves what state_dict() does
-not contain. Checkpoints also contain attributes that you add to the loop. Create additional
-modules, optimizers and loaders in `_reset` or `_set_up_optimizer`, because resuming restores only
-existing objects.
+You can make these changes without reading `SavedAttributes`, which saves the state that
+state_dict() does not contain. Checkpoints also contain attributes that you add to the loop. Create
+additional modules, optimizers and loaders in `_reset` or `_set_up_optimizer`, because a resumed run
+restores only objects that already exist.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ INSTEAD = {
     " strategy='ddp_find_unused_parameters_true'.",
 }
 SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
-SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop calls"
-SECOND_BACKWARD += " loss.backward(). If the step keeps tensors for later batches, such as a hidden"
+SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop already"
+SECOND_BACKWARD += " does this. If the step keeps tensors for later batches, such as a hidden"
 SECOND_BACKWARD += " state, call detach() on them."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
@@ -124,7 +124,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 NUMPY: Any = (np.generic, np.ndarray)
 # Do not save objects from these packages, because they may hold open files or processes.
 LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Checkpoints do not contain the attributes of objects of these types.
+# Objects of these types are not searched for attributes to save.
 NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
 # Checkpoints store values of these types unchanged. `encode` converts values of other types.
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -135,13 +135,13 @@ CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
 # `total + value * weight`. For other weights, the two results may differ by rounding.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
-# Attributes that a pickled loop leaves out, because the next fit sets them again.
+# Attributes to leave out when the loop is pickled, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
     _attributes _step_module _start_parameters _hparams _loss _outputs _locks
 """
-# MiniLoop sets these attributes itself. If users add other attributes to the loop, checkpoints
-# contain the added attributes.
+# MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
+# the loop.
 LOOP_ATTRIBUTES = f"""
     {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
     gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
@@ -191,7 +191,8 @@ class MiniLoop:
         if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
             return getattr(self.fabric, name)
         if hasattr(type(self), name):
-            # Python calls __getattr__ if a property raises an AttributeError. Raise this error.
+            # If a property raises an AttributeError, Python calls __getattr__. Raise the
+            # property's own error.
             return object.__getattribute__(self, name)
         text = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise AttributeError(f"{text} If Trainer has this attribute, use FabricLoop.")
@@ -224,7 +225,6 @@ class MiniLoop:
         root = Path(folder).expanduser().absolute()
         self._logs, self._checkpoints = root / "logs" / self.name, root / "checkpoints" / self.name
         started, machines = started_processes()
-        expected = 'expected a single device, or "ddp" in a script. For others, use FabricLoop.'
         if self.fabric is None:
             names = ("accelerator", "strategy", "devices", "precision")
             options = {name: getattr(self, name) for name in names}
@@ -236,7 +236,8 @@ class MiniLoop:
         check(started in (1, size), text)
         is_one_device = type(strategy) is SingleDeviceStrategy
         is_script = "MultiProcessing" not in type(strategy.launcher).__name__
-        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), {expected}"
+        text = f"strategy: got {self.strategy!r} ({type(strategy).__name__}), expected a single"
+        text += ' device, or "ddp" in a script. For other strategies, use FabricLoop.'
         check(is_one_device or (type(strategy) is DDPStrategy and is_script), text)
         self._precision = strategy.precision
         precision = str(self._precision.precision)
@@ -293,11 +294,12 @@ class MiniLoop:
         self.best_score: float | None = None
         # The best checkpoints with their scores, and the metric that selects them.
         self._best: dict[str, Any] = {"kept": {}, "monitor": self.monitor, "mode": self.mode}
-        # The sums of the values logged in the epoch and, with validate_every_n_steps, since the
-        # last row of metrics.csv: {(hook, metric name): [sum, sum of the weights, is_synced]}.
+        # The sums of the values logged in this epoch: {(hook, metric name): [sum, sum of the
+        # weights, is_synced]}. With validate_every_n_steps, a second dict contains the sums since
+        # the last row of metrics.csv.
         self._sums: list[dict[tuple[str, str], Any]] = [{}]
         self._torchmetrics: dict[tuple[str, str], Any] = {}  # The logged torchmetrics objects.
-        self.callback_metrics: dict[str, Tensor] = {}  # The newest value of each logged metric.
+        self.callback_metrics: dict[str, Tensor] = {}  # The latest value of each logged metric.
         self._validated: dict[str, Tensor] = {}  # Validation metrics for the next metrics.csv row.
         self._validation_names: set[str] = set()  # The names of the latest validation's metrics.
         # The current training batch's values for steps.csv, or None between batches.
@@ -310,7 +312,7 @@ class MiniLoop:
         self._batches: Any = None  # The current epoch's iterator over the training loader.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        # The RNG states, the attributes, the flags and the options in the resumed checkpoint.
+        # The RNG states, attributes, flags and options from the resumed checkpoint.
         self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
@@ -383,7 +385,7 @@ class MiniLoop:
             self._attributes.record_start_values()
             self._attributes.record_start_objects()
             if is_resumed:
-                # Drop values logged in on_train_start, because the saved run has logged them, too.
+                # Drop values logged in on_train_start, because the saved run already logged them.
                 self._sums = logged
         if is_resumed:
             set_flags(self._unwrapped, self._resumed_state["flags"])
@@ -416,8 +418,8 @@ class MiniLoop:
     def _train_epoch(self) -> None:
         """Train on the rest of an epoch, validate, write rows to CSV files and save checkpoints.
 
-        A resumed run may repeat code before or after a call of ``_train_epoch``. Put code for the
-        end of an epoch into on_train_epoch_end.
+        When a run resumes, code before or after the call to ``_train_epoch`` may run a second time.
+        Put code for the end of an epoch into on_train_epoch_end.
         """
         epoch, is_validated, self._is_last = self.current_epoch, False, False
         if self.batches_done == 0:
@@ -454,14 +456,14 @@ class MiniLoop:
             self._save(is_validated)
 
     def _train_batch(self, batch: Any) -> None:
-        """Compute a batch's gradients, and step the optimizer if an accumulation window ends."""
+        """Compute a batch's gradients. At the end of an accumulation window, step the optimizer."""
         batch_idx, interval = self.batches_done, self.log_every_n_steps
         self._is_row_due = bool(interval) and (self.global_step + 1) % interval == 0
         self._batch_size, self._logged_batch_size = find_batch_size(batch), None
         self._step_values = {}
         if self._call("on_train_batch_start", batch, batch_idx) == -1:
-            text = "on_train_batch_start: got -1, which ends the epoch early. Use FabricLoop."
-            raise TypeError(text)
+            text = "on_train_batch_start: got -1, but MiniLoop cannot end an epoch early. Use"
+            raise TypeError(f"{text} FabricLoop.")
         is_window_end = self._is_window_end(batch) or self._is_last
         if is_window_end or self.fabric.world_size == 1:
             self._compute_gradients(batch, batch_idx)
@@ -514,7 +516,7 @@ class MiniLoop:
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer takes a step now, with the same result in all processes.
+        """Return whether the optimizer takes a step now. The result is the same in all processes.
 
         After the last batch of an epoch, the optimizer always takes a step.
         """
@@ -539,7 +541,7 @@ class MiniLoop:
             raise
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the due schedulers of an interval: only ReduceLROnPlateau, or only all others.
+        """Step the schedulers that are due: either only ReduceLROnPlateau, or only all others.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """
@@ -558,7 +560,7 @@ class MiniLoop:
     def _train_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch, and set ``_is_last`` for the last batch.
 
-        If you skip, repeat, reorder or combine batches, resuming within an epoch is not exact.
+        If you skip, repeat, reorder or combine batches, runs cannot resume exactly within an epoch.
         """
         length = self.num_training_batches
         is_started = self._batches is not None
@@ -567,7 +569,7 @@ class MiniLoop:
         if self.batches_done == 0:
             if is_started and self._is_lightning_module:
                 set_epoch(self.train_loader, self.current_epoch)
-            # Hooks such as on_train_start may have changed the loader since it was started.
+            # Hooks such as on_train_start may have changed the loader after iter() was called.
             first = self._attributes.get_changed_state(True) if is_started else get_rng_state()
             self._epoch_start["first_batch"] = first
         # Outside of terminals and notebooks, update the progress bar only once a minute. In
@@ -582,7 +584,7 @@ class MiniLoop:
             self._is_last = is_last
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
-        text += " Pass a loader that starts again with each iter(), such as a DataLoader or a list."
+        text += " Pass a loader that restarts with each iter(), such as a DataLoader or a list."
         check(self._is_last, text)
 
     def _start_batches(self) -> None:
@@ -591,7 +593,7 @@ class MiniLoop:
             self._epoch_start = self._attributes.get_changed_state(is_epoch_start=True)
         else:
             self._attributes.load_state(self._epoch_start)
-        # Like Trainer, call set_epoch(0) of a LightningModule's loaders only after iter(loader).
+        # Like Trainer, with a LightningModule, call set_epoch(0) only after iter(loader).
         if self.current_epoch > 0 or not self._is_lightning_module:
             set_epoch(self.train_loader, self.current_epoch)
         self._attributes.record_iterators()
@@ -603,7 +605,7 @@ class MiniLoop:
         self._batches = self._mark_last(batches, length)
 
     def _skip_batches(self) -> None:
-        """In a resumed run, read the finished batches of the epoch again, without training."""
+        """In a resumed run, read the epoch's finished batches again without training on them."""
         if self._batches is None:
             self._start_batches()
         # Many samplers shuffle when the first batch is read, so first restore the RNG state.
@@ -614,7 +616,7 @@ class MiniLoop:
             check(next(self._batches, END) is not END, f"{text} {self.batches_done}.")
 
     def _call_iter_like_trainer(self, loader: Any) -> None:
-        """Call iter(loader) if Trainer calls it, because some loaders draw random numbers in it."""
+        """Call iter(loader) where Trainer does, because iter() may draw random numbers."""
         is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
         if self._is_lightning_module and not is_known:
             iter(loader)
@@ -628,7 +630,7 @@ class MiniLoop:
                     return
                 yield number == length, batch
             if not self._is_lightning_module:
-                # Unlike Trainer, a for loop runs the loader's code after the last batch.
+                # Run the loader's code after the last batch, as a for loop does, unlike Trainer.
                 next(batches, END)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
@@ -637,7 +639,7 @@ class MiniLoop:
                 return
             batch = following
             if number == done and resumed is not None:
-                # Restore the RNG state that the saved run had before it prefetched a batch.
+                # Restore the RNG state that the saved run had before it prefetched this batch.
                 set_rng_state(resumed)
             self._before_next = get_rng_state()
             following = next(batches, END)
@@ -746,21 +748,23 @@ class MiniLoop:
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         if self._is_last and self._batches is not None:
-            # Run the loader's code after the last batch before the validation, as a for loop does.
+            # Before validating, run the loader's code after the last batch, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
-        # validate() must not clear gradients, because a hook may call it before optimizer.step().
+        # Clear the gradients here, not in validate(), which hooks may call before optimizer.step().
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Without should_stop, the loop would draw no random numbers here.
+            # Only should_stop has caused this validation. A run without should_stop would draw no
+            # random numbers here.
             set_rng_state(state)
         return True
 
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
-        To validate with other weights, load them into the model, and restore the trained weights.
+        To validate with other weights, load them into the model, and afterwards restore the trained
+        weights.
         """
         training, self._sums, self._step_values = self._sums, [{}], None
         modes = [(module, module.training) for module in self.network.modules()]
@@ -844,7 +848,8 @@ class MiniLoop:
         saves_in_epoch = self._every is not None or self.max_steps != -1
         is_of_training = on_epoch and "validation" not in self._hook
         text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
-        text += " max_steps, whose state MiniLoop cannot save within an epoch. Use FabricLoop."
+        text += " max_steps. MiniLoop cannot save the state of torchmetrics objects within an"
+        text += " epoch. Use FabricLoop."
         check(not (saves_in_epoch and is_of_training), text)
         self._torchmetrics[self._hook, name] = metric
         for sums in self._sums if on_epoch else ():
@@ -925,13 +930,13 @@ class MiniLoop:
         """Return each logged metric's mean over the epoch so far, and update callback_metrics."""
         values = self._compute(self._sums[0])
         for (hook, name), value in values.items():
-            # Like Trainer, do not add a value that a LightningModule's step only returns.
+            # Like Trainer, leave out values that a LightningModule's step returns but does not log.
             if hook != "returned" or not self._is_lightning_module:
                 self.callback_metrics[name] = value
         return {name: value for (_, name), value in values.items()}
 
     def _reset_metrics(self) -> None:
-        # Like Trainer, also reset torchmetrics objects that only earlier epochs have logged.
+        # Like Trainer, also reset torchmetrics objects that were logged only in earlier epochs.
         for (hook, _), metric in self._torchmetrics.items():
             if ("validation" in hook) == ("validation" in self._hook):
                 metric.reset()
@@ -978,7 +983,7 @@ class MiniLoop:
         self._append_row("metrics.csv", row)
         if is_slow and "waiting" not in self._columns and self.fabric.is_global_zero:
             text = f"Training spends {share:.0%} of the time waiting for batches. In the"
-            text += " DataLoader, try more num_workers, and pin_memory=True on a GPU."
+            text += " DataLoader, try a larger num_workers and, on a GPU, pin_memory=True."
             tqdm.write(text, file=sys.stdout)
         self._print_row({name: row[name] for name in row if is_slow or name != "waiting"})
 
@@ -998,7 +1003,7 @@ class MiniLoop:
         self._tables[name] = length + 1, columns
 
     def _print_row(self, row: dict[str, Any]) -> None:
-        """Print a row in aligned columns, after a header if the row has a new column."""
+        """Print a row in aligned columns. If the row has a new column, print a header first."""
         names = dict.fromkeys([*row, *self._columns])
         if len(names) > len(self._columns):
             self._columns = sorted(names, key=lambda name: name in ("time", "waiting"))
@@ -1018,7 +1023,8 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt.
 
-        A run can resume only if ``_batches_in_window`` is 0, but not after an epoch's last batch.
+        A run can resume only from checkpoints saved while ``_batches_in_window`` is 0, and not
+        between the last batch and the end of an epoch.
         """
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
         # A training metric is complete only at the end of an epoch or of the run.
@@ -1031,8 +1037,9 @@ class MiniLoop:
             self._best["kept"] = {"best.ckpt": score}
         checkpoint = self._build_checkpoint()
         if self._saved_step is None:
-            # Later checkpoints contain the same types of values. Leave out the states of the
-            # processes, which may contain large attributes. `encode` allows only readable values.
+            # Check only the first checkpoint, because later checkpoints contain the same types of
+            # values. Leave out the states of the processes, because they may be large, and `encode`
+            # allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
             text = "optimizer: got a state that contains parameters or their ids, which a resumed"
@@ -1116,7 +1123,8 @@ class MiniLoop:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
         text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
-        text += " equal ones. Log the metric that ReduceLROnPlateau monitors with sync_dist=True."
+        text += " the same rates in all processes. Log the metric that ReduceLROnPlateau monitors"
+        text += " with sync_dist=True."
         check(found.count(found[0]) == len(found), text)
 
     def _build_own_state(self) -> dict[str, Any]:
@@ -1204,7 +1212,7 @@ class MiniLoop:
         self._before_next = of_process.get("before_next")
         self._saved_step = self.global_step
         sums = of_process.get("sums", self._sums)
-        # The saved run may have had another validate_every_n_steps, and thus fewer or more sums.
+        # If the saved run used a different validate_every_n_steps, the number of sums may differ.
         self._sums = [sums[0], dict(sums[-1])][: len(self._sums)]
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._validation_names = {*of_process.get("validation_names", ())}
@@ -1235,7 +1243,8 @@ class MiniLoop:
             path = self.log_dir / name
             rows = read_rows(path)
             if not is_done:
-                # If a user has deleted a row, the first rows include rows after the checkpoint.
+                # If a user has deleted rows, the first table["rows"] rows may include rows written
+                # after the checkpoint.
                 step = self.global_step
                 rows = [row for row in rows if row.get("step", 0) <= step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1250,7 +1259,8 @@ class MiniLoop:
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of a checkpoint, or (None, {}) for a new run."""
         argument, given = ("load", load) if resume is None else ("resume", resume)
-        text = "fit: got both resume and load. resume= continues a run, load= reads only weights."
+        text = "fit: got both resume and load. Use resume= to continue a run, or load= to load only"
+        text += " the weights."
         check(resume is None or load is None, text)
         if given is None:
             return None, {}
@@ -1274,7 +1284,7 @@ class MiniLoop:
         """Return the path and the content of the newest run's "last" or "best" checkpoint."""
         # Escape a version's name, because characters such as * and [ are special in glob patterns.
         folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
-        # A run may have been killed after it saved best.ckpt, but before it saved last.ckpt.
+        # A run may have been killed after it saved best.ckpt and before it saved last.ckpt.
         names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
         for folder in sorted(folders, key=age_of, reverse=True):
             found = [name for name in ("last.ckpt", "best.ckpt") if (folder / name).is_file()]
@@ -1298,7 +1308,7 @@ class MiniLoop:
             text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
             check(not has_run, f"{text} this run with resume=, or remove {folder}.")
             return self.version
-        # Either the link or its target may be in the run's folder.
+        # If the path is a symbolic link, either the link or its target may be in the run's folder.
         folder, root = path.parent.resolve(), self._checkpoints.resolve()
         folder = folder if folder.parent == root else path.resolve().parent
         is_own = folder.parent == root and self.version in (None, folder.name)
@@ -1308,7 +1318,7 @@ class MiniLoop:
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
-        """Create and lock the run's folders, and finally record in .lock how the run ended."""
+        """Create and lock the run's folders. At the end, record in .lock how the run ended."""
         if version is None and self.fabric.is_global_zero:
             version = claim_version(self._logs, self._checkpoints)
         version = self.fabric.broadcast(version)
@@ -1404,8 +1414,9 @@ class MiniLoop:
     def _check_idle(self, call: str) -> None:
         """Raise an error if this loop is already running, for example if a hook calls fit."""
         stage = self.active_stage
-        text = f"{call}: got a call while {stage} is running, expected a call after {stage}. In a"
-        check(stage is None, f"{text} hook, use another loop: MiniLoop().{call}(model, loader).")
+        text = f"{call}: got a call while {stage} is running, expected a call after {stage} has"
+        other = f"In a hook, use another loop: MiniLoop().{call}(model, loader)."
+        check(stage is None, f"{text} ended. {other}")
         for option, given in self._created_with.items():
             value = getattr(self, option)
             text = f"{option}: got {value!r} for an existing loop, expected {given!r}. Write"
@@ -1456,8 +1467,8 @@ class MiniLoop:
         length, val_length = sized_len(self.train_loader), sized_len(self.val_loader)
         self.num_training_batches = math.inf if length is None else length
         found = self._gather([length, val_length, str(path), resumed.get("global_step")])
-        text = f"fit: got {found} as the loader lengths, checkpoint and step of the processes,"
-        text += " expected equal values. Use equal loaders and a folder that all processes share."
+        text = f"fit: got different loader lengths, checkpoints or steps in the processes: {found}."
+        text += " Use loaders of the same length, and a folder that all processes share."
         check(found.count(found[0]) == len(found), text)
 
     def _share(self, loader: Any, is_train: bool) -> Any:
@@ -1478,7 +1489,8 @@ class MiniLoop:
         is_known = kinds[0] in ("BatchSampler", "NoneType")
         is_known = is_known and kinds[1] in ("RandomSampler", "SequentialSampler")
         text = f"sampler: got {' of '.join(kinds)} with {size} processes, expected shuffle=True or"
-        check(is_known, f"{text} False, or a DistributedSampler. For others, use FabricLoop.")
+        text += " False, or a DistributedSampler. For other samplers, use FabricLoop."
+        check(is_known, text)
         is_shuffled = is_train or isinstance(current, torch_data.RandomSampler)
         sampler: Any = torch_data.DistributedSampler(loader.dataset, shuffle=is_shuffled, seed=seed)
         if batches is not None:
@@ -1530,7 +1542,7 @@ class MiniLoop:
         self.schedulers = schedulers
 
     def _prepare_training(self, resumed: dict[str, Any]) -> None:
-        """Record the state before training, and check whether a checkpoint can be resumed."""
+        """Record the state before training, and check whether the run can resume."""
         self.schedulers = [make_scheduler_config(item, self.optimizer) for item in self.schedulers]
         self._given_options = {name: getattr(self, name) for name in NUMBERS}
         self._hparams = {"hyper_parameters": dict(getattr(self.model, "hparams", {}))}
@@ -1565,7 +1577,7 @@ class MiniLoop:
         progress, ranks = own.get("progress", {}), own.get("ranks", [])
         is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
         is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        text = "resume: got a checkpoint that MiniLoop cannot continue. Resume with FabricLoop, or"
+        text = "resume: got a checkpoint that MiniLoop cannot resume. Resume with FabricLoop, or"
         check(is_own, f"{text} use load= to start a new run from the weights.")
         text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
         text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
@@ -1573,16 +1585,18 @@ class MiniLoop:
         if own.get("writer") == "FabricLoop":
             self._attributes.convert_fabric_loop_state(ranks)
         found = own.get("iterators", [])
-        text = f"resume: got an iterator in the loader ({found}), whose position is not saved."
-        check(not (found and epochs), f"{text} Create it in __iter__, or use load= for a new run.")
+        text = f"resume: got the iterators {found} in the loader, whose positions are not saved."
+        text += " Create iterators in __iter__, or use load= for a new run."
+        check(not (found and epochs), text)
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = f"resume: got no state of the torchmetrics objects {objects} in the middle of an"
-        check(not objects, f"{text} epoch. Use FabricLoop, or a checkpoint from an epoch's end.")
+        text = "resume: got a checkpoint from the middle of an epoch, which lacks the state of the"
+        text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint saved at the end"
+        check(not objects, f"{text} of an epoch.")
         groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
         sizes = [[len(group["params"]) for group in given] for given in groups]
         settings = [self._run_settings(), own["settings"]]
         compared: dict[str, Any] = {
-            # torch would load the state of a scheduler of a different class without an error.
+            # torch would load the state of a different scheduler class without an error.
             "the class, interval and frequency of each scheduler": [
                 given["schedulers"] for given in settings
             ],
@@ -1591,7 +1605,7 @@ class MiniLoop:
         if is_in_epoch:
             given = self.num_training_batches, self.fabric.world_size
             numbers = progress.get("num_batches"), len(ranks)
-            compared["the numbers of batches and of processes"] = (given, numbers)
+            compared["the numbers of batches and processes"] = (given, numbers)
             compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
             text = f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
@@ -1608,20 +1622,20 @@ class MiniLoop:
         ]
         if changed:
             text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
-            warnings.warn(f"{text} from the results of an uninterrupted run.", stacklevel=5)
+            warnings.warn(f"{text} from those of an uninterrupted run.", stacklevel=5)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Refuse a new dtype of a trained parameter, with which optimizer.step() may fail."""
+        """Refuse a changed dtype of a trained parameter, because optimizer.step() may fail."""
         trained = {*parameters_of(self.optimizer)}
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
             dtype = getattr(saved.get(name), "dtype", parameter.dtype)
             text = f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {dtype} as in"
-            text += " the saved run. Use its precision=, or use load= to start a new run."
+            text += " the saved run. Use the same precision=, or use load= to start a new run."
             check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Refuse a new order of the parameters, by which torch assigns the saved states."""
+        """Refuse a changed parameter order, because torch assigns the saved states by position."""
         known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
@@ -1665,8 +1679,8 @@ class MiniLoop:
             self.model.trainer = self
         modules = [m for m in self.network.modules() if hasattr(type(m), "trainer")]
         parts = {id(part): vars(part) for part in [*modules, self.model] if has_no_log(part)}
-        # If a hook of another loop calls this loop, the model already has methods of the other
-        # loop, such as ``log``. Restore the methods of the other loop at the end.
+        # If a hook of another loop calls this loop, the model already has the other loop's
+        # methods, such as ``log``. Restore these methods at the end.
         previous = {key: {n: v for n, v in parts[key].items() if n in added} for key in parts}
         for attributes in parts.values():
             attributes.update(added)
@@ -1681,7 +1695,7 @@ class MiniLoop:
                 self.model.trainer = trainer
 
     def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
-        text = f"{path}: expected a dict of the names and tensors of weights. Pass a state_dict."
+        text = f"{path}: expected a dict that maps names to weights. Pass a saved state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
@@ -1764,7 +1778,10 @@ def missing_step(name: str, call: str) -> str:
 
 
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
-    """Return a model's method, or None if only LightningModule, a loop or nothing defines it."""
+    """Return a method that the model itself defines, or None.
+
+    Methods that LightningModule defines or that a loop has added do not count.
+    """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
@@ -1831,7 +1848,7 @@ def with_batch_idx(step: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def as_mapping(output: Any) -> Mapping[Any, Any]:
-    """Return a step's output as a dict. It is a loss, a pair (loss, acc) or a dict of numbers."""
+    """Convert a step's output (a loss, a pair (loss, acc) or a dict of numbers) to a dict."""
     if isinstance(output, tuple) and hasattr(output, "_asdict"):
         output = output._asdict()
     elif isinstance(output, tuple) and len(output) == 2:
@@ -1937,19 +1954,20 @@ def check_loader(loader: Any, argument: str) -> None:
     is_several = has_loaders or isinstance(loader, Mapping) or hasattr(loader, "iterables")
     if is_array or is_several or not isinstance(loader, Iterable | None):
         text = f"{argument}: got a {kind}, expected a loader (an iterable of batches), such as"
-        raise TypeError(f"{text} DataLoader(TensorDataset(x, y)). For several, use FabricLoop.")
+        text += " DataLoader(TensorDataset(x, y)). For several loaders, use FabricLoop."
+        raise TypeError(text)
     text = f"{argument}: got an empty {kind}, expected at least one batch."
     check(loader is None or sized_len(loader) != 0, text)
-    text = f"{argument}: got persistent_workers=True, whose state MiniLoop cannot save. Write"
-    is_persistent = getattr(loader, "persistent_workers", False)
-    check(not is_persistent, f"{text} persistent_workers=False, or use FabricLoop.")
+    text = f"{argument}: got persistent_workers=True, but MiniLoop cannot save the state of such"
+    text += " workers. Write persistent_workers=False, or use FabricLoop."
+    check(not getattr(loader, "persistent_workers", False), text)
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and the objects in it, such as its sampler and dataset, keyed by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
-    # Checkpoints contain the attributes of a loader, but a list has no attributes. If the loader is
-    # a list, assign the list to an attribute of a SimpleNamespace.
+    # Checkpoints contain a loader's attributes, but a list has no attributes. So store a list as an
+    # attribute of a SimpleNamespace.
     is_list = type(loader) is list
     parts = {"loader": SimpleNamespace(items=loader) if is_list else loader}
     parts |= {name: getattr(loader, name, None) for name in names}
@@ -1970,7 +1988,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     sampler, inner = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
     parts: Any = (loader, sampler, batches, inner)
-    # The loader and its batch sampler may share a sampler. Call the sampler's set_epoch() once.
+    # The loader and its batch sampler may share a sampler. Call set_epoch() only once.
     for part in {id(part): part for part in parts}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -1978,15 +1996,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def finish_gloo_threads() -> None:
     """Give gloo's threads time to free their tensors before Python exits."""
-    # The process aborts if a thread of gloo frees a tensor while Python exits, so wait a moment.
+    # The process aborts if a gloo thread frees a tensor while Python exits, so wait a moment.
     time.sleep(0.05)
 
 
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers during the epoch, not only at its start."""
     # To resume within an epoch, the loop reads the finished batches again without training on them.
-    # If dropout and a sampler share a random generator, the sampler then draws other numbers than
-    # in the saved run.
+    # If dropout and a sampler share a random generator, the sampler then draws different numbers
+    # than in the saved run.
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
     own = [sampler for sampler in used if not type(sampler).__module__.startswith("torch.")]
@@ -2002,7 +2020,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
         text = f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
-        text += " so the rest of the epoch may differ. Draw all of them before the first yield."
+        text += " so the rest of the epoch may differ. Draw all numbers before the first yield."
         warnings.warn(text, stacklevel=2)
 
 
@@ -2018,7 +2036,8 @@ def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> It
             state = {**get_rng_state(), "cuda": None}
         elif number == done and not is_indexed and {**get_rng_state(), "cuda": None} != state:
             text = f"resume: {type(dataset).__name__} draws random numbers during the epoch, so the"
-            text += " rest of this epoch may differ. Use a random generator that is an attribute."
+            text += " rest of this epoch may differ. Draw from a random generator that is stored as"
+            text += " an attribute."
             warnings.warn(text, stacklevel=2)
         yield batch
 
@@ -2094,8 +2113,8 @@ def make_scheduler_config(item: Any, optimizer: Any) -> dict[str, Any]:
     scheduler, frequency = config.get("scheduler"), config["frequency"]
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
-        text = f"scheduler: got a {kind}, expected a scheduler from torch. For others, use"
-        raise TypeError(f"{text} FabricLoop.")
+        text = f"scheduler: got a {kind}, expected a scheduler from torch. For other schedulers,"
+        raise TypeError(f"{text} use FabricLoop.")
     text = f"scheduler: got a {kind} for another optimizer, expected a scheduler for the optimizer"
     is_own = getattr(scheduler, "optimizer", optimizer) is optimizer
     check(is_own, f"{text} passed to fit. Write StepLR(optimizer, step_size=1).")
@@ -2122,7 +2141,10 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def contains_weights(state: Any, weights: Mapping[Any, str]) -> bool:
-    """Return whether a state contains weights of the model, which resuming would copy, or ids."""
+    """Return whether a state contains the model's weights, or the ids of weights.
+
+    Restoring such a state would create copies of the weights, and outdated ids.
+    """
     if isinstance(state, Tensor):
         return address_of(state) in weights
     items = state.values() if isinstance(state, dict) else state
@@ -2161,9 +2183,9 @@ def to_python(value: Any) -> Any:
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state, without the changes that load_state_dict() makes.
+    """Load an optimizer's state without changing its values.
 
-    That method converts the dtypes of tensors, and replaces strings.
+    On its own, load_state_dict() would convert the dtypes of tensors, and replace strings.
     """
     groups = optimizer.param_groups
     optimizer.load_state_dict(saved)
@@ -2174,7 +2196,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.param_groups = groups
     parameters = parameters_of(optimizer)
     for index, values in saved["state"].items():
-        # The index of a state that belongs to no parameter is not a number.
+        # A state that belongs to no parameter has a key that is not a number.
         if isinstance(index, int) and isinstance(values, dict):
             state = optimizer.state[parameters[index]]
             for name, value in values.items():
@@ -2199,7 +2221,7 @@ class SavedAttributes:
     """
 
     def __init__(self, loop: MiniLoop, train: Any, val: Any) -> None:
-        # Python frees the loop and its loaders sooner if the loop does not refer to itself.
+        # Without a reference cycle, Python frees the loop and its loaders sooner.
         self._loop: Callable[[], Any] = weakref.ref(loop)
         self._network = loop._unwrapped
         # Also save the state of other loaders that users have added to the loop as attributes.
@@ -2213,13 +2235,13 @@ class SavedAttributes:
         self._starts: list[dict[str, dict[str, Any]]] = []
         self._start_flags: list[dict[str, dict[str, bool]]] = []
         self._start_objects: dict[str, dict[str, Any]] = {}
-        # The names of attributes that a checkpoint has contained. Later checkpoints contain them,
-        # too, even if training has changed them back.
+        # The names of attributes that an earlier checkpoint contained. Later checkpoints contain
+        # them, too, even if their values have changed back.
         self._saved_names: dict[str, set[str]] = defaultdict(set)
         self._iterators: dict[str, Any] = {}
 
     def refresh_parts(self) -> dict[str, Any]:
-        """Find the objects whose attributes are saved, by paths such as "train sampler".
+        """Find the objects whose attributes are saved, keyed by paths such as "train sampler".
 
         Also update ``weights`` and the loaders' objects, which hooks and datasets may replace.
         """
@@ -2237,8 +2259,8 @@ class SavedAttributes:
         # If a dataset contains one of the model's modules, save this module only once.
         places = {id(part): place for place, part in parts.items()}
         parts = {place: parts[place] for place in places.values()}
-        # Leave out temporary tensors, such as the result of get_extra_state(), because another
-        # tensor may get their address.
+        # Leave out temporary tensors, such as the result of get_extra_state(), because other
+        # tensors may later get the same addresses.
         lasting = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
         self.weights.clear()
         self._named_weights = self._network.state_dict(keep_vars=True)
@@ -2261,17 +2283,17 @@ class SavedAttributes:
     def record_start_values(self) -> None:
         """Record the values of all attributes at the start of training.
 
-        ``fit`` calls this method before it creates the optimizer, and after on_train_start. A value
-        that this hook has changed is saved even if training changes it back, because a resumed run
-        calls the hook again. What configure_optimizers changes is always saved, because a resumed
-        run calls it with other weights.
+        ``fit`` calls this method before it creates the optimizer, and again after on_train_start. A
+        value that on_train_start has changed is saved even if training changes it back, because a
+        resumed run calls on_train_start again. A value that configure_optimizers has changed is
+        always saved, because a resumed run calls configure_optimizers with different weights.
         """
         parts = self.refresh_parts()
         start = {place: self._encode_part(place, attributes_of(parts[place])) for place in parts}
         self._starts.append(start)
 
     def record_start_objects(self) -> None:
-        """Record the objects to which attributes refer, and what is frozen or in eval mode."""
+        """Record the objects that attributes refer to, and what is frozen or in eval mode."""
         self._start_flags.append(flags_of(self._network))
         for place, part in self.refresh_parts().items():
             values = attributes_of(part)
@@ -2283,7 +2305,7 @@ class SavedAttributes:
         return any(not is_same(start.get(name, END), value) for start in starts)
 
     def _encode_part(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Encode an object's random generators and plain attributes, or their checksums."""
+        """Encode an object's random generators and attributes. Use checksums for large values."""
         device, found = self._loop().fabric.device, {}
         for name, value in values.items():
             if id(value) in self._saved_ids and not isinstance(value, nn.Module):
@@ -2310,9 +2332,9 @@ class SavedAttributes:
         """Return the RNG states, and the attributes that have changed since the start of training.
 
         Args:
-            is_epoch_start: Whether to leave out large attributes of the model. To read the finished
-                batches of an epoch again, a resumed run needs the others, because a sampler may
-                read them.
+            is_epoch_start: Whether to leave out large attributes of the model. The other attributes
+                are needed when a resumed run reads the epoch's finished batches again, because a
+                sampler may read them.
         """
         changed: dict[str, dict[str, Any]] = {}
         rebound: dict[str, list[str]] = {}
@@ -2333,7 +2355,7 @@ class SavedAttributes:
                 changed[place] = state
                 self._saved_names[place].update(state)
                 # The run has assigned new objects to these attributes. A resumed run must not
-                # change the old objects in place, because others may refer to them.
+                # change the old objects in place, because other code may refer to them.
                 names = [name for name in state if name in values]
                 rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
         return {**get_rng_state(), "parts": changed, "rebound": rebound}
@@ -2346,7 +2368,7 @@ class SavedAttributes:
                 return "state", encode(value.state_dict(), device), encode(flags, device)
             return encode(value, device, self.weights)
         except TypeError as error:
-            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed, but"
+            text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed but"
             text += f" is not saved, because it contains unsupported values ({error}). A resumed"
             warnings.warn(f"{text} run may differ.", stacklevel=2)
             return END
@@ -2372,8 +2394,8 @@ class SavedAttributes:
                 self._load_value(parts[place], name, value, name in rebound.get(place, ()))
         missing = [place for place in states if place not in parts]
         if missing:
-            text = f"resume: the saved run created {missing[0]!r} during training, but this run has"
-            text += " not created it. A resumed run may differ. Create it in __init__."
+            text = f"resume: the saved run created the object {missing[0]!r} during training, but"
+            text += " this run has not. A resumed run may differ. Create the object in __init__."
             warnings.warn(text, stacklevel=3)
 
     def _load_value(self, part: Any, name: str, value: Any, is_rebound: bool) -> None:
@@ -2395,7 +2417,7 @@ class SavedAttributes:
             load_object(name, current, *map(decoded, value[1:]))
         elif is_generator_state(value):
             text = f"resume: the saved run created the random generator {name!r} during training,"
-            text += " but this run has not created it. A resumed run may differ. Create it in"
+            text += " but this run has not. A resumed run may differ. Create the generator in"
             warnings.warn(f"{text} __init__.", stacklevel=4)
         else:
             new = decoded(value)
@@ -2408,7 +2430,7 @@ class SavedAttributes:
                 target[name] = new
 
     def get_changed_flags(self) -> dict[str, dict[str, bool]]:
-        """Return what has changed of requires_grad, and of the train and eval modes."""
+        """Return the requires_grad flags and the train and eval modes that have changed."""
         changed: dict[str, dict[str, bool]] = {}
         for kind, flags in flags_of(self._network).items():
             starts = [start[kind] for start in self._start_flags]
@@ -2484,7 +2506,7 @@ def attributes_of(part: Any) -> dict[str, Any]:
 
 
 def iterators_in(part: Any, place: str, depth: int = 6) -> dict[str, Any]:
-    """Return the iterators in the attributes of a loader or dataset, and in those of its parts."""
+    """Return the iterators in the attributes of a loader or dataset and of its parts."""
     found: dict[str, Any] = {}
     for name, value in getattr(part, "__dict__", {}).items():
         path = f"{place}.{name}"
@@ -2497,7 +2519,7 @@ def iterators_in(part: Any, place: str, depth: int = 6) -> dict[str, Any]:
 
 
 def is_installed(part: Any) -> bool:
-    """Return whether an object, such as a transform, is of a class from an installed package."""
+    """Return whether an object's class, such as a transform, is from an installed package."""
     module = type(part).__module__
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     is_searched = isinstance(part, torch_data.Dataset) or module.startswith("torch.")
@@ -2507,7 +2529,7 @@ def is_installed(part: Any) -> bool:
 def objects_in(
     part: Any, known: set[int], network: set[int] | None = None, depth: int = 3
 ) -> dict[str, Any]:
-    """Return the objects in the attributes of an object, at most three levels deep, with paths.
+    """Return the objects in an object's attributes, at most three levels deep, keyed by path.
 
     Args:
         known: The ids of objects to leave out. The function adds the ids of the objects it finds.
@@ -2574,7 +2596,7 @@ class Checksum(tuple[Any, ...]):
 def compute_checksum(value: Any) -> tuple[Any, ...]:
     """Return a checksum of a module, a tensor, an array or a container.
 
-    Use only a sample of tensors on a GPU, of values over 256 MB, and of long lists of tensors.
+    For tensors on a GPU, values over 256 MB and long lists of tensors, use only a sample.
     """
     if isinstance(value, nn.Module):
         tensors = value.state_dict().values()
@@ -2613,7 +2635,7 @@ def encode(
     most: int | None = None,
     depth: int = 0,
 ) -> Any:
-    """Encode a value of an attribute for a checkpoint, such as (1, 2) as ("tuple", [1, 2]).
+    """Encode an attribute's value for a checkpoint: (1, 2) becomes ("tuple", [1, 2]).
 
     Raise a TypeError for an unsupported value.
 
@@ -2698,8 +2720,8 @@ def decode(encoded: Any, device: torch.device, weights: Mapping[str, Any]) -> An
         return tuple.__new__(find_class(*options), items)
     if kind == "deque":
         return deque(items, *options)
-    text = f"resume: got an attribute with a {kind}, which FabricLoop saved, but MiniLoop cannot"
-    check(kind in CONTAINERS, f"{text} restore. Resume with FabricLoop.")
+    text = f"resume: FabricLoop saved an attribute with a {kind}, which MiniLoop cannot restore."
+    check(kind in CONTAINERS, f"{text} Resume with FabricLoop.")
     if not issubclass(CONTAINERS[kind], dict):
         return CONTAINERS[kind](items)
     made = CONTAINERS[kind]()
@@ -2719,8 +2741,8 @@ def find_class(module: str, name: str) -> Any:
 def load_object(
     name: str, current: Any, state: Any, requires_grad: Mapping[str, bool] = MappingProxyType({})
 ) -> None:
-    text = f"resume: got a state of {name!r}, but this run has no such object. Create it in"
-    text += " __init__, or create an attribute of the loop in _set_up_optimizer."
+    text = f"resume: got the state of {name!r}, but this run has no such object. Create the object"
+    text += " in __init__ or, if it is an attribute of the loop, in _set_up_optimizer."
     check(is_stateful(current) or isinstance(current, nn.Module), text)
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
@@ -2737,8 +2759,8 @@ def replace_content(current: Any, value: Any) -> bool:
         return False
     if type(current) is not type(value):
         return False
-    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. They
-    # may already have the value, because they are views of another attribute.
+    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. If
+    # they are views of another attribute, they may already have the new value.
     with suppress(RuntimeError, ValueError):
         if isinstance(current, Tensor):
             if not torch.equal(current, value):
@@ -2992,7 +3014,7 @@ def check_readable(checkpoint: Mapping[str, Any]) -> None:
         # A resumed run does not read the hyperparameters, so they may contain objects.
         is_hparams, file = name == "hyper_parameters", io.BytesIO()
         try:
-            # Replace the tensors, because saving them takes long.
+            # Replace the tensors, because saving them takes a long time.
             plain = value if is_hparams else apply_to_collection(value, Tensor, Tensor.dim)
             torch.save(plain, file)
             file.seek(0)
@@ -3017,7 +3039,7 @@ def find_placeholder(value: Any) -> str | None:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return when a version folder was last used, from its .lock file, and its version number."""
+    """Read when a version folder was last used from its .lock file. Also return its number."""
     text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

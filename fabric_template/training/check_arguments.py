@@ -55,8 +55,9 @@ def check_idle(loop: FabricLoop, stage: str) -> None:
     """Raise an error if ``loop`` is already running, for example if a hook calls ``loop.fit``."""
     if (run := loop.active_run) is not None:
         raise ConfigurationError(
-            f"{stage}: got a call while {run.stage} is running, expected a call after {run.stage}."
-            f" In a hook, use another loop: FabricLoop(logger=False).{stage}(model, loader)."
+            f"{stage}: got a call while {run.stage} is running, expected a call after {run.stage}"
+            f" has ended. In a hook, use another loop: FabricLoop(logger=False).{stage}(model,"
+            " loader)."
         )
 
 

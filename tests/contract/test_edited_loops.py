@@ -263,7 +263,7 @@ def test_resume_is_refused_if_a_mini_loop_subclass_lacks_an_object_whose_state_w
         _build_checkpoint, _restore = MiniLoop._build_checkpoint, MiniLoop._restore
 
     train(Forgets, max_epochs=1)
-    with pytest.raises(ValueError, match=r"got a state of 'ema', .* create an attribute of the loop in _set_up_opt"):
+    with pytest.raises(ValueError, match=r"got the state of 'ema', .* attribute of the loop, in _set_up_optimizer"):
         train(Forgets, max_epochs=2, resume="last")
 
 

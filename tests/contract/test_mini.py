@@ -1349,7 +1349,7 @@ def test_mini_loop_refuses_a_hook_that_ends_the_epoch_early():
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1, which ends the epoch early\. Use FabricLoop\."):
+    with pytest.raises(TypeError, match=r"on_train_batch_start: got -1, but MiniLoop cannot end an epoch"):
         run_mini(Ends, max_epochs=1)
 
 

@@ -92,7 +92,7 @@ def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data
     hints = re.findall(r"Training spends \d\d% of the time waiting for batches\. (.*)", out)
     is_slow = seconds > 0
     # mini.py may be the only copied file, so MiniLoop does not suggest FabricLoop.tune().
-    advice = r"Try loop\.tune\(" if make is FabricLoop else "In the DataLoader, try more num_workers"
+    advice = r"Try loop\.tune\(" if make is FabricLoop else "In the DataLoader, try a larger num_workers"
     assert [bool(re.match(advice, hint)) for hint in hints] == [True] * is_slow
     assert len(re.findall(r" waiting$", out, re.MULTILINE)) == is_slow
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
