@@ -17,7 +17,7 @@ from fabric_template.errors import ConfigurationError
 
 
 class RecordsEvents(BoringModel):
-    """Records when it validates and when its loader is created."""
+    """Records the step of each validation and each call to train_dataloader."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ READ_ONLY = ["current_epoch", "global_step", "is_last_batch", "num_val_batches",
 
 @pytest.mark.parametrize("name", [*READ_ONLY, "val_check_batch", "datamodule", "validating"])
 def test_an_attribute_that_the_loop_computes_cannot_be_set(name):
-    """As in Trainer. The last three can be set in Trainer, but had no effect here."""
+    """Trainer allows setting the last three, but in FabricLoop a new value would have no effect."""
     loop = FabricLoop(**quiet())
     before = getattr(loop, name)
     with pytest.raises(AttributeError, match=f"FabricLoop.{name}: got 5, but this attribute is read-only"):
@@ -146,7 +146,7 @@ def test_an_attribute_that_the_loop_computes_cannot_be_set(name):
 @pytest.mark.parametrize("value", [GradClipAlgorithmType.VALUE, GradClipAlgorithmType.NORM])
 @pytest.mark.parametrize("is_set", [False, True])
 def test_the_clipping_algorithm_can_be_an_enum_as_in_trainer(value, is_set):
-    """Trainer's own attribute is such an Enum."""
+    """In Trainer, this attribute is also an enum."""
     modules = []
     for kind in LOOPS.values():
         pl.seed_everything(1, verbose=False)
@@ -177,7 +177,7 @@ def test_a_hook_can_set_min_epochs_and_min_steps_as_in_trainer(place, name):
     assert ends[0][1] >= 3
 
 
-def test_validate_every_n_steps_can_be_changed_between_two_calls_of_fit(tmp_path):
+def test_validate_every_n_steps_can_be_changed_between_two_calls_to_fit(tmp_path):
     loop, module = make_loop(FabricLoop, tmp_path, num_sanity_val_steps=0), RecordsEvents()
     loop.validate_every_n_steps = 3
     loop.fit(module)

@@ -1,4 +1,4 @@
-"""Test that Lightning's summaries, progress bars and profilers show the same as with Trainer."""
+"""Test that Lightning's summaries, progress bars and profilers show the same values as with Trainer."""
 
 import io
 import logging
@@ -58,7 +58,7 @@ def test_the_default_model_summary_is_short_and_printed_to_stdout(capsys):
 
 
 class RecordedTqdm(cb.TQDMProgressBar):
-    """Records the state of its bars after each hook that draws, and draws nothing."""
+    """Records the state of a bar after each hook that would draw it, and draws nothing."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -75,7 +75,7 @@ class RecordedTqdm(cb.TQDMProgressBar):
 
 
 def record_after(hook, bar):
-    """Let RecordedTqdm record a bar after a hook."""
+    """Make RecordedTqdm record the state of a bar after a hook."""
     drawn = getattr(RecordedTqdm, hook)
 
     def recorded(self, trainer, module, *args):
@@ -98,7 +98,7 @@ for _hook, _bar in {
 
 
 class Barred(Classifier):
-    """Shows a value per step and per epoch, and has steps for test and predict."""
+    """Shows a value per step and per epoch, and defines test_step and predict_step."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -118,7 +118,7 @@ class Barred(Classifier):
     ids=str,
 )
 def test_progress_bars_show_the_same_values_as_with_trainer(tmp_path, options):
-    """Totals, positions, titles and values are equal after each batch of fit, test and predict."""
+    """Totals, positions, titles and values match after each batch of fit, test and predict."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
     sides = run_both(tmp_path, lambda root: RecordedTqdm(refresh_rate=3), Barred, **BAR, **options)
     for side in sides:
@@ -135,7 +135,7 @@ def test_progress_bars_show_the_same_values_as_with_trainer(tmp_path, options):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_simple_profiler_measures_the_same_actions_as_with_trainer(tmp_path):
-    """Every measured action has Trainer's name and count, and each stage writes its report."""
+    """Every measured action has the same name and count as with Trainer. Each stage writes a report."""
     counts = []
     for name, kind in LOOPS.items():
         profiler = profilers.SimpleProfiler(dirpath=tmp_path / name, filename="report")

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Manual(pl.LightningModule):
-    """Takes an optimizer step in every second batch, and returns a detached loss or None."""
+    """Takes an optimizer step in every second batch and returns a detached loss or None."""
 
     def __init__(self, returns=True):
         super().__init__()
@@ -63,7 +63,7 @@ class Gan(Manual):
 
 
 class Blocks(Manual):
-    """Blocks the synchronization of gradients in two ways, except in each third backward pass."""
+    """Blocks gradient synchronization in two ways, except in every third backward pass."""
 
     def training_step(self, batch, batch_idx):
         trainer, loss = self.trainer, self.loss_of(batch)
@@ -98,5 +98,5 @@ def test_manual_optimization_with_ddp_gives_the_same_weights_as_with_trainer(mak
     (trainer, expected), (loop, module) = ends
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    # In the process of the caller, Trainer leaves global_step at 0.
+    # In the calling process, Trainer leaves global_step at 0.
     assert loop.global_step == steps

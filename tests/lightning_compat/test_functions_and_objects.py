@@ -80,7 +80,7 @@ class Lit(Steps, pl.LightningModule):
 def fit(kind, resume=None, **options):
     """Train with step functions or an object of class ``kind``.
 
-    Return (loop, model, its network).
+    Return (loop, model, the model's network).
     """
     loop = FabricLoop(**with_files(**{"max_epochs": 2, "logger": False, **options}))
     model = make_net() if kind == "functions" else kind()
@@ -95,7 +95,7 @@ LEVELS = ["functions", Object, Module]
 
 
 def by_hand(net, batches):
-    """Return the means of loss and accuracy over all samples, in eval mode."""
+    """Return the mean loss and accuracy over all samples, computed in eval mode."""
     net.eval()
     with torch.no_grad():
         values = [torch.stack(loss_and_acc(net, batch, 0)) * len(batch[0]) for batch in batches]

@@ -19,7 +19,7 @@ def plain_loader():
 
 
 class Listening(Classifier):
-    """Records the keys that the checkpoint hooks get."""
+    """Records the keys of the checkpoints that the hooks receive."""
 
     def on_save_checkpoint(self, checkpoint):
         self.saved = (sorted(checkpoint), checkpoint["epoch"], checkpoint["global_step"])
@@ -58,7 +58,7 @@ def test_a_custom_zero_grad_method_is_called_before_each_optimizer_step(is_of_cl
 
 
 def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
-    """The hooks do not get the keys that FabricLoop adds. The epoch is the epoch that ended."""
+    """The hooks do not get the keys that FabricLoop adds. The epoch is the one that just ended."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
         Listening, plain_loader, val_loader, max_epochs=2, enable_checkpointing=True, callbacks=[callback]
@@ -71,7 +71,7 @@ def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
 
 
 class Scored(Classifier):
-    """Logs a known val_loss. The second epoch is the best."""
+    """Logs a fixed val_loss per epoch, which is lowest in the second epoch."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (3.0, 1.0, 2.0, 2.5)[self.current_epoch])

@@ -210,7 +210,7 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
         {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
     ]
     assert metrics[0] == metrics[1]
-    # FabricLoop has removed its own log from the callback.
+    # FabricLoop has removed the log() method that it added to the callback.
     assert "log" not in vars(ours.callbacks[0])
 
 
@@ -248,7 +248,7 @@ def test_attributes_of_fit_loop_that_have_no_effect_cannot_be_set():
 
 
 def own_callback(name, base):
-    """Return an instance of a user's own class that has the name of a class in Lightning."""
+    """Return an instance of a user-defined class with the same name as a Lightning class."""
 
     def on_train_epoch_end(self, trainer, module):
         trainer.should_stop = True
@@ -257,7 +257,7 @@ def own_callback(name, base):
 
 
 @pytest.mark.parametrize("base", [pl.Callback, object])
-def test_user_defined_callbacks_may_have_the_names_of_lightning_classes(base):
+def test_user_defined_callbacks_may_have_the_same_names_as_lightning_classes(base):
     names = [*(name for name in cb.__all__ if name != "Callback"), "ProgressBar"]
 
     def fit(epochs, resume=None, **options):

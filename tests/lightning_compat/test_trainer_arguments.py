@@ -21,7 +21,7 @@ class WithTest(Classifier):
 
 
 def results_of(loop, call, **given):
-    """Return the result of a method such as validate, with an untrained module."""
+    """Return the result of a method such as validate for an untrained module."""
     torch.manual_seed(7)
     if call == "predict":
         return torch.cat(loop.predict(WithTest(), [batch[0] for batch in val_loader()], **given)).tolist()
@@ -46,7 +46,7 @@ def test_ckpt_path_is_an_alias_of_the_load_argument(trained, call, path):
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
 def test_ckpt_path_last_starts_a_new_run_if_no_checkpoint_exists(tmp_path, kind):
     loop = kind(**with_files(tmp_path, max_epochs=1, logger=False))
-    # Trainer of Lightning 2.5 has no argument weights_only.
+    # In Lightning 2.5, Trainer has no weights_only argument.
     more = {"weights_only": None} if "weights_only" in inspect.signature(kind.fit).parameters else {}
     assert more or kind is pl.Trainer
     with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):
@@ -87,7 +87,7 @@ LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predic
 @pytest.mark.parametrize("value", [0, 1, 2, 7, 0.0, 0.3, 1.0, 2.0, 5.0, 1.2, 2.5, -1, -0.5, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", [*LIMITS, "val_check_interval", "overfit_batches"])
 def test_limit_options_have_the_same_meaning_as_with_trainer(name, value):
-    """Floats up to 1.0 are fractions, and larger whole floats are numbers of batches."""
+    """Floats up to 1.0 are fractions. Larger floats must be whole numbers of batches."""
     results = []
     for kind in (pl.Trainer, FabricLoop):
         try:
@@ -98,10 +98,10 @@ def test_limit_options_have_the_same_meaning_as_with_trainer(name, value):
         except pl.utilities.exceptions.MisconfigurationException:
             results.append("refused")
     if name == "val_check_interval" and value in (0, 0.0):
-        # Trainer accepts an interval of no batches, and divides by it in fit.
+        # Trainer accepts an interval of zero batches, and fit then divides by zero.
         results[0] = "refused" if isinstance(value, int) else results[0]
     if name == "overfit_batches" and isinstance(value, float) and value > 1:
-        # Trainer accepts such a float, but trains on all batches.
+        # Trainer accepts a float above 1, but then trains on all batches.
         results[0] = "refused"
     assert results[1] == results[0]
 

@@ -21,7 +21,7 @@ NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))}
 _OWN_CLASS = "an object of another class"
 _METRICS = ({"setup"}, "FabricLoop clears the metrics before each call")
 
-# {attribute: (hooks in which its value differs from Trainer, reason)}. None means all hooks.
+# {attribute: (hooks in which its value differs from Trainer's, reason)}. None means all hooks.
 DIFFERENT = {
     "strategy": (None, _OWN_CLASS),
     "fit_loop": (None, _OWN_CLASS),
@@ -42,7 +42,7 @@ DIFFERENT = {
 
 
 class Whole(Classifier):
-    """Has the steps of fit, validate, test and predict."""
+    """Defines the step methods of fit, validate, test and predict."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx)
@@ -132,7 +132,7 @@ def read_both(name):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loop_attributes_have_the_same_values_as_in_trainer_in_every_hook(options):
-    """A new attribute of Trainer fails this test until FabricLoop or DIFFERENT has it."""
+    """If Trainer gains an attribute, this test fails until FabricLoop or DIFFERENT has it."""
     expected, ours = read_both(options)
     for name in NAMES:
         assert [place[:2] for place in expected[name]] == [place[:2] for place in ours[name]], name

@@ -1,4 +1,4 @@
-"""Test calls to a loop in a hook, copies made in a hook, and calls to loop.backward after a run."""
+"""Test loops called in a hook, models copied in a hook, and loop.backward after a run."""
 
 import copy
 import functools
@@ -70,7 +70,7 @@ def test_a_hook_cannot_call_fit_or_validate_on_the_running_mini_loop(tmp_path, h
 
 @pytest.mark.parametrize("method", ["validate", "test"])
 def test_a_hook_may_call_validate_or_test_on_a_second_loop(tmp_path, method):
-    """The outer run logs the same values, and its module keeps its trainer."""
+    """The outer run logs the same values as without this call, and its module keeps its trainer."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
     expected = fit(tmp_path / "alone", Calls, **options)
@@ -132,7 +132,7 @@ CALLING_HOOKS = ["on_train_batch_end", "on_train_epoch_end"]
 
 
 def combine(values):
-    """Return combinations of two loops, a module and one of the values. The values alternate in the suite."""
+    """Combine two loops, a module and one value. The unmarked combinations alternate between the values."""
     cases = [*halve(KINDS, KINDS, [Classifier, PlainCalls]), pytest.param(FabricLoop, FabricLoop, OwnLog)]
     # MiniLoop logs nothing for a plain module to which FabricLoop has added its own log().
     cases = [case for case in cases if case.values != (FabricLoop, MiniLoop, PlainCalls)]
@@ -187,7 +187,7 @@ def test_validating_with_a_loop_inside_a_trainer_hook_does_not_change_the_traine
     found, module = train(lambda module: loop.validate(module, val_loader()))
     assert found == expected
     assert all(map(torch.equal, module.parameters(), other.parameters()))
-    # A loop replaces a trainer that has finished.
+    # After the trainer has finished, the loop replaces it as module.trainer.
     loop.validate(module, val_loader())
     assert module.trainer is loop
 
@@ -197,7 +197,7 @@ def test_a_model_copied_in_a_hook_can_be_trained_by_another_loop(tmp_path, outer
     class Trained(make_module):
         def on_train_start(self):
             if hasattr(self, "lr_schedulers"):
-                # A module may read its optimizer, which must be the one of its own loop.
+                # self.optimizers() must return the optimizer of the loop that trains this copy.
                 assert self.optimizers().param_groups[0]["params"][0] is next(self.parameters())
 
     copies = []
@@ -259,7 +259,7 @@ class SavesItself(PlainCalls):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_can_be_pickled_during_and_after_fit(tmp_path, monkeypatch, kind):
-    """A pickled loop contains its options and results, but not the model, loaders and open files."""
+    """A pickled loop contains its options and results, but no model, loaders or open files."""
     monkeypatch.setattr(SavesItself, "path", tmp_path / "model.pt")
     module, step = SavesItself(), lambda model, batch: nn.functional.cross_entropy(model.net(batch[0]), batch[1])
     module.loop = loop = make_run(kind, tmp_path, "run", max_epochs=2)
@@ -294,7 +294,7 @@ class OwnFabricLoop(FabricLoop):
 
 
 @pytest.mark.parametrize("kind", [OwnMiniLoop, OwnFabricLoop])
-def test_a_pickled_loop_keeps_attributes_that_a_subclass_or_the_user_has_added(tmp_path, kind):
+def test_a_pickled_loop_keeps_attributes_added_by_a_subclass_or_the_user(tmp_path, kind):
     loop = kind(accelerator="cpu", default_root_dir=tmp_path)
     loop.note = "text"
     other = pickle.loads(pickle.dumps(loop))
@@ -323,8 +323,8 @@ def test_loop_backward_after_fit_does_not_call_the_hooks_of_the_trained_module(t
     assert len(called) == count
 
 
-def test_fit_can_be_called_again_after_ctrl_c_interrupted_the_clean_up(tmp_path):
-    """A second Ctrl-C, for example, may interrupt the clean-up after an error."""
+def test_fit_can_be_called_again_after_ctrl_c_interrupts_the_clean_up(tmp_path):
+    """For example, a second Ctrl-C may interrupt the clean-up after an error."""
 
     class Interrupts:
         def on_exception(self, loop, module, error):

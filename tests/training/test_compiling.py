@@ -1,4 +1,4 @@
-"""Test that compile= changes neither the results nor the keys of the weights."""
+"""Test that compile= changes neither the results nor the keys of the state dict."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch import nn
 
 from fabric_template import FabricLoop
 
-# The eager backend uses PyTorch's kernels, so that the results are equal bit for bit.
+# The eager backend uses PyTorch's kernels, so the results are bitwise identical.
 EAGER = {"backend": "eager"}
 
-# At graph breaks, torch reads deprecated attributes and warns about them.
+# At graph breaks, torch reads deprecated attributes of its own and warns about them.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute of a Tensor")
 
 

@@ -114,7 +114,7 @@ def test_a_run_resumes_exactly_after_an_exception(tmp_path, place, name):
         fit(tmp_path / "cut", lambda: Fails(hook, at), *loaders, **options)
     saved = [path.name for path in (tmp_path / "cut").rglob("*.ckpt")]
     assert set(saved) <= {"last.ckpt"}
-    # Without a checkpoint, "auto" starts a new run, which needs the seed of the first run.
+    # Without a checkpoint, resume="auto" starts a new run, which needs the first run's seed.
     resumed = fit(tmp_path / "cut", Fails, *loaders, resume="auto", seed=9 if saved else 1, **options)
     assert_same_end(whole, resumed)
     assert logs == logs_of(tmp_path / "cut", version=0 if saved else 1)
@@ -139,7 +139,7 @@ def test_a_run_with_manual_optimization_resumes_exactly_after_an_exception(tmp_p
 
 
 class HalfStep(torch.optim.Adam):
-    """Raises an error in step(), after it has changed weights and moments."""
+    """Raises an error in step() after changing weights and moments."""
 
     steps, fails_at = 0, None
 
@@ -170,7 +170,7 @@ def test_no_half_updated_weights_are_saved_after_an_error_in_an_optimizer_step(t
 
 
 class UnreadableOnce(Dataset):
-    """Raises an error the first time that sample 17 is read."""
+    """Raises an error the first time sample 17 is read."""
 
     def __init__(self, marker):
         self.data, self.marker = make_data(24), marker
@@ -186,7 +186,7 @@ class UnreadableOnce(Dataset):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_run_resumes_exactly_after_a_worker_failed_to_read_a_sample(tmp_path, options):
+def test_a_run_resumes_exactly_after_a_worker_fails_to_read_a_sample(tmp_path, options):
     """A worker process raises the error."""
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": 1, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
@@ -195,7 +195,7 @@ def test_a_run_resumes_exactly_after_a_worker_failed_to_read_a_sample(tmp_path, 
     whole = fit(tmp_path / "whole", make, loader("read"), **options)
     with pytest.raises(Broken) as caught:
         fit(tmp_path / "cut", make, loader("unread"), **options)
-    # The workers have ended, although the error keeps the frames of the loop alive.
+    # The workers have ended even though the error keeps the loop's frames alive.
     assert caught.value.__traceback__ is not None
     assert not multiprocessing.active_children()
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))

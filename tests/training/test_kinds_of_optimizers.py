@@ -18,7 +18,7 @@ from fabric_template.errors import CheckpointError
 
 
 class WithoutClosure(torch.optim.Optimizer):
-    """Has a step() without the argument closure."""
+    """Has a step() without a closure argument."""
 
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
@@ -37,7 +37,7 @@ class IgnoresClosure(WithoutClosure):
 
 
 class SharpnessAware(torch.optim.SGD):
-    """Calls its closure twice in a step, the second time with changed weights."""
+    """Calls its closure twice per step, the second time with changed weights."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -62,7 +62,7 @@ class KeepsGradients(torch.optim.SGD):
 
 
 class NoSubclass:
-    """Has the methods of an optimizer, but not its base class."""
+    """Has the methods of torch.optim.Optimizer but does not inherit from it."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
@@ -318,7 +318,7 @@ def test_gradient_clipping_is_refused_for_layers_with_sparse_gradients(tmp_path,
 
 @pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
 def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
-    """Sparse, complex and bfloat16 gradients count like dense gradients."""
+    """The norm includes sparse, complex and bfloat16 gradients as well as dense ones."""
     torch.manual_seed(3)
     net, expected = make(), []
     ids = torch.tensor([[1, 1], [1, 2], [0, 9], [3, 3]])
@@ -354,7 +354,7 @@ def test_the_lr_column_contains_the_learning_rate_of_the_first_parameter_group(t
 
 @pytest.mark.parametrize("loop_class", [pl.Trainer, FabricLoop, MiniLoop])
 @pytest.mark.parametrize("place", ["optimizer configuration", "lr scheduler dict"])
-def test_unsupported_keys_in_the_dicts_of_configure_optimizers_cause_a_warning(tmp_path, loop_class, place):
+def test_unsupported_keys_in_the_dict_returned_by_configure_optimizers_cause_a_warning(tmp_path, loop_class, place):
     class Misspelled(Lit):
         def configure_optimizers(self):
             optimizer = make_sgd(self, 0.1)
@@ -371,7 +371,7 @@ def test_unsupported_keys_in_the_dicts_of_configure_optimizers_cause_a_warning(t
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("monitor", ["train_loss", "val_loss"])
-def test_an_error_explains_that_a_metric_is_missing_in_the_first_steps(tmp_path, loop_class, monitor):
+def test_an_error_explains_why_the_metric_of_a_scheduler_is_missing_in_the_first_steps(tmp_path, loop_class, monitor):
     net = make_net()
     optimizer = make_sgd(net, 0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -30,7 +30,7 @@ class Stream(IterableDataset):
 
 
 class Watched(pl.LightningModule):
-    """Fails in the ``at``-th call to a hook, and has weak references to the last tensors."""
+    """Fails in the ``at``-th call to a hook, and keeps weak references to the last tensors."""
 
     def __init__(self, hook, at, manual=False, optimizer=torch.optim.SGD):
         super().__init__()

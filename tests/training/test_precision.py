@@ -30,7 +30,7 @@ PRECISIONS = {
 
 
 class Look(nn.Module):
-    """Records the dtypes in its steps."""
+    """Records the dtypes that each step sees."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def test_each_step_runs_in_the_dtypes_that_the_precision_option_selects(level, p
 
 
 class Overflows(Classifier):
-    """Has infinite gradients in two batches, so that the scaler skips these steps."""
+    """Has infinite gradients in two batches, so the scaler skips the steps of these batches."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -158,7 +158,7 @@ def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
 
 
 def test_resume_restores_the_gradient_scaler(tmp_path):
-    """The scale of the scaler grows in every seventh step, counted over both runs."""
+    """The scale grows in every seventh step, counted over both runs."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)

@@ -24,7 +24,7 @@ class Broken(RuntimeError):
 
 
 def global_state(module):
-    """Return the global state that a run may change and must restore."""
+    """Return the global state that a run may change but must restore."""
     return {
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -41,7 +41,7 @@ def global_state(module):
 
 
 class Complete(Classifier):
-    """Has the steps of fit, validate, test and predict."""
+    """Defines the step methods of fit, validate, test and predict."""
 
     def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
@@ -100,7 +100,7 @@ class Foreign(Logger):
 
 
 class Fails(Classifier):
-    """Fails in a method, on one rank or on all."""
+    """Fails in one method, on one rank or on all ranks."""
 
     def __init__(self, at=None, error=None, rank=None):
         super().__init__()
@@ -175,7 +175,7 @@ def test_an_error_leaves_no_worker_process_running(stage):
     ],
 )
 def test_an_error_in_one_of_two_processes_reaches_the_caller(monkeypatch, stage, at, rank, error):
-    """The process of the caller raises the error of the process that failed first."""
+    """The calling process raises the error of the process that failed first."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module, loader = Fails(at, error, rank), DataLoader(make_data(16), batch_size=4)
     options = {"strategy": "ddp_fork", "devices": 2, "deterministic": True, "version": 0}

@@ -25,7 +25,7 @@ def step(net, batch):
 
 
 def train(loop, net=None):
-    """Train a net with fixed initial weights. Return its losses."""
+    """Train a network with fixed initial weights. Return its losses."""
     net = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5)) if net is None else net
     nn.init.constant_(net[0].weight, 0.1)
     nn.init.constant_(net[0].bias, 0.0)
@@ -49,7 +49,7 @@ def test_fabric_loop_and_mini_loop_give_the_same_losses_with_the_same_seed():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_setting_the_seed_of_a_loop_has_the_same_effect_as_passing_it_to_a_new_loop(kind):
+def test_setting_the_seed_attribute_has_the_same_effect_as_passing_a_seed_to_a_new_loop(kind):
     loop = make_loop(kind, max_epochs=2, name="changed", seed=5)
     first = train(loop)
     loop.seed = 8

@@ -1,4 +1,4 @@
-"""Test epochs that a limit ends early, and loaders with fewer batches than their length."""
+"""Test epochs that a limit ends early, and loaders that yield fewer batches than their length."""
 
 import shutil
 
@@ -28,8 +28,8 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
 
 
 @pytest.mark.parametrize(("options", "steps"), once(OPTIONS, [1, 7, 8]), ids=str)
-def test_a_run_stopped_by_max_steps_within_an_epoch_resumes_exactly(tmp_path, options, steps):
-    """Starting the stopped run again changes nothing. Without max_steps, the run continues."""
+def test_a_run_stopped_mid_epoch_by_max_steps_resumes_exactly(tmp_path, options, steps):
+    """Restarting the stopped run changes nothing. Without max_steps, the run continues."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val_loader, **options)
@@ -50,7 +50,7 @@ def test_a_fractional_val_check_interval_is_accepted_even_without_training_batch
 
 
 class Copy(Callback):
-    """Copies a run's folder at the end of an epoch, as SIGKILL would leave it there."""
+    """Copies a run's folder at the end of an epoch, as if SIGKILL had ended the run there."""
 
     def __init__(self, root, to, step):
         self.root, self.to, self.step = root, to, step
@@ -78,14 +78,14 @@ class StopsAt(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_resuming_after_should_stop_within_an_epoch_gives_the_uninterrupted_result(tmp_path, options):
+def test_a_run_resumed_after_should_stop_mid_epoch_matches_an_uninterrupted_run(tmp_path, options):
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, **options)
     _, _, history = fit(tmp_path / "cut", make, train, callbacks=[StopsAt(4)], **options)
     assert history["step"].tolist()[-1] == 4
     assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, resume="last", **options))
-    # steps.csv has an additional row for the step at which the run stopped.
+    # steps.csv contains an additional row for the step at which the run stopped.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
@@ -118,7 +118,7 @@ def plateau(module):
 
 @pytest.mark.parametrize("optimizers", [by_epoch, plateau])
 def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_path, optimizers):
-    """Weights and CSV rows equal those with a loader of the right length, also in a resumed run."""
+    """Weights and CSV rows equal those with a loader of the right length, even in a resumed run."""
     make = lambda: Classifier(optimizers)  # noqa: E731
     options = {"val": val_loader, "max_epochs": 2, "save_every_n_steps": 1}
     expected = fit(tmp_path / "expected", make, short(length=16), **options)
@@ -145,7 +145,7 @@ def test_an_epoch_ends_if_the_loader_yields_fewer_batches_than_its_length(tmp_pa
     ids=str,
 )
 def test_an_epoch_with_fewer_batches_than_expected_ends_with_validation(tmp_path, options, steps):
-    """A validation within an epoch only runs if the loader has yielded enough batches."""
+    """A mid-epoch validation runs only if the loader has yielded enough batches."""
     seen = []
 
     class ValidationRecorder(Callback):

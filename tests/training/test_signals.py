@@ -22,7 +22,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
 class Interrupt(Callback):
-    """Raises a signal in one hook of one batch, counted over the whole fit."""
+    """Raises a signal in one hook of one batch. Batches are counted over the whole fit."""
 
     def __init__(self, at=8, number=signal.SIGINT, hook="on_train_batch_start", times=1, rank=0):
         self.at, self.number, self.hook, self.times, self.rank = at, number, hook, times, rank
@@ -198,12 +198,12 @@ def test_a_signal_to_the_whole_process_group_does_not_end_the_workers(tmp_path, 
     assert saved_step(tmp_path / "cut") == 4
 
 
-# Handlers of the user
+# Signal handlers installed by the user
 
 
 @pytest.fixture
 def received():
-    """Return the signals that a handler of the user has received. Finally, restore the handlers."""
+    """Install a user's signal handler and return the signals that it receives. Restore the handlers at the end."""
     found, numbers = [], [signal.SIGTERM, signal.SIGUSR1]
 
     def handler(number, frame):
@@ -217,7 +217,7 @@ def received():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_also_calls_the_handler_that_the_user_installed(tmp_path, received, number):
+def test_a_signal_also_calls_the_handler_installed_by_the_user(tmp_path, received, number):
     whole = fit(tmp_path / "whole", train=train, max_epochs=3)
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path / "cut", train=train, max_epochs=3, callbacks=[Interrupt(8, number)])
@@ -296,7 +296,7 @@ def test_a_signal_ends_both_processes_of_a_distributed_script(tmp_path, strategy
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # On a busy machine, a thread of gloo may abort when Python exits. See
+    # On a busy machine, a gloo thread may abort when Python exits. See
     # https://github.com/pytorch/pytorch/pull/179291
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in codes or is_torchs, done.stderr
@@ -308,7 +308,7 @@ def test_a_signal_ends_both_processes_of_a_distributed_script(tmp_path, strategy
 
 
 class OutOfTime(Callback):
-    """Moves the clock of Timer beyond its limit in one batch."""
+    """Moves Timer's clock past the time limit in one batch."""
 
     def __init__(self, at):
         self.at, self.batches = at, 0
@@ -351,8 +351,8 @@ def test_resume_auto_after_should_stop_does_not_train_further(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "at"), once(OPTIONS, [2, 8, 12]), ids=str)
-def test_a_run_stopped_by_max_time_within_an_epoch_resumes_exactly(tmp_path, options, at):
-    """The epoch ends early and writes its row. The resumed run continues within this epoch."""
+def test_a_run_stopped_mid_epoch_by_max_time_resumes_exactly(tmp_path, options, at):
+    """The epoch ends early and writes its row. The resumed run continues the same epoch."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     limited = {**options, "callbacks": [OutOfTime(at)], "max_time": "00:01:00:00"}
