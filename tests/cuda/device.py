@@ -29,7 +29,7 @@ def fused_adam(module):
 
 
 class Drawing(Classifier):
-    """Draws noise and dropout, and keeps running statistics of BatchNorm, on the device."""
+    """Draws noise and dropout masks on the device, and keeps BatchNorm's running statistics there."""
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)

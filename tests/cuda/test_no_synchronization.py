@@ -68,7 +68,7 @@ def test_training_with_each_kind_of_loader_does_not_wait_for_the_gpu(precision, 
 
 
 def test_precision_16_mixed_with_a_fused_optimizer_does_not_wait_for_the_gpu():
-    """With other optimizers, GradScaler reads in each step whether the gradients are finite."""
+    """With other optimizers, GradScaler reads from the GPU in each step whether the gradients are finite."""
     assert fit(Drawing(fused_adam), on_device, precision="16-mixed") == 20
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit(Drawing(sgd), on_device, precision="16-mixed")
@@ -80,7 +80,7 @@ def test_accumulation_and_clipping_do_not_wait_for_the_gpu(options):
 
 
 def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
-    """Synchronizations are errors in eight steps between two steps that log."""
+    """Synchronizations are errors in the eight steps between two logged steps."""
     options = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": True, "enable_model_summary": True}
     options |= {"default_root_dir": str(tmp_path), "monitor": "val_loss", "log_every_n_steps": 10}
     assert fit(train=on_device, val=val_loader, first=1, last=9, max_epochs=1, **options) == 8

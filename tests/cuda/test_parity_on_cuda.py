@@ -58,7 +58,7 @@ class GanOnDevice(Gan):
             torch.randn = on_cpu
 
 
-# The first steps of 16-mixed overflow, and are skipped.
+# With 16-mixed, the first steps overflow and are skipped.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_optimization_gives_the_same_weights_as_with_trainer(precision):
@@ -66,7 +66,7 @@ def test_manual_optimization_gives_the_same_weights_as_with_trainer(precision):
 
 
 class Numbers(Classifier):
-    """Logs a metric, and numbers and tensors that are not on the device."""
+    """Logs a metric, and also numbers and tensors that are not on the device."""
 
     def __init__(self):
         super().__init__(by_step)

@@ -1,4 +1,4 @@
-"""Test that every kind of iterable gives the same batches as with Trainer, also in a resumed run."""
+"""Test that every kind of iterable gives the same batches as with Trainer, even in a resumed run."""
 
 import itertools
 from functools import partial
@@ -44,7 +44,7 @@ class Function:
 
 
 class Items:
-    """A loader with ``__getitem__`` and without ``__iter__``."""
+    """A loader that defines ``__getitem__`` but not ``__iter__``."""
 
     def __getitem__(self, index):
         return BATCHES[index]
@@ -70,7 +70,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
 def test_iterables_give_the_same_batches_as_with_trainer(make):
-    """The comparison includes the sanity check, and limits for iterables with a length."""
+    """The runs include a sanity check, and iterables with a length are limited to fewer batches."""
     if make is own_batches and not HAS_EXACT_TRAINER:
         pytest.skip("Trainer of Lightning 2.5.0 cannot validate with this batch sampler")
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
@@ -79,7 +79,7 @@ def test_iterables_give_the_same_batches_as_with_trainer(make):
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Items])
-def test_a_run_whose_loader_is_an_iterable_resumes_exactly_within_an_epoch(tmp_path, make):
+def test_a_run_resumed_mid_epoch_on_an_iterable_matches_an_uninterrupted_run(tmp_path, make):
     options = {"train": make, "max_epochs": 2, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", callbacks=[Snapshots(tmp_path / "whole", tmp_path / "killed")], **options)
     root = tmp_path / "killed/9"
@@ -88,7 +88,7 @@ def test_a_run_whose_loader_is_an_iterable_resumes_exactly_within_an_epoch(tmp_p
 
 
 def once():
-    """Return an iterator, which yields its batches only once."""
+    """Return an iterator that yields its batches only once."""
     return itertools.chain(BATCHES)
 
 
@@ -97,7 +97,7 @@ def test_fit_trains_for_one_epoch_on_an_iterator_that_can_be_read_only_once():
 
 
 def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_path):
-    """A used-up iterator raises an error in training. In validation, it causes a warning."""
+    """In validation, an exhausted iterator only causes a warning."""
     hint = r"loader \(chain\) yielded no batch in .* An iterator yields its batches only once\. Pass an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
@@ -136,7 +136,7 @@ def pipeline():
 
 
 class Queue:
-    """A loader that is its own iterator and continues in the next epoch."""
+    """A loader that is its own iterator. Each epoch continues where the previous epoch ended."""
 
     def __init__(self):
         self.position = 0
@@ -180,7 +180,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", [Slices, pipeline, cycle])
-def test_fabric_loop_cannot_resume_a_run_of_mini_loop_if_the_loader_contains_an_iterator(tmp_path, make):
+def test_fabric_loop_cannot_resume_a_mini_loop_run_if_the_loader_contains_an_iterator(tmp_path, make):
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make())

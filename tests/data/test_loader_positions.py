@@ -1,4 +1,4 @@
-"""Test resuming with different loaders, and the cost of resuming within an epoch."""
+"""Test resuming with different loaders, and the cost of resuming in the middle of an epoch."""
 
 import itertools
 import warnings
@@ -20,14 +20,14 @@ SIZE = 1000
 
 
 def resume_at(make, done):
-    """Return the batches after the first ``done``, and a loader that resumes after them."""
+    """Return the batches after the first ``done`` batches, and a loader that resumes at this position."""
     torch.manual_seed(3)
     batches = list(make())
     torch.manual_seed(3)
     loader = ResumableLoader(make())
     assert sum(1 for _ in itertools.islice(loader, done)) == done
     state, rng_state = loader.state_dict(is_in_pass=True), torch.get_rng_state()
-    # Without close(), the workers of this loader may still read samples.
+    # Without close(), this loader's workers may continue to read samples.
     loader.close()
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
@@ -76,7 +76,7 @@ def test_a_resumed_data_loader_does_not_read_earlier_samples_again(name):
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), pytest.param(2, 3, marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, after):
-    """The batches contain the same samples, but random numbers that workers draw differ."""
+    """The batches contain the same samples, but the workers draw different random numbers."""
 
     def make(workers):
         return lambda: make_loader(24, num_workers=workers)
@@ -98,7 +98,7 @@ def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, afte
 
 
 class TakesSeveral(Classifier):
-    """Trains on the batch of the first loader, also if there are several loaders."""
+    """Trains on the batch of the first loader, even if there are several loaders."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0] if isinstance(batch[0], list) else batch
@@ -115,7 +115,7 @@ def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
 
-def test_resuming_within_an_epoch_is_refused_if_the_batch_size_differs(tmp_path):
+def test_resuming_mid_epoch_is_refused_if_the_batch_size_differs(tmp_path):
     """At the end of an epoch, a different batch size only causes a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
@@ -135,7 +135,7 @@ def test_resume_rereads_and_skips_batches_of_loaders_without_state_dict():
 
 
 class ShufflesChunks:
-    """Shuffles chunks of four samples, each when it is reached if ``is_lazy`` is set."""
+    """Shuffles chunks of four samples. If ``is_lazy`` is set, a chunk is shuffled only when it is reached."""
 
     def __init__(self, is_lazy):
         self.is_lazy = is_lazy
@@ -217,7 +217,7 @@ class ShufflesBuffer(IterableDataset):
 
 
 class PicksBatches:
-    """A loader with a length, which draws the next of the remaining batches."""
+    """A loader with a length that draws the next batch from the remaining ones."""
 
     def __init__(self, generator=None):
         self.generator = generator

@@ -26,7 +26,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 class RecordingModule(pl.LightningModule):
-    """Records the arguments of its steps in each stage."""
+    """Records the arguments of its step methods in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ MODES = ("max_size_cycle", "min_size", "max_size")
 
 
 def structure(loaders):
-    """Return the names of the types of loaders, in the same nested structure."""
+    """Return the type names of the loaders, in the same nested structure."""
     if isinstance(loaders, dict):
         return {name: structure(value) for name, value in loaders.items()}
     if isinstance(loaders, list | tuple) and not isinstance(loaders[0], int):
@@ -107,7 +107,7 @@ def structure(loaders):
 @pytest.mark.parametrize("call", STAGE_NAMES)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_nested_loaders_give_the_same_batches_as_with_trainer(call, name):
-    """The number of batches and the attributes such as loop.train_dataloader are also compared."""
+    """The test also compares the number of batches and attributes such as loop.train_dataloader."""
 
     def act(loop, module):
         result = getattr(loop, call)(module, STRUCTURES[name]())
@@ -153,7 +153,7 @@ class MovablePair(Pair):
 
 
 class PairOfItems:
-    """A batch that can be unpacked, because it has __getitem__."""
+    """A batch that can be unpacked because it has __getitem__."""
 
     def __init__(self, x, y):
         self.items = {"x": x, "y": y}
@@ -180,7 +180,7 @@ class LoadsList:
 
 
 def train_on(loaders):
-    """Return the sums of each training batch, and the trained weight."""
+    """Return the sum of each part of each training batch."""
     seen, net = [], torch.nn.Linear(1, 1)
 
     def step(net, batch):
@@ -198,12 +198,12 @@ X = torch.arange(8.0)
 
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("make", [MovablePair, lambda x, y: UserDict(x=x, y=y)], ids=["with to", "mapping"])
-def test_a_list_of_iterable_batches_is_one_loader(kind, make):
+def test_a_list_of_iterable_batches_is_treated_as_one_loader(kind, make):
     assert train_on(kind([make(X, X * 2), make(X * 3, X * 4)])) == [[28.0, 56.0], [84.0, 112.0]]
 
 
 @pytest.mark.parametrize("make", [Loads, LoadsList])
-def test_a_list_of_loaders_of_an_own_class_gives_several_loaders(make):
+def test_a_list_of_loaders_of_a_user_defined_class_is_treated_as_several_loaders(make):
     loaders = [make(X, X), make(X[:4], X[4:])]
     assert train_on(loaders) == [[2.0, 10.0], [10.0, 18.0], [18.0, 10.0], [26.0, 18.0]]
 
@@ -214,7 +214,7 @@ def test_a_list_of_objects_that_could_be_batches_or_loaders_is_refused(make):
     message = f"train_dataloaders: got a list of {name} objects.*A {name} could be a batch or a loader"
     with pytest.raises(TypeError, match=message):
         train_on(batches)
-    # Each of the two suggestions leads to a right result.
+    # Both suggestions in the error message give the intended batches.
     assert train_on(DataLoader(batches, batch_size=None)) == [[28.0, 56.0], [84.0, 112.0]]
     if make is Pair:
         assert train_on(CombinedLoader(batches, "max_size_cycle")) == [[28.0, 84.0], [56.0, 112.0]]
@@ -261,7 +261,7 @@ class Encoded:
 
 
 def grow(batch):
-    """Return (x, y), and change the items of a batch."""
+    """Take x and y from a batch, change the batch in place, and return (x, y)."""
     if isinstance(batch, Fields):
         x, y, batch.x = batch.x, batch.y, batch.x * 2
     else:
@@ -270,7 +270,7 @@ def grow(batch):
     return x, y
 
 
-# {kind: (a function that creates a batch, a function that returns x and y and changes the batch)}
+# {kind: (a function that creates a batch, a function that returns (x, y) and changes the batch)}
 STORED = {
     "dict": (lambda x, y: {"x": x, "y": y}, grow),
     "list": (lambda x, y: [x, y], grow),
@@ -319,7 +319,7 @@ def test_batches_are_copied_and_moved_on_a_cpu_as_with_trainer(name, precision):
         assert results[0] == results[1] == results[2]
 
 
-def test_a_batch_that_cannot_be_copied_reaches_the_step_of_fabric_loop_with_a_warning():
+def test_a_batch_that_cannot_be_copied_reaches_the_training_step_with_a_warning():
     expected = train_on_stored(FabricLoop, lambda: Stores(Fields), lambda batch: (batch.x, batch.y))
     with pytest.warns(UserWarning, match="a batch that cannot be moved to a device .*frozen dataclass"):
         found = train_on_stored(FabricLoop, lambda: Stores(FrozenFields), lambda batch: (batch.x, batch.y))
@@ -427,7 +427,7 @@ def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
         FabricLoop(**quiet(max_epochs=1)).fit(Empty())
 
 
-# The creation of loaders
+# Reloading loaders and set_epoch()
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
@@ -485,7 +485,7 @@ def warnings_of(call="validate", loader=None, **options):
         warnings.simplefilter("always")
         getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(RecordingModule(), loader)
     texts = [str(warning.message) for warning in caught]
-    # A warning of Python, which is not tested here.
+    # Ignore a warning that Python itself raises.
     others = ("is multi-threaded, use of fork",)
     return [text for text in texts if not any(other in text for other in others)]
 
@@ -500,7 +500,7 @@ def test_a_loader_with_few_workers_causes_a_warning(monkeypatch):
 
 
 def test_importing_the_package_adds_no_warning_filter():
-    """The dependencies are imported first, because they add filters."""
+    """The test imports the dependencies first, because they add filters of their own."""
     code = (
         "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
         " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
@@ -533,7 +533,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_validate_with_a_loader_does_not_call_the_hooks_of_an_earlier_datamodule(stage):
-    """As in Trainer, for example if the datamodule normalizes the images on the GPU."""
+    """As in Trainer. For example, the earlier datamodule may normalize its images in a hook."""
 
     class Scaled(pl.LightningDataModule):
         def train_dataloader(self):
@@ -571,7 +571,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 def test_predict_refuses_a_combined_loader_whose_mode_is_not_sequential(mode):
-    """As in Trainer. The predictions of several loaders are a list for each loader."""
+    """As in Trainer, because predict returns a separate list of predictions for each loader."""
 
     class Doubles(pl.LightningModule):
         def predict_step(self, batch, batch_idx):
@@ -626,14 +626,14 @@ class Ends(RecordingModule):
 @pytest.mark.parametrize(
     ("loop", "error"), once([FabricLoop, MiniLoop], [None, ValueError("mine"), KeyboardInterrupt()])
 )
-def test_a_fit_that_ends_within_an_epoch_leaves_no_worker_process(loop, error):
+def test_fit_leaves_no_worker_process_if_it_ends_mid_epoch(loop, error):
     """The garbage collector would wait five seconds for each remaining worker."""
     dataset, before = [torch.zeros(1)] * 16, multiprocessing.active_children()
     caught, loop = None, loop(max_steps=13, accelerator="cpu")
     try:
         loop.fit(Ends(error), DataLoader(dataset, batch_size=2, num_workers=2))
     except (ValueError, KeyboardInterrupt) as raised:
-        caught = raised  # A notebook also keeps the last error, and its frames.
+        caught = raised  # A notebook also keeps the last error and its frames.
     assert loop.global_step == (13 if error is None else 11), caught
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 

@@ -61,7 +61,7 @@ class DrawsEach(NumpySampler):
 
 
 class Counts(NumpySampler):
-    """Draws an order that depends on the number of its passes."""
+    """Draws an order that depends on the number of passes so far."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def mixes(samples, mix, scale):
 
 
 class OwnLoader:
-    """A loader that is not a DataLoader. Its order depends on the number of its passes."""
+    """A loader that is not a DataLoader. Its order depends on the number of passes so far."""
 
     def __init__(self):
         self.passes = 0
@@ -215,7 +215,7 @@ def stream():
 
 
 class TakesAll(Classifier):
-    """Trains on the batch of the first loader that has one."""
+    """Trains on the batch of the first loader that still has one."""
 
     def training_step(self, batch, batch_idx):
         while isinstance(batch[0], list | tuple) or batch[0] is None:

@@ -104,7 +104,7 @@ def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
 
 
 class CopiesCheckpoint(pl.Callback):
-    """Copies last.ckpt before some batches."""
+    """Copies last.ckpt before the given batches."""
 
     def __init__(self, folder, where):
         self.folder, self.where, self.batches = folder, where, 0

@@ -1,4 +1,4 @@
-"""Test exact resume with streams and with loaders that have load_state_dict()."""
+"""Test exact resume with streams and with loaders that define load_state_dict()."""
 
 import warnings
 
@@ -48,7 +48,7 @@ class Sticky(StreamOfIndices):
 
 
 class StickyWithPosition(StreamOfIndices):
-    """Sets its position in load_state_dict(), before it yields a sample."""
+    """Sets its position already in load_state_dict(), before it yields a sample."""
 
     def load_state_dict(self, state):
         self.start = self.position = state["position"]
@@ -65,7 +65,7 @@ class SetsNewAttribute(StreamOfIndices):
 
 
 class KeepsState(StreamOfIndices):
-    """Keeps the loaded dict, and reads the position from it in each pass."""
+    """Keeps the loaded dict and reads the starting position from it in each pass."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Resets(StreamOfIndices):
 
 
 class Cursor(StreamOfIndices):
-    """Continues in each pass where the previous pass ended."""
+    """Continues each pass where the previous pass ended."""
 
     def indices(self):
         end = (self.position // 20 + 1) * 20
@@ -200,7 +200,7 @@ LOADERS |= TORCHDATA
 
 @pytest.mark.parametrize("name", keep(LOADERS, *TESTED))
 def test_a_killed_run_on_a_stateful_iterable_dataset_resumes_exactly(tmp_path, name):
-    """Kill the run within and after the first epoch. Also kill a resumed run."""
+    """Kill the run in the middle of the first epoch and after it. Also kill a resumed run."""
     options = {"max_epochs": 3, "save_every_n_steps": 2, "train": LOADERS[name]}
     snapshots = Snapshots(tmp_path / "whole", tmp_path, (2, 5, 6, 12))
     whole = fit(tmp_path / "whole", TakesAll, callbacks=[snapshots], **options)
@@ -226,7 +226,7 @@ def test_a_run_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
 
 
 def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later_epochs(tmp_path):
-    """The position is in a persistent worker, or is not an attribute."""
+    """The position is stored in a persistent worker, or is not an attribute of the dataset."""
     positions = {"start": 0, "position": 0}
 
     class Hidden(StreamOfIndices):

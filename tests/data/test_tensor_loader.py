@@ -22,7 +22,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 class Records(pl.LightningModule):
-    """Writes the samples of each batch to a file of the process."""
+    """Writes the samples of each batch to a separate file for each process."""
 
     def __init__(self, folder, loaders=None):
         super().__init__()
@@ -53,7 +53,7 @@ class Records(pl.LightningModule):
 
 
 class Writer(pl.callbacks.BasePredictionWriter):
-    """Records the indices of the samples in a predicted batch."""
+    """Records the sample indices of each predicted batch."""
 
     def __init__(self):
         super().__init__("batch")
@@ -91,7 +91,7 @@ RULES = {
 
 
 def run_stage(kind, make, folder, call, loader_options, options):
-    """Run a stage and return the lines of each file, in the order of the ranks."""
+    """Run a stage and return the lines of each file, sorted by file name."""
     folder.mkdir()
     pl.seed_everything(5, verbose=False)
     loop = kind(**quiet(**{"max_epochs": 2, **options}, callbacks=[Writer()]))
@@ -131,7 +131,7 @@ def test_a_list_of_tensor_loaders_gives_the_same_batches_as_data_loaders(tmp_pat
     assert_same_batches(tmp_path, call, name, several=True)
 
 
-# With shuffled loaders, the processes of Trainer draw different orders in predict.
+# With shuffled loaders, Trainer's processes draw different orders in predict.
 EVALUATED = {
     "validate": ["last batch", "overfit", "shuffle, drop_last"],
     "test": ["limit", "shuffle"],
@@ -231,7 +231,7 @@ def test_a_batch_keeps_the_memory_format_of_the_data():
         ({"shuffle": None}, "got shuffle=None, expected True or False"),
         ({"drop_last": 2}, "got drop_last=2, expected True or False"),
         ({"batch_size": 2.0}, r"got batch_size=2\.0, expected an int >= 1"),
-        # NumPy before 2.0 writes True and 0.
+        # NumPy before 2.0 prints these values as True and 0.
         ({"batch_size": np.bool_(True)}, "got batch_size=(np.)?True_?, expected an int >= 1"),
         ({"batch_size": np.int64(0)}, r"got batch_size=(np.int64\(0\)|0), expected an int >= 1"),
         ({"generator": 3}, "got generator=3, expected a torch.Generator on the CPU. Write generator="),

@@ -55,7 +55,7 @@ def test_the_validate_command_accepts_the_best_checkpoint_of_a_demo_run(demo):
 
 
 def probe(load):
-    """Return the accuracy of a linear classifier that reads the digits from the codes."""
+    """Return the accuracy of a linear classifier that predicts the digits from the codes."""
     loop = FabricLoop(name="autoencoder", accelerator="cpu", enable_progress_bar=False, seed=0)
     batches = loop.predict(Autoencoder(), datamodule=DigitsData(), load=load)
     codes, labels = (torch.cat([batch[key] for batch in batches]) for key in ("code", "label"))
@@ -92,7 +92,7 @@ def test_data_splits_are_stratified_and_seeded_and_do_not_leak():
     assert torch.equal(labels, again.splits["val"].tensors[1])
     assert not torch.equal(labels, other.splits["val"].tensors[1])
     means = {split: table.splits[split].tensors[0][:, :2].mean(0).abs() for split in ("train", "val")}
-    # The scaling is fitted on the training split only.
+    # The scaler is fitted on the training split only.
     assert means["train"].max() < 1e-6 < 1e-4 < means["val"].min()
 
 

@@ -95,7 +95,7 @@ def test_the_cifar10_demo_reads_the_binary_version_of_its_data():
 
 @pytest.mark.parametrize("demo", ["mnist", "cifar10"])
 def test_an_error_about_a_failed_download_explains_where_to_copy_the_file(monkeypatch, capsys, demo):
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # Nothing listens there.
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # No server listens on this port.
     assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
     error = capsys.readouterr().err
     assert re.search(r"download of https://.*copy it to data/\S+\n$", error)

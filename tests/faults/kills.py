@@ -1,9 +1,9 @@
-"""Kill a run at random times, resume it until it ends, and compare its files with an unkilled run.
+"""Kill a run at random times, resume it until it ends, and compare its files with those of an unkilled run.
 
     python tests/faults/kills.py --kills 30 --ranks 1 --seed 0
 
 Runs start quickly, because they are forked from a process that has imported everything and has no threads. Each of
-`ranks` processes is one rank (gloo). A round kills the run and its resumed runs one to three times, then lets it end.
+the `ranks` processes is one rank (gloo). A round kills and resumes the run one to three times, then lets it finish.
 """
 
 import argparse
@@ -42,18 +42,18 @@ class Figures:
 
 
 def warm_up(root):
-    """Train once, so that forked processes import nothing. Fail if a thread is left."""
+    """Train once, so that forked processes need no imports. Fail if a thread is still running."""
     quiet()
     train(root)
     gc.collect()
-    # The garbage collector of forked processes then leaves these pages shared.
+    # After gc.freeze(), garbage collection in a forked process does not copy these memory pages.
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("training has started threads: a fork of this process could wait for their locks forever")
 
 
 def fork(work, *args):
-    """Run the work in a forked child and return its process id. A failing child prints its error and exits with 1."""
+    """Run the work in a forked child and return its process id. A failing child prints its error and exits with code 1."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -72,7 +72,7 @@ def fork(work, *args):
 
 
 def strategy_options(kind):
-    """Return the strategy option. Without "sharded", it is DDP."""
+    """Return the strategy option. It is "ddp", unless `kind` is "sharded"."""
     return {"strategy": sharded_strategy() if kind == "sharded" else "ddp"}
 
 
@@ -97,9 +97,9 @@ def start(root, ranks, log, kind=""):
 
 
 def cpu_seconds(pid):
-    """Return the CPU seconds of a process.
+    """Return the CPU time of a process in seconds.
 
-    On a busy machine, they show its progress better than a clock.
+    On a busy machine, CPU time shows the progress of a process better than a clock.
     """
     try:
         return time.clock_gettime((~pid << 3) | 2)  # Linux: the clock of another process
@@ -110,9 +110,9 @@ def cpu_seconds(pid):
 def end(pids, after=None, skew=0.0):
     """Wait until all processes have ended.
 
-    If `after` is given, kill the processes when the first one has used this number of CPU seconds,
-    each `skew` seconds after the previous one. Return the exit codes. A run that does not end
-    within PATIENCE is killed, and its code is "hang".
+    If `after` is given, kill the processes once the first one has used this number of CPU seconds.
+    Kill each process `skew` seconds after the previous one. Return the exit codes. A process that
+    does not end within PATIENCE is killed, and its code is "hang".
     """
     codes, start_time, hit = dict.fromkeys(pids), time.monotonic(), None
     while any(code is None for code in codes.values()):
@@ -135,7 +135,7 @@ def end(pids, after=None, skew=0.0):
 
 
 def length_of(pids):
-    """Wait for a run. Return (exit codes, approximate CPU seconds of each process)."""
+    """Wait until a run has ended. Return (exit codes, approximate CPU seconds of each process)."""
     before = os.times()
     codes, after = end(pids), os.times()
     had = after.children_user + after.children_system - before.children_user - before.children_system
@@ -202,8 +202,8 @@ def _difference(whole, root):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=30, help="number of kills that must hit a running process")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run; several communicate by gloo")
-    parser.add_argument("--seed", type=int, default=None, help="seed of the instants; drawn and printed if not given")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes; several communicate through gloo")
+    parser.add_argument("--seed", type=int, default=None, help="seed for the kill times; drawn and printed if not given")
     parser.add_argument(
         "--sharded", action="store_true", help="shard the model and its checkpoint over two ranks (FSDP2)"
     )

@@ -1,7 +1,7 @@
-"""Count the file operations of a process in a folder, and let some of them fail.
+"""Count the file operations of a process in a folder, and make some of them fail.
 
 `open`, `os.open`, `os.write`, `os.fsync`, `os.replace` and similar functions are replaced during a
-`with` block. Writes of C and C++ code are not counted here. soak/syscalls.py counts system calls.
+`with` block. Writes by C and C++ code are not counted here. soak/syscalls.py counts system calls.
 """
 
 import builtins
@@ -16,7 +16,7 @@ KINDS = {
     "ENOSPC": errno.ENOSPC,
     "EIO": errno.EIO,
     "EACCES": errno.EACCES,
-    # Writes write only half of the bytes. Other operations fail with ENOSPC.
+    # A write writes only half of its bytes. Other operations fail with ENOSPC.
     "short": None,
     "SIGKILL": None,
 }
@@ -25,7 +25,7 @@ KINDS = {
 class Layer:
     """Calls `before(operation, path, size)` and `after(operation, path, fd)` around each operation under `root`.
 
-    `before` may raise, kill the process, or return how many bytes of a write are to be written.
+    `before` may raise an error, kill the process, or return the number of bytes that a write should write.
     """
 
     operations = OPERATIONS
@@ -76,9 +76,9 @@ class Layer:
         return call
 
     def path_of(self, file):
-        """Return the path of a file or descriptor below the root, or None if it is elsewhere."""
+        """Return the path of a file or descriptor, or None if the file is not below the root."""
         if isinstance(file, int):
-            # The descriptor may have been closed and used again.
+            # The descriptor may have been closed and then reused for another file.
             with contextlib.suppress(OSError):
                 return self.paths.get(file) if os.readlink(f"/proc/self/fd/{file}").startswith(self.root) else None
             return None
@@ -106,7 +106,7 @@ class Layer:
 
 
 class WritingFile(io.FileIO):
-    """A file whose writes go through os.write, where the layer sees them."""
+    """A file whose writes go through os.write, so that the layer counts them."""
 
     def write(self, data):
         return os.write(self.fileno(), data)
@@ -122,7 +122,7 @@ def buffered(raw, mode, buffering, size, *args, **kwargs):
 
 
 class Fault(Layer):
-    """Lets the n-th operation fail, by an error, by half a write, or by SIGKILL."""
+    """Makes the n-th operation fail with an error, write only half of its bytes, or kill the process."""
 
     def __init__(self, root, n, kind):
         super().__init__(root)

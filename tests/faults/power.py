@@ -1,7 +1,7 @@
-"""Cut the power at every moment of a run. Data that was not synced may be lost or incomplete.
+"""Simulate a power cut at every moment of a run. Data that was not synced may be lost or incomplete.
 
 `record` trains once and returns the possible states of the disk after a cut at each moment. `check` restores one state
-and resumes. Every save that had returned still exists, and the run ends like an undisturbed one.
+and resumes. Every completed save must still exist, and the resumed run must end like an undisturbed run.
 """
 
 import os
@@ -19,7 +19,7 @@ KINDS = ("killed", "nothing", "names", "torn")
 
 @dataclass(frozen=True)
 class State:
-    """A possible state of the disk after a cut, and the step of the last save that had returned."""
+    """A possible state of the disk after a power cut, and the step of the last completed save."""
 
     kind: str
     moment: str
@@ -30,10 +30,10 @@ class State:
 class PowerCut(Layer):
     """Records what certainly survives a power cut: synced contents, and names in synced folders.
 
-    killed: only the process ends; everything is as it was written.
+    killed: the process ends, but everything that was written survives.
     nothing: only what is certain survives.
-    names: all names survive, but only synced contents, as when a rename is on disk before its file's data.
-    torn: all names, and half of what was written since the last sync.
+    names: all names survive, but only synced contents. A rename may reach the disk before the file's data.
+    torn: all names survive, and half of what was written since the last sync.
     """
 
     def __init__(self, root):
@@ -49,7 +49,7 @@ class PowerCut(Layer):
 
     def after(self, operation, path, fd):
         if operation == "open" and self._new_path == path:
-            # The inode of a removed file may be used again.
+            # The inode of a removed file may be reused.
             self.contents.pop(os.stat(path).st_ino, None)
             self._new_path = None
         if operation == "fsync":
@@ -103,7 +103,7 @@ def _replace_root(name, content, root, other):
 def record(root, **options):
     """Train once.
 
-    Return the final files, and the states that a cut at any moment could have left.
+    Return the final files, and the disk states that a power cut at any moment could have left.
     """
     save = AtomicCheckpointIO.save_checkpoint
     with PowerCut(root) as cut:
@@ -123,7 +123,7 @@ def record(root, **options):
 
 
 def check(whole, state, root, **options):
-    """Return the problem after this power cut, or None."""
+    """Resume after this power cut. Return a description of the problem, or None."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for name, content in state.files:

@@ -1,9 +1,9 @@
-"""Let every disk operation of a run fail once, in each way. No saved state may be lost.
+"""Make each disk operation of a run fail once in every way, and check that no saved state is lost.
 
     python tests/faults/sweep.py --kinds ENOSPC short SIGKILL
 
 For n = 1, 2, ..., the n-th open, write, fsync, rename, mkdir, ... of a run fails. After each fault,
-last.ckpt can be read, and resume="auto" ends with the same files as an undisturbed run.
+last.ckpt must be readable, and resume="auto" must end with the same files as an undisturbed run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def train_with_fault(root, n, kind):
 
 
 def check(workspace, whole, n, kind):
-    """Let one operation of a run fail, and finish the run. Return the problem, or None."""
+    """Make one operation of a run fail, then finish the run. Return the problem, or None."""
     root = workspace / "run"
     try:
         if kind == "SIGKILL":
@@ -57,7 +57,7 @@ def check(workspace, whole, n, kind):
         for path in root.rglob("last.ckpt"):
             read_checkpoint(path)
         train(root)
-        # best.ckpt may be missing, because a run only warns if the disk refuses it.
+        # best.ckpt may be missing, because a run only warns if it cannot write this file.
         without = () if kind == "SIGKILL" else BEST
         return difference(without_names(whole, without), end_of(root, without))
     except Exception as error:
@@ -67,7 +67,7 @@ def check(workspace, whole, n, kind):
 
 
 def sweep(kinds, buffer, every=1):
-    """Return the figures of a sweep over all operations, or over every ``every``-th operation."""
+    """Return the results of a sweep over every ``every``-th operation."""
     workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     Layer.buffer_size = buffer

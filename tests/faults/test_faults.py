@@ -27,7 +27,7 @@ def test_a_run_killed_at_random_times_resumes_exactly(ranks, kills):
 
 
 @pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="the pathlib of Python 3.10 does not call the replaced functions"
+    sys.version_info < (3, 11), reason="pathlib does not call the replaced functions in Python 3.10"
 )
 def test_a_run_resumes_no_matter_which_disk_operation_fails():
     figures = run("sweep", "--every", 83)

@@ -15,7 +15,7 @@ OPTIONS = {"max_epochs": 2, "limit_train_batches": 6, "save_every_n_steps": 2}
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(
-        sys.version_info < (3, 11), reason="the pathlib of Python 3.10 does not call the replaced functions"
+        sys.version_info < (3, 11), reason="pathlib does not call the replaced functions in Python 3.10"
     ),
 ]
 
@@ -42,7 +42,7 @@ def test_a_power_cut_loses_no_saved_checkpoint_or_csv_row(recorded, tmp_path):
 
 
 class WithoutSync:
-    """The module os, in which fsync does nothing."""
+    """The module os with an fsync() that does nothing."""
 
     def __getattr__(self, name):
         return getattr(os, name)
@@ -74,6 +74,6 @@ def test_the_power_cut_check_fails_if_random_numbers_or_csv_rows_are_not_restore
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:
         monkeypatch.setattr(restore, "restore_rng_state", lambda state: None)
-    # In an early state, nothing is saved that the resumed run could restore wrongly.
+    # Skip the early states, which contain no saved data that a resumed run could restore incorrectly.
     whole, states = recorded
     next(find_problems((whole, states[len(states) // 2 :]), tmp_path, "killed"))

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Import the tests' helpers and the package of this clone.
+# Import the tests' helpers and the package from this clone.
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
 
 import numpy as np
@@ -25,7 +25,7 @@ from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY
 
-# Each of 3 epochs has 8 batches and 4 optimizer steps. Checkpoints are also saved within epochs.
+# Each of 3 epochs has 8 batches and 4 optimizer steps. Some checkpoints are saved mid-epoch.
 RUN_OPTIONS = {
     "accelerator": "cpu",
     "max_epochs": 3,
@@ -51,7 +51,7 @@ TIMES = (
     "folder",
 )
 # These values differ if best.ckpt or config.yaml could not be written. The run continues without
-# them.
+# these files.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 
 
@@ -88,7 +88,7 @@ def sharded_strategy(ranks=2, **options):
 
 
 def train(root, make=Victim, batch_size=4, **options):
-    """Start or resume the run. The tests call this again after they have killed it."""
+    """Start or resume the run. The tests call this function again after they have killed the run."""
     seed_everything(1, verbose=False)
     train_loader = DataLoader(make_data(32), batch_size=batch_size, shuffle=True)
     val_loader = DataLoader(make_data(8, seed=5), batch_size=4)
@@ -99,7 +99,7 @@ def train(root, make=Victim, batch_size=4, **options):
 def end_of(root, without=()):
     """Return {path in the version: content} of a finished run's newest version, without clock values.
 
-    The content of a checkpoint is a dict, and that of a CSV file is its lines.
+    The content of a checkpoint is a dict, and the content of a CSV file is a list of lines.
     """
     found = {}
     for kind in ("checkpoints", "logs"):
@@ -107,7 +107,7 @@ def end_of(root, without=()):
         for path in sorted(versions[-1].rglob("*")) if versions else []:
             if path.name not in (".lock", ".metadata"):
                 # If a killed save has left a folder of shards, the next save adds a number to the
-                # name.
+                # folder's name.
                 name = re.sub(r"(step=\d+)-\d+", r"\1", f"{kind}/{path.relative_to(versions[-1])}")
                 found[name] = _content(path, str(root))
     return without_names(found, (*TIMES, *without))
@@ -125,12 +125,12 @@ def _content(path, root):
         times = [i for i, name in enumerate(columns) if name in TIMES]
         return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
     text = path.read_text().replace(root, "ROOT") if path.is_file() else None
-    # The rest of config.yaml lists versions of packages.
+    # The rest of config.yaml lists package versions.
     return text.partition("\nabout:")[0] if path.name == "config.yaml" else text
 
 
 def without_names(value, names):
-    """Return the nested value without the entries with these names."""
+    """Return a copy of a nested value without the entries that have these names."""
     if isinstance(value, dict):
         return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):

@@ -29,7 +29,7 @@ SUPPORT = REPOSITORY / "tests" / "support"
 
 
 class Terminal(io.StringIO):
-    """A terminal that gets both stdout and stderr."""
+    """A terminal that receives both stdout and stderr."""
 
     encoding = "utf-8"
 
@@ -126,7 +126,7 @@ def test_the_progress_bar_shows_values_logged_with_prog_bar(tmp_path, terminal):
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 def test_a_disabled_progress_bar_prints_nothing(tmp_path, terminal, options):
-    """In the last case, Lightning's TQDMProgressBar replaces the bar, and is disabled."""
+    """In the last case, Lightning's TQDMProgressBar replaces the loop's bar and is disabled."""
     if options.get("callbacks"):
         bar = TQDMProgressBar()
         bar.disable()
@@ -246,7 +246,7 @@ def run_in_terminal(command, folder):
     found = b""
     with subprocess.Popen(command, cwd=folder, **streams):
         os.close(other_end)
-        # Reading raises an error when the program has closed its end.
+        # Reading raises an error once the program has closed its end of the terminal.
         with suppress(OSError):
             while part := os.read(own_end, 65536):
                 found += part
@@ -421,7 +421,7 @@ None
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(zmq|jupyter_client|jupyter_core|nbclient).*")
 def test_a_notebook_cell_shows_metrics_and_progress_bar_in_one_output(tmp_path, monkeypatch):
-    """The output is not a widget, so a saved notebook keeps the output."""
+    """The output is not a widget, so a saved notebook still contains it."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{SUPPORT}")
     for name, value in install_kernel(tmp_path / "kernel").items():
         monkeypatch.setenv(name, value)
@@ -443,6 +443,6 @@ def test_a_notebook_cell_shows_metrics_and_progress_bar_in_one_output(tmp_path, 
     limited = notebook.cells[3].outputs[0].data["text/html"]
     assert limited.count("\n") == 27
     assert "\nended in epoch 24, after step 100: max_steps=100 is reached\n25 epochs: 100%" in limited
-    # MiniLoop draws its bar after 0.2 seconds and erases it. On stderr, a red line would be left.
+    # MiniLoop draws its bar after 0.2 seconds and later erases it. On stderr, a red line would remain.
     [rows] = notebook.cells[4].outputs
     assert (rows.name, rows.text.count("\n")) == ("stdout", 2)

@@ -121,7 +121,7 @@ def test_the_csv_logger_writes_rows_later_if_the_disk_was_full(tmp_path, logger,
 
 
 def log_everything(logger, epochs, saved, rows=()):
-    """Log epochs. After each, append (position of the logger, rows) to ``saved``."""
+    """Log epochs. After each epoch, append (position of the logger, rows) to ``saved``."""
     rows = list(rows)
     for i in epochs:
         logger.log_metrics({"epoch": i, "train_loss": 1 / (i + 1)}, step=10 * i + 4)

@@ -1,4 +1,4 @@
-"""Test that means over an epoch equal Trainer's, also if a run is resumed within the epoch."""
+"""Test that epoch means equal Trainer's, even if a run resumes in the middle of the epoch."""
 
 import random
 
@@ -18,7 +18,7 @@ NAMES = ("one", "two", "three")
 
 
 class ManyWays(Classifier):
-    """Logs names in some batches only, twice in a batch, in several dtypes and sizes, and changes logged values."""
+    """Logs each name up to twice per batch, with several dtypes and batch sizes, and changes logged tensors."""
 
     def on_train_start(self):
         self.random, self.running = random.Random(7), torch.zeros(())
@@ -58,7 +58,7 @@ def test_epoch_means_are_the_same_as_with_trainer(batch_size, precision):
 
 
 class Reads(Classifier):
-    """Reads a logged value within an epoch, and changes the tensor that it gets."""
+    """Reads a logged value in the middle of an epoch, and changes the returned tensor in place."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -69,7 +69,7 @@ class Reads(Classifier):
 
 
 def test_changing_a_tensor_of_callback_metrics_does_not_change_the_epoch_mean(tmp_path):
-    """This also holds for a run that is resumed within the epoch."""
+    """A run that resumes in the middle of the epoch gives the same mean."""
     make_train = lambda: make_loader(40, batch_size=4)  # noqa: E731
     _, _, whole = fit(tmp_path / "whole", Reads, make_train, max_epochs=2)
     fit(tmp_path / "cut", Reads, make_train, max_steps=7, max_epochs=2, save_every_n_steps=3)
@@ -79,7 +79,7 @@ def test_changing_a_tensor_of_callback_metrics_does_not_change_the_epoch_mean(tm
 
 
 def fit_means(kind, log):
-    """Train for an epoch of three batches whose loss is their index. Return the row of metrics.csv."""
+    """Train for one epoch of three batches. The loss of a batch is its index. Return the row of metrics.csv."""
     batches = DataLoader(TensorDataset(torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0])), batch_size=2)
     net = nn.Linear(1, 1)
     options = with_files(max_epochs=1)
@@ -96,7 +96,7 @@ def fit_means(kind, log):
 
 
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_a_batch_logged_with_batch_size_zero_does_not_count_in_the_epoch_means(kind):
+def test_a_batch_logged_with_batch_size_zero_does_not_change_the_epoch_means(kind):
     def log(loop, index):
         loop.log("tokens", index, on_epoch=True, batch_size=0 if index == 1 else 1)
 
@@ -128,7 +128,7 @@ SIZES = {
 
 
 class Sized(Classifier):
-    """Logs its loss with another batch_size in each batch, and then changes a tensor batch_size in place."""
+    """Logs its loss with a different batch_size in each batch. Changes a batch_size that is a tensor in place."""
 
     make_size = staticmethod(int)
 
@@ -149,7 +149,7 @@ class Sized(Classifier):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_log_accepts_every_batch_size_that_trainer_accepts(tmp_path, monkeypatch, name):
-    """Metrics equal Trainer's. Runs of both loops resume within the epoch with the same metrics."""
+    """Metrics equal Trainer's. In both loops, a run that resumes mid-epoch gives the same metrics."""
     monkeypatch.setattr(Sized, "make_size", staticmethod(SIZES[name]))
     make_train = lambda: make_loader(38, batch_size=4)  # noqa: E731
     options = {"max_epochs": 2, "num_sanity_val_steps": 0}

@@ -50,7 +50,7 @@ def test_hparams_yaml_contains_the_hparams_option_and_the_modules_hyperparameter
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_hparams_of_runs_are_compared_by_list_runs_and_the_diff_command(kind, capsys):
+def test_list_runs_and_the_diff_command_compare_the_hparams_of_runs(kind, capsys):
     for version, width in enumerate((8, 16)):
         train(kind, hparams={"width": width, "depth": 2}, version=version)
     assert list_runs()["changed"].tolist() == [{"width": 8}, {"width": 16}]
@@ -104,7 +104,7 @@ def make_settings():
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_equal_hparams_are_not_listed_as_changed(kind):
-    """Equal objects may have different addresses, and equal sets different orders."""
+    """Equal objects may have different addresses, and equal sets may have different orders."""
     settings = []
     for version, rate in enumerate((0.1, 0.2)):
         settings.append(make_settings())

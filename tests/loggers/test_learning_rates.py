@@ -14,7 +14,7 @@ HOOKS = ["on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", 
 
 
 class Stop(Exception):
-    """Ends a run like a crash."""
+    """Ends a run as a crash would."""
 
 
 class Net(nn.Linear):

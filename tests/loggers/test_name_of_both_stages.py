@@ -1,4 +1,4 @@
-"""Test a metric name that both training and validation log."""
+"""Test metrics that have the same name in training and validation."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch"
 
 
 class Same(pl.LightningModule):
-    """Logs "x" in both steps, about 100 in training and falling from 200 in validation."""
+    """Logs "x" in both steps. The values rise from 100 in training and fall from 200 in validation."""
 
     def __init__(self, train, val):
         super().__init__()
@@ -33,7 +33,7 @@ class Same(pl.LightningModule):
 
 
 def recorder():
-    """Return a callback and a list. The callback records the logged metrics in the list."""
+    """Return a callback, and the list in which it records the logged metrics."""
     seen = []
 
     def see(where):

@@ -20,7 +20,7 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path, given):
     assert len(loop.loggers) == 2
 
 
-def test_a_resumed_run_logs_no_second_value_of_hp_metric(tmp_path):
+def test_a_resumed_run_does_not_log_hp_metric_a_second_time(tmp_path):
     pytest.importorskip("tensorboard")
     counts = []
     for epochs, resume in ((1, None), (2, "last")):

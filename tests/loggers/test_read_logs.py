@@ -113,7 +113,7 @@ def test_read_logs_warns_about_an_incomplete_line_and_skips_it(tmp_path):
 
 
 def test_read_logs_does_not_convert_run_names_to_numbers_or_nan(tmp_path):
-    """Words such as "None" and "na" mean a missing value in a cell, but not in a name."""
+    """In a cell, text such as "None" or "na" means a missing value. In a run name, it does not."""
     names = ["12", "None", "na"]
     for name in names:
         CSVLogger(tmp_path, name=name, version="1e3").log_epoch(epoch(0, val_loss=1.0))

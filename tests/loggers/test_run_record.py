@@ -51,7 +51,7 @@ def train(kind, optimizer=torch.optim.SGD, scheduler=None, batch_size=4, lr=0.1,
 
 @pytest.fixture(autouse=True)
 def in_a_script(monkeypatch):
-    """Run each test as a script does, also after a test that has imported ipykernel."""
+    """Make each test run as in a script, even after a test that has imported ipykernel."""
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Test that torchmetrics objects resume exactly within an epoch."""
+"""Test that torchmetrics objects are restored exactly if a run resumes in the middle of an epoch."""
 
 import lightning.pytorch as pl
 import pytest
@@ -131,7 +131,7 @@ def test_each_torchmetrics_object_computes_the_same_value_in_a_resumed_run():
 
 
 class Best(torchmetrics.MeanMetric):
-    """Keeps its largest result when it is reset."""
+    """A metric that keeps its largest result even when it is reset."""
 
     best = 0.0
 
@@ -161,7 +161,7 @@ class Evaluated(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:save_checkpoint. got a call during a validation")
 def test_a_checkpoint_saved_during_validation_contains_no_state_of_validation_metrics():
-    """A run that is saved during a validation repeats this validation when it resumes."""
+    """A run saved during a validation repeats the whole validation when it resumes."""
 
     def train(max_epochs, resume=None):
         torch.manual_seed(1)

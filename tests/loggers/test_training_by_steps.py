@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Endless(IterableDataset):
-    """Yields endless samples that are the same in each run."""
+    """Yields an endless stream of samples that is the same in each run."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(3)
@@ -40,7 +40,7 @@ class Silent(Classifier):
 
 
 class Means(Classifier):
-    """Logs the loss of each batch as "mine", and the number of the step as "of_step"."""
+    """Logs the loss of each batch as "mine" and the step number as "of_step"."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def test_metrics_csv_has_a_row_per_validation_and_one_for_the_last_step(tmp_path
 
 
 def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
-    """Such a run writes this row with and without a validation after the epoch."""
+    """Such a run writes this row whether or not a validation follows the epoch."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
         assert history["step"].tolist() == [10, 20, 25]
@@ -106,7 +106,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_and_resumed_run_writes_the_same_csv_rows_as_an_uninterrupted_run(tmp_path, kind):
-    """The first run is killed or stopped by max_steps. The rows equal those of an uninterrupted run."""
+    """The first run is killed or is stopped by max_steps."""
     options = {"make_module": lambda: Classifier(on_step=True), "train": seven_batches, "val": val_loader}
     options |= {"log_every_n_steps": 2, "save_every_n_steps": 2, **KINDS[kind]}
     kills = (4, 16)
@@ -131,7 +131,7 @@ def test_resuming_a_finished_run_keeps_its_last_csv_row(tmp_path):
 
 
 def test_resuming_after_a_validation_does_not_duplicate_the_validation_row(tmp_path):
-    """The saved run and the resumed run write the row of this validation only once."""
+    """Together, the saved run and the resumed run write the row of this validation only once."""
 
     class SavingCallback(Callback):
         def on_validation_end(self, trainer, module):

@@ -1,4 +1,4 @@
-"""Test the column "waiting", the share of time that a row spent waiting for batches."""
+"""Test the column "waiting", the fraction of a row's time that is spent waiting for batches."""
 
 import re
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_the_waiting_column_of_a_resumed_epoch_includes_time_before_the_checkpoi
 
 
 def test_samples_per_second_of_a_resumed_epoch_excludes_validation_time():
-    """The checkpoint is saved after the validation, and before the row of the epoch is written."""
+    """The checkpoint is saved after the validation but before the epoch's row is written."""
     options = {"max_steps": 4, "max_epochs": 1}
     _, whole = train(Slow(0.0), Slow(0.03), 0.01, callbacks=[ModelCheckpoint("saved")], **options)
     (path,) = Path("saved").iterdir()
@@ -123,7 +123,7 @@ def test_samples_per_second_of_a_resumed_epoch_excludes_validation_time():
     assert resumed["samples_per_second"].tolist() == [200.0]
 
 
-def test_list_runs_does_not_rank_runs_by_the_time_they_wait_for_batches():
+def test_list_runs_does_not_rank_runs_by_the_time_spent_waiting_for_batches():
     assert not is_metric("waiting")
     assert not is_metric("gpu_memory")
     train(Slow(0.0))

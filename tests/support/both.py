@@ -18,7 +18,7 @@ LOOPS = {"trainer": pl.Trainer, "loop": FabricLoop}
 
 
 class Notes(Logger):
-    """A logger that stores (step, metrics) of each call in ``rows``."""
+    """A logger that stores (step, metrics) for each call in ``rows``."""
 
     name, version, save_dir = "notes", 0, None
 
@@ -63,11 +63,11 @@ class Side:
 
 
 def run_both(tmp_path, make_callbacks, make_module=Classifier, train=make_loader, val=val_loader, fit=None, **options):
-    """Train with Trainer and with FabricLoop, and check that the weights and errors of both are equal.
+    """Train with Trainer and with FabricLoop, and check that both give the same weights and errors.
 
     Args:
         make_callbacks: A function that takes the run's folder, and returns the callbacks.
-        fit: A function that takes the run's folder and "trainer" or "loop", and returns more arguments of fit.
+        fit: A function that takes the run's folder and "trainer" or "loop", and returns additional arguments for fit.
     """
     sides = []
     for name, kind in LOOPS.items():

@@ -1,13 +1,13 @@
 """A fake clock that advances only when it sleeps, so that measured durations are exact."""
 
-DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # A printed duration of any length.
+DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # Matches a printed duration of any length.
 
 
 class Clock:
     """Count seconds. A forked process continues with its own copy.
 
     Args:
-        look: The seconds that reading the clock takes.
+        look: The number of seconds that each reading of the clock takes.
     """
 
     def __init__(self, look=0.0):

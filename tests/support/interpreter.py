@@ -56,7 +56,7 @@ def forking_python():
 
 
 def start_server():
-    """Start the server. The processes that pytest-xdist starts later use it, too."""
+    """Start the server. Processes that pytest-xdist starts later use the same server."""
     import shlex
     import tempfile
 
@@ -75,7 +75,7 @@ def start_server():
 
 
 def _folder():
-    """Return the folder of the server's socket. Start the server if it does not run."""
+    """Return the folder of the server's socket. Start the server if it is not running."""
     if _server and _server[1].poll() is not None:
         end()
     if not _server and SHARED not in os.environ:
@@ -110,7 +110,7 @@ def end():
 
 def ask(folder, *arguments):
     """Send streams, folder and arguments to the server, forward signals, and exit like the forked process."""
-    # Hold signals back until the forked process, to which they are forwarded, exists.
+    # Block signals until the forked process that will receive them exists.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     inherited = [number for number in range(256) if _is_open(number)]
     cores = list(os.sched_getaffinity(0))
@@ -133,7 +133,7 @@ def ask(folder, *arguments):
 
 
 def _pass_on(pid, number):
-    with contextlib.suppress(ProcessLookupError):  # The forked process has just ended.
+    with contextlib.suppress(ProcessLookupError):  # The forked process may have just ended.
         os.kill(pid, number)
 
 
@@ -247,7 +247,7 @@ def become(base, arguments, folder, variables, cores):
     os.environ.update(variables)
     if "FORKING_PYTHON" in variables:
         sys.executable = variables["FORKING_PYTHON"]
-        resource_tracker.ensure_running()  # The tracker must run in a real Python.
+        resource_tracker.ensure_running()  # The tracker must not run in a forked process.
         multiprocessing.set_executable(sys.executable)
     sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
@@ -290,5 +290,5 @@ if __name__ == "__main__":
         while deep is not None and deep.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             deep = deep.tb_next
         sys.excepthook(type(error), error.with_traceback(deep), deep)
-        sys.excepthook = lambda *error: None  # The error is already printed. It is raised for the exit code.
+        sys.excepthook = lambda *error: None  # The error is already printed. It is raised only to set the exit code.
         raise

@@ -14,20 +14,20 @@ from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-# When Trainer before Lightning 2.5.3 resumes, it creates the iterator of the training loader twice.
+# Before Lightning 2.5.3, Trainer creates the iterator of the training loader twice when it resumes.
 HAS_EXACT_TRAINER = hasattr(pl.loops.fit_loop._FitLoop, "is_resuming")
 # In torch 2.6, the state of SWALR contains a function, which is loaded only with weights_only=False.
 HAS_PLAIN_SWALR = hasattr(torch.optim.swa_utils.SWALR, "_set_anneal_func")
 
 needs_fsdp2 = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch version needs CUDA"
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 in this torch version needs CUDA"
 )
 
 
 def weight_averaging(name="WeightAveraging", **options):
     """Return Lightning's callback with this name. If Lightning is too old to have it, skip the test."""
     if not hasattr(pl.callbacks, name):
-        pytest.skip(f"needs {name} of a newer Lightning")
+        pytest.skip(f"needs {name} from a newer Lightning")
     return getattr(pl.callbacks, name)(**options)
 
 
@@ -66,7 +66,7 @@ def make_loader(num=40, batch_size=4, shuffle=True, seed=0, **options):
 
 
 class Classifier(pl.LightningModule):
-    """An MLP with dropout, which logs train_loss, train_acc, val_loss and val_acc."""
+    """An MLP with dropout that logs train_loss, train_acc, val_loss and val_acc."""
 
     def __init__(self, optimizers=None, dropout=0.2, hidden=16, **log):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Choose which parametrized tests the suite runs. The others get the mark `soak`, for `make soak`."""
+"""Choose which parametrized tests the suite runs. The others get the mark `soak` and run only in `make soak`."""
 
 import itertools
 

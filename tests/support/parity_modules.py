@@ -16,7 +16,7 @@ def make_dataset(size, seed=0):
 
 
 def train(batch_size=4):
-    """Return a shuffling loader with seven batches, of which the last one is smaller."""
+    """Return a shuffled loader with seven batches, the last of which is smaller."""
     return DataLoader(make_dataset(26), batch_size=batch_size, shuffle=True)
 
 
@@ -156,7 +156,7 @@ class OwnHooks(Module):
 
 
 class Skipping(Module):
-    """A module whose training_step returns None for one batch, and that ends the second epoch early."""
+    """A module that returns None from training_step for one batch, and ends the second epoch early."""
 
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)

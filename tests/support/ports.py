@@ -18,7 +18,7 @@ def _range():
 
 
 def free_port():
-    """Return a free port. Processes search from different ports, so that they find different ones."""
+    """Return a free port. Each process starts its search at a different port, to find a different one."""
     ports = _range()
     while True:
         port = ports[(os.getpid() * 1009 + next(_COUNT)) % len(ports)]

@@ -1,4 +1,4 @@
-"""Start the processes of a distributed run as torchrun does, but by forking, which saves the imports."""
+"""Start the processes of a distributed run as torchrun does, but fork them to avoid repeated imports."""
 
 import atexit
 import multiprocessing

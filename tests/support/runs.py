@@ -19,7 +19,7 @@ from fabric_template import CSVLogger, FabricLoop
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
-# CSV columns that differ even between two equal runs.
+# CSV columns that differ even between two identical runs.
 TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
@@ -131,7 +131,7 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Copy the run's folder before a batch, as SIGKILL at this moment would leave it.
+    """Copies the run's folder before a batch, in the state in which SIGKILL would leave it.
 
     Args:
         root: The folder of the run.
@@ -141,7 +141,7 @@ class Snapshots(Callback):
 
     def __init__(self, root, to, chosen=None):
         self.root, self.to, self.chosen = Path(root), Path(to), chosen
-        self.batches = itertools.count()  # Do not count with an int, which state_dict() would save.
+        self.batches = itertools.count()  # Do not count with an int attribute, because state_dict() would save it.
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         batches = next(self.batches)
@@ -157,7 +157,7 @@ def python_command(code, file=__file__):
 
 
 def copy_on_rank_0(rank, source, target):
-    """Copy a folder in rank 0, while the other ranks wait."""
+    """Copy a folder on rank 0 while the other ranks wait."""
     torch.distributed.barrier()
     if rank == 0:
         shutil.copytree(source, target)

@@ -1,4 +1,4 @@
-"""Test the on_nan option: a loss that is not finite stops training, causes a warning, or is ignored."""
+"""Test that on_nan makes a loss that is not finite stop training, cause a warning, or have no effect."""
 
 import warnings
 
