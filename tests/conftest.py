@@ -52,7 +52,7 @@ def pytest_configure(config):
     """Hide CUDA devices, except from `pytest -m gpu`, and let tests see exactly two processors.
 
     A process that has used CUDA cannot fork ranks that use CUDA. With two processors, hints such as "use more
-    workers" are the same on each machine.
+    workers" are the same on every machine.
     """
     if (found := Path(find_spec("fabric_template").origin).parents[1].resolve()) != REPOSITORY:
         raise pytest.UsageError(
@@ -72,10 +72,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need a GPU. Refuse names with a memory address, which differ between xdist's workers."""
+    """Skip tests that need a GPU. Refuse names with a memory address, because xdist's workers must agree on names."""
     for item in items:
         if " at 0x" in item.nodeid:
-            raise pytest.UsageError(f"'{item.nodeid}' has an address in its name. Write ids=, or use a function.")
+            raise pytest.UsageError(f"'{item.nodeid}' has a memory address in its name. Write ids=, or use a function.")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
-    """Start one forking server for all workers of pytest-xdist, which import the tests meanwhile."""
+    """Start one forking server for all pytest-xdist workers, before they need it."""
     if getattr(session.config.option, "numprocesses", None) and hasattr(os, "pidfd_open"):
         start_server()
 
@@ -119,7 +119,7 @@ def use_temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_entry_points():
-    """Search the installed packages only once for Lightning's callbacks. Each Fabric and Trainer searches them."""
+    """Search the installed packages for Lightning callbacks only once, not for each new Fabric and Trainer."""
 
     @functools.cache
     def find(group, path):
@@ -133,7 +133,7 @@ def cache_entry_points():
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_fsync():
-    """Do not wait for the disk, to save time. tests/faults simulates a power failure without fsync()."""
+    """Replace fsync() to save time. tests/faults checks that files are synced."""
     with pytest.MonkeyPatch.context() as session:
         session.setattr("os.fsync", lambda descriptor: None)
         yield
@@ -141,7 +141,7 @@ def skip_fsync():
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_seeds_of_absent_devices():
-    """Do not seed devices that the machine does not have. torch formats a traceback for each of them, in each call."""
+    """Do not seed devices that the machine lacks. For each of them, torch would format a traceback in every call."""
     with pytest.MonkeyPatch.context() as session:
         for name in ("cuda", "xpu", "mtia"):
             device = getattr(torch, name, None)
@@ -152,7 +152,7 @@ def skip_seeds_of_absent_devices():
 
 @pytest.fixture
 def tmp_path(tmp_path_factory, request):
-    """Return a new folder. The fixture of pytest searches all earlier folders for the largest number."""
+    """Return a new folder. pytest's own fixture is slower, because it searches all earlier folders."""
     name = re.sub(r"\W", "_", request.node.name)[:30]
     path = tmp_path_factory.getbasetemp() / f"{name}{next(FOLDER_NUMBERS)}"
     path.mkdir(mode=0o700)
@@ -189,14 +189,14 @@ def restore_environment():
 
 @pytest.fixture(autouse=True)
 def use_free_ports(monkeypatch, restore_environment):
-    """Give each test ports that no other process gets."""
+    """Give each test ports that no other process uses."""
     monkeypatch.setattr("lightning.fabric.plugins.environments.lightning.find_free_network_port", free_port)
     os.environ["STANDALONE_PORT"] = str(free_port())
 
 
 @pytest.fixture(autouse=True)
 def seed_random_numbers():
-    """Seed each test, so that its random numbers do not depend on the tests before it."""
+    """Seed each test, so that its random numbers do not depend on earlier tests."""
     random.seed(0)
     np.random.seed(0)
     # torch.manual_seed() is slower, because it records a traceback for each device type.
@@ -205,7 +205,7 @@ def seed_random_numbers():
 
 @pytest.fixture(autouse=True)
 def check_torch_state():
-    """Check that a test restores torch's modes. Reset settings that a run leaves on, such as deterministic=True."""
+    """Check that a test restores torch's modes. Reset settings that a run leaves changed, such as deterministic=True."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, cudnn_deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
@@ -227,7 +227,7 @@ def check_torch_state():
     if not found["no process group left"]:
         torch.distributed.destroy_process_group()
     broken = [claim for claim, holds in found.items() if not holds]
-    assert not broken, f"this test left torch in another state; no longer true: {', '.join(broken)}"
+    assert not broken, f"this test left torch in a different state; no longer true: {', '.join(broken)}"
 
 
 @pytest.fixture(autouse=True)
@@ -239,20 +239,20 @@ def check_signal_handlers():
         for number in changed:
             signal.signal(number, before[number])
     names = ", ".join(signal.Signals(number).name for number in changed)
-    assert not changed, f"this test left another handler for {names}"
+    assert not changed, f"this test left a different handler for {names}"
 
 
 @pytest.fixture
 def quick_spawn(monkeypatch):
     """Make spawned processes start quickly, by forking a process that has imported torch and Lightning."""
-    resource_tracker.ensure_running()  # Started with the real Python, because it outlives the test.
+    resource_tracker.ensure_running()  # The real Python must start the tracker, which outlives the test.
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 
 
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
-    pyplot = sys.modules.get("matplotlib.pyplot")  # Do not import pyplot only to close figures.
+    pyplot = sys.modules.get("matplotlib.pyplot")  # Do not import pyplot just to close figures.
     if pyplot is not None:
         pyplot.close("all")
 

@@ -36,12 +36,12 @@ LAST = "checkpoints/run/version_0/last.ckpt"
 
 
 def numbered():
-    """Return a loader of 48 samples that contain their index."""
+    """Return a loader of 48 samples, each of which contains its index."""
     return DataLoader(TensorDataset(*make_data(48).tensors, torch.arange(48)), batch_size=4, shuffle=True)
 
 
 class Numbered(Classifier):
-    """Saves the samples, the state at the start of the epoch and a random number of each rank."""
+    """Stores the samples, the state at the start of the epoch and a random number on each rank."""
 
     def __init__(self):
         super().__init__(by_step, sync_dist=True)
@@ -124,7 +124,7 @@ def train_with(processes, **options):
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-def test_resuming_within_an_epoch_is_refused_if_the_number_of_processes_differs(first, second):
+def test_resuming_mid_epoch_is_refused_if_the_number_of_processes_differs(first, second):
     train_with(first, max_steps=2)
     with pytest.raises(CheckpointError, match=f"middle of an epoch of a run whose number of processes was {first}"):
         train_with(second, max_steps=4, resume="last")
@@ -172,7 +172,7 @@ def test_a_missing_checkpoint_raises_an_error_under_ddp_with_one_process(argumen
     assert "MissingCheckpointError" in errors[0]
 
 
-# Loaders of different length
+# Loaders with different lengths
 
 
 class Longer(DistributedSampler):
@@ -193,7 +193,7 @@ class Sampled(Classifier):
         return DataLoader(make_data(40), batch_size=4, sampler=Longer(self.global_rank))
 
 
-def test_loaders_of_different_length_in_two_processes_are_refused():
+def test_loaders_with_different_lengths_in_two_processes_are_refused():
     """Otherwise, the processes would wait for each other until a timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches in the processes"):
@@ -216,7 +216,7 @@ def resume_with_own_buffers(rank):
             assert any("got broadcast_buffers=False" in str(warning.message) for warning in caught) == (epochs == 2)
 
 
-def test_fabric_loop_warns_at_a_resume_about_ddp_with_broadcast_buffers_false():
+def test_fabric_loop_warns_when_a_run_resumes_with_broadcast_buffers_false():
     codes, errors = run_processes(resume_with_own_buffers)
     assert codes == [0, 0], errors
 
@@ -297,7 +297,7 @@ def test_a_metric_that_only_one_process_returns_is_refused(kind):
 
 
 class RatePerRank(Classifier):
-    """Ends up with another learning rate in rank 1, by ReduceLROnPlateau or by a hook."""
+    """Ends up with a different learning rate on rank 1, because of ReduceLROnPlateau or a hook."""
 
     def __init__(self, cause):
         super().__init__()
@@ -329,7 +329,7 @@ def fit_with_rates(rank, kind, cause):
 @both_loops
 @pytest.mark.parametrize("cause", ["unsynced metric", "hook", "none"])
 def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
-    """Otherwise, the weights of the processes differ, and a resumed run has only those of rank 0."""
+    """Otherwise, the processes would have different weights, and a resumed run only the weights of rank 0."""
     codes, errors = run_processes(fit_with_rates, kind, cause)
     if cause == "none":
         assert codes == [0, 0], errors
@@ -410,11 +410,11 @@ def test_a_module_can_read_its_rank_and_gather_tensors(kind, devices):
     assert [error.count("printed by rank") for error in errors] == [1, 0][:devices]
 
 
-# A validation interval that is a time
+# A validation interval given as a time
 
 
 class Records(Classifier):
-    """Records after which batches each process validates. The clock of rank 1 runs faster."""
+    """Records how many batches precede each validation. The clock of rank 1 runs faster."""
 
     def setup(self, stage):
         self.clock = progress.time = Clock()

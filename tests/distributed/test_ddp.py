@@ -93,11 +93,11 @@ def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-# A run
+# The files and results of a run
 
 
 def test_two_processes_write_each_file_only_once(tmp_path):
-    """Afterwards, the module and the loop of the caller contain the results."""
+    """After the run, the caller's module and loop contain the results."""
     pl.seed_everything(1, verbose=False)
     module = Synced(by_step)
     loop = FabricLoop(
@@ -183,7 +183,7 @@ def weighted():
 
 @pytest.mark.parametrize("make", [lambda: make_loader(shuffle=False), weighted], ids=["unshuffled", "weighted"])
 def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
-    """With several processes, Trainer shuffles training loaders without a DistributedSampler."""
+    """With several processes, Trainer shuffles every training loader that has no DistributedSampler."""
     _, expected = run_trainer(Synced, make, max_epochs=2, **FORK)
     _, module = run_loop(Synced, make, max_epochs=2, **FORK)
     assert_same_weights(expected, module)
@@ -191,7 +191,7 @@ def test_training_loaders_shuffle_in_the_same_order_as_with_trainer(make):
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_training_in_spawned_processes_gives_the_same_weights_as_in_forked_processes():
-    """Spawned processes get the weights in shared memory, and must train on copies."""
+    """Spawned processes get the weights in shared memory, so they must train on copies."""
     forked, expected = run_loop(Synced, train, val, max_epochs=2, **FORK)
     spawned, module = run_loop(Synced, train, val, max_epochs=2, strategy="ddp_spawn", devices=2)
     assert_same_weights(expected, module)
@@ -278,7 +278,7 @@ def test_ddp_averages_gradients_once_per_accumulation_window(tmp_path):
     loop.fit(Synced(), train())
     one, other = (seen["gradients"] for seen in ranks(tmp_path))
     are_equal = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
-    # The steps have two batches, two batches and one batch.
+    # The three steps use two batches, two batches and one batch.
     assert are_equal == [False, True, False, True, True]
     assert loop.global_step == 3
 
@@ -295,8 +295,8 @@ def stateful():
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", keep([weighted, stateful], stateful))
-def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
-    """The first run stops in its third epoch. Later, a run stops in an accumulation window."""
+def test_a_ddp_run_resumed_mid_epoch_matches_an_uninterrupted_run(tmp_path, train):
+    """The first run stops in its third epoch. The second is saved in the middle of an accumulation window."""
     options = {"max_epochs": 3, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val, **options)
@@ -306,7 +306,7 @@ def test_a_ddp_run_resumes_exactly_within_an_epoch(tmp_path, train):
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
     saved = [torch.load(path, weights_only=True)["optimizer_states"] for path in tmp_path.rglob("last.ckpt")]
     assert same(*saved)
-    # In an accumulation window, each process has different gradients.
+    # In the middle of an accumulation window, each process has different gradients.
     options = {"accumulate_grad_batches": 2, "max_epochs": 2, **FORK}
     whole = fit(tmp_path / "mid", train=train, callbacks=[SavesInMidStep()], **options)
     resumed = fit(tmp_path / "rest", train=train, seed=99, resume=tmp_path / "mid/mid.ckpt", **options)
@@ -331,7 +331,7 @@ def uneven_stream():
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", keep([1.0, 4, 6], 1.0))
-def test_an_epoch_ends_in_both_processes_when_the_loader_of_one_process_ends(tmp_path, limit):
+def test_an_epoch_ends_in_both_processes_when_one_process_runs_out_of_batches(tmp_path, limit):
     """Otherwise, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 2, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)

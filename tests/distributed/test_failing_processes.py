@@ -1,4 +1,4 @@
-"""Test that both processes end if one fails or gets a signal, and what they save."""
+"""Test that both processes end if one fails or gets a signal, and that the last checkpoint remains."""
 
 import os
 import signal

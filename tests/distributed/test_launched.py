@@ -23,7 +23,7 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2",
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SLURM], ids=["torchrun", "SLURM"])
 def test_the_loop_takes_the_number_of_processes_from_the_launcher(variables, tmp_path, monkeypatch):
-    """With a different number in devices=, the loop raises an error before it writes a file."""
+    """If devices= contradicts the launcher, the loop raises an error before it writes a file."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     loop = FabricLoop(**quiet())
@@ -60,7 +60,7 @@ def hold(pipe):
 
 @pytest.fixture
 def agent():
-    """Return the port of a store that outlives the processes, like the store of torchrun."""
+    """Return the port of a store that outlives the processes, like torchrun's store."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(there,))
     process.start()

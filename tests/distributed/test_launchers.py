@@ -82,7 +82,7 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
     # The script starts a second process, which uses this variable.
     environment["FORKING_PYTHON"] = forking_python()
     if launcher is FABRIC:
-        # Without a free port, two test runs at the same time would use the same default port.
+        # Two test runs at the same time would otherwise use the same default port.
         launcher = [*FABRIC, f"--main-port={free_port()}"]
     for attempt in ("first", "second"):
         Path(attempt).mkdir()
@@ -91,14 +91,14 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
         Path("script.py").write_text(SCRIPT)
         command = fork_command([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        # On a busy machine, a thread of gloo may abort when Python exits, after the training. See
+        # On a busy machine, a gloo thread may abort when Python exits after the training. See
         # https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:
             break
         os.chdir("..")
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(Path().glob("rank*.pt"))]
-    # Spawned processes end in fit, so only the process of the caller saves a file.
+    # Spawned processes end in fit, so only the calling process saves a file.
     assert len(found) == ranks
     kept = read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]
     for result in found:
@@ -129,7 +129,7 @@ from lit import Data, Lit
 gc.unfreeze()
 loop = getattr(fabric_template, sys.argv[1])(accelerator="cpu", max_epochs=1)
 loop.fit(Lit(), Data().train_dataloader())
-# A thread of gloo waits for Python while it frees the tensors of the next call.
+# A gloo thread waits for Python while it frees the tensors of the next call.
 sys.setswitchinterval(100)
 loop.fabric.broadcast(1)
 """
@@ -137,7 +137,7 @@ loop.fabric.broadcast(1)
 
 @pytest.mark.parametrize("loop", keep(["FabricLoop", "MiniLoop"], "FabricLoop"))
 def test_a_process_that_exits_right_after_a_collective_call_has_exit_code_0(loop, tmp_path):
-    """Without a pause at the exit, two of five runs of this test aborted."""
+    """Without a pause at exit, two out of five runs of this test aborted."""
     (tmp_path / "lit.py").write_text(LIT)
     (tmp_path / "train.py").write_text(EXIT)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

@@ -23,13 +23,13 @@ def join(rank, port):
 
 
 def set_variables(rank, port):
-    """Set the variables that job systems set for torch.distributed."""
+    """Set the environment variables that job systems set for torch.distributed."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **address}
 
 
 def join_by_variables(rank, port):
-    """Initialize the process group from variables, like Ray Train in a SLURM job."""
+    """Initialize the process group from environment variables, as Ray Train does in a SLURM job."""
     set_variables(rank, port)
     os.environ |= {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "ray", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     distributed.init_process_group("gloo")
@@ -85,12 +85,12 @@ def train_twice(rank, start, port):
 
 
 def start_nothing(rank, port):
-    """Do nothing, because a launcher has set the variables."""
+    """Do nothing, because a launcher has already set the variables."""
 
 
 @pytest.mark.parametrize("start", [start_nothing, set_variables])
 def test_a_second_loop_uses_the_process_group_of_the_first_loop(start):
-    """An evaluation may run in one process. Separate trainings in both processes are refused."""
+    """An evaluation may run in one process. Training separately in each process is refused."""
     is_launched = start is start_nothing
     codes, errors = run_processes(train_twice, start, free_port(), is_launched=is_launched)
     assert codes == [0, 0], errors
@@ -131,7 +131,7 @@ def test_invalid_environment_variables_for_a_process_group_are_refused(variables
     ids=str,
 )
 def test_fabric_loop_ignores_launcher_variables_if_some_of_them_are_missing(variables, monkeypatch):
-    """Lightning's launcher, for example, sets WORLD_SIZE and LOCAL_RANK without RANK."""
+    """For example, Lightning's launcher sets WORLD_SIZE and LOCAL_RANK but not RANK."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert FabricLoop(**quiet()).world_size == 1

@@ -1,4 +1,4 @@
-"""Test signals to one of several processes."""
+"""Test signals that are sent to one of several processes."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
 class Hit(Classifier):
-    """Sends a signal to its process or to the parent process, in one hook of one rank."""
+    """Sends a signal to its own process or to the parent process, in one hook on one rank."""
 
     def __init__(self, hook, rank, number, parent=None):
         super().__init__()
@@ -25,7 +25,7 @@ class Hit(Classifier):
         where, rank, number, parent = self.hit
         if (hook, int(os.environ["LOCAL_RANK"])) == (where, rank):
             os.kill(parent or os.getpid(), getattr(signal, number))
-            # Wait until the parent process has passed the signal to this process.
+            # Wait until the parent process has forwarded the signal to this process.
             while parent and self.trainer.run.signals.received is None:
                 time.sleep(0.01)
 

@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUARD = 'if __name__ == "__main__":\n'
-# The workers save their weights, and with KILL=1 the second worker is killed once in its 15th step.
+# The workers save their weights. With KILL=1, the second worker is killed once, in its 15th step.
 PREPARATION = """
 import os, signal, ray, torch
 
@@ -66,7 +66,7 @@ def run_page(folder, num_blocks, **variables):
     blocks[1] += START_MINI
     folder.mkdir()
     (folder / "train.py").write_text("\n".join(blocks[:num_blocks]))
-    # The paths of Ray's sockets may have at most 107 characters, and pytest's folders are too long.
+    # Ray's socket paths may have at most 107 characters, so pytest's long folder names cannot be used.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
         variables |= {"PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
         env = os.environ | variables
@@ -126,7 +126,7 @@ def test_ray_receives_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     reported = pandas.read_csv(shared / f"{name}.csv", index_col=0)
     logged = pandas.read_csv(runs / "torchrun" / "logs" / name / "version_0" / "metrics.csv")
     assert set(reported) >= {"train_loss", "train_acc", "val_loss", "val_acc"}
-    # Ray loses a report that it has not read before the second worker is killed.
+    # If Ray has not read a report before the second worker is killed, the report is lost.
     assert len(reported) == 3 if folder == "whole" else len(reported) in (2, 3)
     logged = logged[list(reported)].tail(len(reported)).reset_index(drop=True)
     pandas.testing.assert_frame_equal(reported, logged, rtol=1e-5)

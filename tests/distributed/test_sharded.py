@@ -154,7 +154,7 @@ CASES = {
 
 
 def record_reductions(done):
-    """Record each reduction of gradients. The function's name depends on the version of torch."""
+    """Record each gradient reduction. The name of the reduction function depends on the torch version."""
     for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
         if (real := getattr(torch.distributed, name, None)) is not None:
             setattr(
@@ -190,7 +190,7 @@ def compare_with_ddp(rank):
 
 @needs_fsdp2
 def test_fsdp2_gives_the_same_weights_as_ddp():
-    """Only clipping by norm may differ, by rounding.
+    """Only runs that clip by norm may differ, because of rounding.
 
     Gradients are reduced once per optimizer step.
     """
@@ -258,7 +258,7 @@ def log_gradient_norms(rank):
 
 @needs_fsdp2
 def test_log_grad_norm_logs_the_norm_over_all_shards():
-    """Each process has only a part of each gradient."""
+    """Each process holds only a shard of each gradient."""
     codes, errors = run_processes(log_gradient_norms)
     assert codes == [0, 0], errors
     trained("auto", Seeing, root="alone", devices=1, log_grad_norm=True, log_every_n_steps=1, max_epochs=1)
@@ -340,7 +340,7 @@ def save_and_resume(rank):
 
 @needs_fsdp2
 def test_a_run_resumes_exactly_from_sharded_checkpoints():
-    """A run with DDP and a single process can also read these checkpoints."""
+    """A DDP run and a single process can also load these checkpoints."""
     codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors
     for rank in range(2):
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(name):
 
 
 def fill_the_disk(rank):
-    """After the fourth step, let the second process fail when it writes a large file."""
+    """After the fourth step, make the second process fail when it writes a large file."""
 
     class Fails(Adam):
         def __init__(self):
@@ -406,7 +406,7 @@ def fill_the_disk(rank):
 
 
 @needs_fsdp2
-def test_the_old_checkpoint_stays_if_a_process_cannot_write_its_shards():
+def test_the_previous_checkpoint_is_kept_if_a_process_cannot_write_its_shards():
     codes, errors = run_processes(fill_the_disk)
     assert codes == [0, 0], errors
     for rank in range(2):

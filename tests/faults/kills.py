@@ -203,7 +203,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=30, help="number of kills that must hit a running process")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes; several communicate through gloo")
-    parser.add_argument("--seed", type=int, default=None, help="seed for the kill times; drawn and printed if not given")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed for the kill times; drawn and printed if not given"
+    )
     parser.add_argument(
         "--sharded", action="store_true", help="shard the model and its checkpoint over two ranks (FSDP2)"
     )

@@ -26,9 +26,7 @@ def test_a_run_killed_at_random_times_resumes_exactly(ranks, kills):
     assert run("kills", "--ranks", ranks, "--kills", kills, "--seed", 0)["kills"] >= kills
 
 
-@pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="pathlib does not call the replaced functions in Python 3.10"
-)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="pathlib does not call the replaced functions in Python 3.10")
 def test_a_run_resumes_no_matter_which_disk_operation_fails():
     figures = run("sweep", "--every", 83)
     assert figures["operations"] > 150

@@ -1,4 +1,4 @@
-"""Test help, options, config files, runs, predictions and mistakes of the command line."""
+"""Test the command line's help, options, config files, runs, predictions and error messages."""
 
 import functools
 import os
@@ -142,7 +142,7 @@ def quick_commands(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def typed(monkeypatch):
-    """Run each test in a folder that contains lit.py, a module of a user."""
+    """Run each test in a folder that contains lit.py, a user's module."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fabric-template"])
     Path("lit.py").write_text(LIT)
@@ -163,7 +163,7 @@ def run(capsys, *argv):
 
 
 def refused(capsys, *argv):
-    """Return the single line on stderr of a refused command."""
+    """Return the single line that a refused command prints to stderr."""
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -244,11 +244,11 @@ def test_the_fit_command_accepts_callbacks_by_class_and_loggers_by_name(capsys):
     assert len([*Path("logs/run/version_0").rglob("events*")]) == 1
 
 
-# The end of fit
+# The summary at the end of fit
 
 
 def lines(out):
-    """Return {heading: text} of the lines that fit prints at its end."""
+    """Return {heading: text} of the lines that fit prints when it ends."""
     return dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", out, re.MULTILINE))
 
 
@@ -488,7 +488,7 @@ def test_predictions_of_several_values_have_one_row_per_sample(shape, columns, c
     assert "tensor" not in "".join(rows)
 
 
-def test_predictions_of_several_loaders_have_a_column_with_the_loader(capsys):
+def test_predictions_of_several_loaders_have_a_column_with_the_loader_index(capsys):
     two = ["--model.shape", "label", "--data", "lit:TwoLoaders", "--out", "preds.csv"]
     code, out, _ = run(capsys, *PREDICT, *two)
     header, *rows = Path("preds.csv").read_text().splitlines()

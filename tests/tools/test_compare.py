@@ -169,7 +169,7 @@ def test_compare_finds_no_difference_after_a_correct_port_of_a_training_loop(tmp
     assert str(result) == f"equal    no difference in {steps} steps"
 
 
-def test_compare_finds_no_difference_after_wrapping_a_net_in_a_lightning_module(tmp_path):
+def test_compare_finds_no_difference_after_wrapping_a_network_in_a_lightning_module(tmp_path):
     def with_module():
         module = Classifier(lambda module: optimizer)
         module.net, optimizer, _, train, _ = Dropping().make()
@@ -210,7 +210,7 @@ class RoundedUp(Clipping):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.loss(net, batch).backward()
         nn.utils.clip_grad_norm_(net.parameters(), self.clip)
-        # Change the last bit of each number, as another order of additions would do.
+        # Change the last bit of each number, as adding in a different order would.
         for parameter in net.parameters():
             parameter.grad = parameter.grad.nextafter(torch.tensor(torch.inf))
         optimizer.step()
@@ -263,7 +263,7 @@ class InDouble(Script):
 
 
 class ClearedAtTheEnd(Script):
-    """Clears the optimizer's momentum before its last step."""
+    """Clears the optimizer's momentum before the last step."""
 
     def train_on(self, i, batch, net, optimizer, is_last):
         self.batches = getattr(self, "batches", 0) + 1
@@ -313,8 +313,8 @@ UnscaledInTrainMode = change(Unscaled, validate=ValidatedInTrainMode.validate)
 Reversed = change(Dropping, loss=lambda self, net, batch: Dropping.loss(self, net, [part.flip(0) for part in batch]))
 
 MISTAKES = [
-    # (first script, second script, options of fit or None if the second script is hand-written,
-    # too, expected step, quantity, part of the reason, part of the fix)
+    # (first script, second script, options of fit, expected step, quantity, part of the reason,
+    # part of the fix). If the second script is also hand-written, the options are None.
     (Dropping, InEvalMode, None, 0, "loss", "second has more modules in eval mode: Dropout,", "model.train() before"),
     (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller, because", "return the loss of the batch undivided"),
@@ -474,7 +474,7 @@ def test_compare_detects_that_only_one_script_changes_weights_after_the_last_ste
     result = compare(lambda: train(False), lambda: train(True), steps)
     assert (result.step, result.quantity) == (steps - 1, "norm of a weight after the last step")
     assert "2.bias" in result.reason
-    # The change follows the compared steps.
+    # With one step less, the change comes after the compared steps.
     assert compare(lambda: train(False), lambda: train(True), steps - 1).is_equal
 
 

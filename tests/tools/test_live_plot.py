@@ -13,7 +13,7 @@ from fabric_template.tools import plots
 
 
 class Notebook:
-    """A fake IPython kernel that records each picture with the time when it was shown."""
+    """A fake IPython kernel that records each picture and the time at which it is shown."""
 
     kernel = events = Mock()  # matplotlib registers events here
 
@@ -33,7 +33,7 @@ class Notebook:
         self.shown.append((self.clock.now - 1000, image.data))
 
     def on_train_epoch_start(self, trainer, module):
-        """Let each epoch take 0.4 s."""
+        """Make each epoch take 0.4 s."""
         self.clock.sleep(0.4)
 
 
@@ -68,7 +68,7 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(noteboo
 
 
 def test_live_plot_draws_every_epoch_even_if_the_first_plot_is_slow(notebook, monkeypatch):
-    """Only the first picture needs the time to import matplotlib."""
+    """Only the first picture takes extra time, to import matplotlib."""
     render = plots.render_picture
 
     def import_and_render(*args, **options):
@@ -120,5 +120,5 @@ def train_with_plot(rank):
 
 
 def test_live_plot_does_not_hang_even_if_the_processes_draw_at_different_batches():
-    """A process that reads log_dir alone would wait forever for the other process."""
+    """If only one process read log_dir, it would wait forever for the other process."""
     assert run_processes(train_with_plot, timeout=60)[0] == [0, 0]

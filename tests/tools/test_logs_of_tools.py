@@ -1,4 +1,4 @@
-"""Test that CSV files of other tools are read, drawn and ranked. Their numbers are made up."""
+"""Test that CSV files of other tools are read, plotted and ranked. The numbers in them are made up."""
 
 from pathlib import Path
 
@@ -304,7 +304,7 @@ def test_read_logs_keeps_the_first_row_of_a_file_without_a_header():
     assert table[["column 1", "column 2"]].to_numpy().tolist() == [[0, 1.0], [1, 0.5]]
 
 
-def test_read_logs_treats_two_calls_of_fit_in_one_file_as_two_runs():
+def test_read_logs_treats_two_calls_to_fit_in_one_file_as_two_runs():
     table = read_logs(write("epoch,loss\n0,1.0\n1,0.5\n0,0.4\n1,0.3\n"))
     assert table[["name", "loss"]].to_numpy().tolist() == [
         ["fit 1", 1.0],

@@ -25,7 +25,7 @@ PACKAGE = {
 
 
 def tree(folder):
-    """Return {path: text} of all files, except for those of git and bytecode."""
+    """Return {path: text} of all files except git's files and bytecode."""
     names = {path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()}
     names = {name for name in names if not {".git", "__pycache__"} & {*name.parts}}
     return {name.as_posix(): Path(folder, name).read_bytes().decode() for name in names}
@@ -50,7 +50,7 @@ def commit():
 def release(tmp_path, monkeypatch):
     """Replace the installed package with a small package.
 
-    Return a function that releases a version.
+    Return a function that releases a new version of it.
     """
     write(tmp_path / "upstream", {**PACKAGE, "py.typed": ""})
     (tmp_path / "project").mkdir()
@@ -151,7 +151,7 @@ def test_the_update_command_merges_user_changes_with_the_new_version(release, ca
     after = tree("mine")
     assert after.get("loop.py") == expected
     assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
-    # The hidden folder of the copy contains the new version now.
+    # The copy's hidden folder now contains the new version.
     assert update_command("mine") == 0
     assert capsys.readouterr().out == "up to date  mine already contains version 0.2.0\n"
     assert tree("mine") == after

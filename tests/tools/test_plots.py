@@ -42,7 +42,7 @@ def write_run(name, version, losses, seed=0, **options):
 
 
 def lines(ax, label=None):
-    """Return (label, color, points) of the lines in an Axes, or the points of the lines with a label."""
+    """Return (label, color, points) of each line in an Axes. With a label, return only its lines' points."""
     found = [(line.get_label(), line.get_color(), line.get_xydata().tolist()) for line in ax.get_lines()]
     return [points for name, _, points in found if name == label] if label else found
 
@@ -82,7 +82,7 @@ def test_plot_logs_accepts_metric_names_with_or_without_the_prefix_val(metrics, 
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_mse", [[1, 1]]), ("val_f1", [[0, 3]]), ("val_gap", None)])
-def test_plot_logs_marks_best_values_only_for_metrics_with_known_direction(metric, best):
+def test_plot_logs_marks_best_values_only_for_metrics_with_a_known_direction(metric, best):
     ax = plot_logs(pd.DataFrame({"epoch": [0, 1, 2], metric: [3.0, 1.0, 2.0]}), metrics=metric)
     assert lines(ax, "best") == ([best] if best else [])
     assert ("best" in legend(ax)[1]) == bool(best)

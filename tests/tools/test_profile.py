@@ -1,4 +1,4 @@
-"""Test that profile measures each part of a step, and changes nothing."""
+"""Test that profile measures each part of a step and does not change the following run."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ CLOCK = Clock()
 
 @pytest.fixture
 def fake_clock(monkeypatch):
-    """Let only CLOCK.sleep take time, so that the figures are exact."""
+    """Make only CLOCK.sleep take time, so that the measured times are exact."""
     monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
@@ -70,7 +70,7 @@ def slow_step(net, batch):
 
 
 def profile_net(loader=None, step=loss_of, optimizer=torch.optim.SGD, steps=6, **options):
-    """Profile a net whose own work takes no time on the fake clock."""
+    """Profile a network whose own work takes no time on the fake clock."""
     net = nn.Linear(4, 1)
     if loader is None:
         loader = TensorLoader(torch.ones(16, 4), torch.zeros(16, 1), batch_size=4)
@@ -106,7 +106,7 @@ def test_profile_measures_each_part_of_a_manual_optimization_step(fake_clock):
 
 
 def test_the_times_in_a_profile_add_up_to_the_step_time():
-    """Options that end fit early, such as max_steps, do not end the profile."""
+    """Options that end fit early, such as max_steps, do not end profiling."""
     found = profile_net(steps=12, accumulate_grad_batches=2, max_steps=1, limit_train_batches=1)
     table = [line.split() for line in str(found).splitlines()[1 : len(found.parts) + 2]]
     assert [cells[0] for cells in table] == list(found.parts) + ["step"]
@@ -176,7 +176,7 @@ def test_profiling_does_not_change_the_following_training_run(tmp_path):
     ({"devices": 2}, ValueError, r"profile\(loop\): got 2 processes, expected one. Write devices=1"),
     ({"step": lambda net, batch: 1 / 0}, ZeroDivisionError, "division by zero"),
 ])  # fmt: skip
-def test_profile_refuses_wrong_arguments(arguments, error, message):
+def test_profile_refuses_invalid_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         profile_net(**arguments)
 
@@ -187,7 +187,7 @@ def sleeping_step(net, batch):
 
 
 def test_profile_leaves_no_worker_process():
-    """Otherwise, workers would stay until garbage collection."""
+    """Otherwise, the workers would keep running until garbage collection."""
     running = len(multiprocessing.active_children())
     gc.disable()
     try:

@@ -20,7 +20,7 @@ HOSTILE = "\x1b[2J</td><script>alert('x')<!--"
 def make_run(
     name="digits", version=0, *, rows=3, lock="17\nfinished\n", loss=1.0, hparams=None, config=None, **columns
 ):
-    """Write the files of a run without training. ``columns`` contain a value per row."""
+    """Write the files of a run without training. Each of the ``columns`` contains one value per row."""
     logger = CSVLogger("logs", name=name, version=version)
     options = {"max_epochs": 3, "monitor": "val_loss", "mode": "min", **(config or {})}
     logger.log_hyperparams({"hparams": hparams or {}, "config": options})
@@ -266,7 +266,7 @@ def test_options_of_the_runs_command_may_precede_the_folder(capsys, arguments):
     assert run_command(capsys, *arguments.split())[:2] == run_command(capsys, "best", "logs")[:2]
 
 
-def test_the_command_named_best_accepts_a_csv_file_written_by_keras(capsys):
+def test_the_runs_best_command_accepts_a_csv_file_written_by_keras(capsys):
     Path("keras.csv").write_text("epoch,loss,val_loss,val_loss\n0,2,3,1\n1,1,2,0.5\n")
     code, out, _ = run_command(capsys, "best", "keras.csv")
     assert (code, out.splitlines()[1]) == (0, f"run         {Path('keras.csv').absolute()}")

@@ -27,7 +27,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch):
-    """Let only CLOCK.sleep take time, so that the results do not depend on the machine."""
+    """Make only CLOCK.sleep take time, so that the results do not depend on the machine."""
     monkeypatch.setattr(step_benchmark, "time", CLOCK)
 
 
@@ -71,7 +71,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
 # The choice of settings
 
 
-def test_tune_tells_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):
+def test_tune_reports_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):
     def step(net, batch):
         if len(batch) > 128:
             raise MemoryError("out of memory")
