@@ -1,4 +1,4 @@
-"""Test which checkpoints are kept as the best. Trainer's ModelCheckpoint is the reference."""
+"""Test which checkpoints are kept as the best ones. Trainer's ModelCheckpoint is the reference."""
 
 import math
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
-    # The newest checkpoints of the two killed runs are from the validations after batches 3 and 14.
+    # The two killed runs saved their newest checkpoints in the validations after batches 3 and 14.
     for batches in (3, 15):
         root = tmp_path / "killed" / str(batches)
         assert_same_end(whole, fit(root, seed=9, resume="last", **options))
@@ -74,7 +74,7 @@ def test_monitoring_an_epoch_mean_saves_one_checkpoint_per_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, 1), (-1, 2)])
-def test_a_nan_score_is_never_the_best(tmp_path, top_k, kept):
+def test_a_nan_score_is_never_the_best_score(tmp_path, top_k, kept):
     make = scored(math.nan, 3, math.nan, 2, every=8)
     loop, *_ = fit(tmp_path, make, monitor="score", mode="min", save_top_k=top_k, max_epochs=4, **EPOCH)
     assert loop.checkpoint_callback.best_model_score == 2

@@ -1,4 +1,4 @@
-"""Test runs that are resumed with another scheduler or with fewer parameter groups."""
+"""Test runs that are resumed with a different scheduler or with fewer parameter groups."""
 
 import pytest
 import torch
@@ -87,19 +87,19 @@ def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(t
     match = r"got .*LR.* as the class, interval and frequency .*, expected .*'ExponentialLR', 'epoch', 1\]"
     with pytest.raises(ValueError, match=match):
         fit(kind, tmp_path, 4, other, resume="last")
-    # The failed attempt has not changed the run.
+    # The refused resume has not changed the run.
     assert fit(kind, tmp_path, 3, exponential, resume="last")[-1] == 0.025
 
 
 @both_loops
 @pytest.mark.parametrize("frequency", [0, None, "2", float("nan"), float("inf")])
-def test_an_invalid_frequency_is_refused(tmp_path, kind, frequency):
+def test_an_invalid_scheduler_frequency_is_refused(tmp_path, kind, frequency):
     with pytest.raises(ValueError, match="frequency: got|frequency >= 1"):
         fit(kind, tmp_path, 2, lambda optimizer: {"scheduler": exponential(optimizer), "frequency": frequency})
 
 
 @both_loops
-def test_a_name_instead_of_a_scheduler_is_refused(tmp_path, kind):
+def test_a_string_in_place_of_a_scheduler_is_refused(tmp_path, kind):
     with pytest.raises(TypeError, match="scheduler: got ('cosine'|a str), expected a scheduler"):
         fit(kind, tmp_path, 1, lambda optimizer: "cosine")
 

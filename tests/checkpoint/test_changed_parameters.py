@@ -1,4 +1,4 @@
-"""Test runs that are resumed with parameters in another order, with other dtypes or with other settings."""
+"""Test runs that are resumed with a different parameter order, different dtypes or different settings."""
 
 import warnings
 
@@ -19,7 +19,7 @@ OTHER_SHAPE = {"a": (8, 5), "b": (5, 8), "c": (8, 3)}
 
 
 class Layers(pl.LightningModule):
-    """Layers that are created in a given order, and always called in the order a, b, c."""
+    """Layers that are created in a given order but always called in the order a, b, c."""
 
     def __init__(self, order="abc", shapes=SAME_SHAPE, optimizer=torch.optim.Adam, frozen=""):
         super().__init__()
@@ -45,7 +45,7 @@ class ReverseOrder(Layers):
 
 
 class Renamed(Layers):
-    """Layers in which the saved layer "a" has the name "d"."""
+    """Layers in which the layer saved as "a" is named "d"."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ def train(kind, model, epochs, loader=None, **fit):
     ids=["layers", "optimizer", "frozen layers", "shapes"],
 )
 def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, second, names):
-    """The state of an optimizer would be restored for other parameters."""
+    """Otherwise, the optimizer's state would be restored for the wrong parameters."""
     train(kinds[0], first(), 1)
     found, expected = names
     text = f"resume: got '{found}' as parameter 0 of the optimizer, expected '{expected}' as in the saved run"
@@ -133,7 +133,7 @@ def save_with_trainer(model, **options):
 
 @pairs_of_loops
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_resuming_with_a_different_dtype_of_the_weights_is_refused(kinds, precision):
+def test_resuming_with_weights_of_a_different_dtype_is_refused(kinds, precision):
     train(kinds[0], Layers(), 1)
     dtype = {"64-true": "float64", "bf16-true": "bfloat16"}[precision]
     with pytest.raises(ValueError, match=f"resume: got torch.{dtype} as the dtype of 'a.weight', expected torch.float"):
@@ -156,7 +156,7 @@ def test_resuming_with_a_different_default_dtype_is_refused(kind):
 @pytest.mark.parametrize(
     "precisions", [("64-true",) * 2, ("bf16-true",) * 2, (None, "bf16-mixed"), ("bf16-mixed", None)]
 )
-def test_a_run_resumes_with_a_different_precision_if_weights_keep_their_dtype(kind, precisions):
+def test_a_run_can_resume_with_a_different_precision_if_the_weights_keep_their_dtype(kind, precisions):
     train(kind, Layers(), 1, precision=precisions[0])
     train(kind, Layers(), 2, resume="last", precision=precisions[1])
 

@@ -1,4 +1,4 @@
-"""Test that checkpoints have Lightning's layout, and which files are kept."""
+"""Test that checkpoints have Lightning's layout, and test which files are kept."""
 
 import logging
 import warnings

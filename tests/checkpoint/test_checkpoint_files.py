@@ -60,7 +60,7 @@ def test_resume_auto_starts_a_new_run_if_no_checkpoint_exists(tmp_path):
 
 
 class Disk:
-    """Raises OSError when a file with ``name`` in its name is synced in one of the epochs."""
+    """Raises OSError when a file with ``name`` in its name is synced during one of ``epochs``."""
 
     def __init__(self, monkeypatch, name, epochs):
         self.loop, self.epochs, self.sync = None, epochs, os.fsync

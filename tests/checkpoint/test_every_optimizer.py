@@ -1,4 +1,4 @@
-"""Test exact resume with every optimizer, scheduler and precision of torch.
+"""Test exact resume with every torch optimizer, every torch scheduler and every precision.
 
 The classes are read from torch, so that new classes are tested automatically.
 """
@@ -84,7 +84,7 @@ class Tiny(nn.Module):
 
 
 class Saves:
-    """Saves in the middle of the second epoch."""
+    """Saves a checkpoint in the middle of the second epoch."""
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_step == 4:
@@ -92,7 +92,7 @@ class Saves:
 
 
 def end_of(optimizer, scheduler, precision, resume=None):
-    """Return the weights and the states of optimizer and scheduler after two epochs of three batches."""
+    """Return the weights and the optimizer and scheduler states after two epochs of three batches."""
     torch.manual_seed(1)
     options, labels = torch.arange(12) * 5 % 6, torch.arange(12) % 3
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)

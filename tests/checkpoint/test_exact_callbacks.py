@@ -84,12 +84,12 @@ CALLBACKS = {
 
 
 # With BatchNorm, SWA adds an epoch that only updates statistics and takes no optimizer step. A run
-# resumed in this epoch does not set up the scheduler of SWA, so only weights are compared.
+# resumed in this epoch does not set up SWA's scheduler, so only the weights are compared.
 ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 
 def weights_only(name):
-    """Return arguments of fit for a run with this callback."""
+    """Return the arguments of fit for a run with this callback."""
     return {"weights_only": HAS_PLAIN_SWALR or not name.startswith("swa")}
 
 
@@ -184,7 +184,7 @@ class EvalFromOwnHook(EvalBackbone):
 
 
 def saver():
-    """Save at the end of each validation, when the network is in eval mode."""
+    """Return a callback that saves after each validation, while the network is in eval mode."""
     return cb.ModelCheckpoint(save_last=True, save_on_train_epoch_end=False)
 
 
@@ -201,7 +201,7 @@ def test_resume_restores_the_train_or_eval_mode_of_each_submodule(tmp_path, make
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
 @pytest.mark.parametrize("make", [EvalBackbone, EvalInStep, EvalFromOwnHook])
-def test_resuming_a_checkpoint_saved_during_validation_restores_train_mode(tmp_path, make):
+def test_resuming_from_a_checkpoint_saved_during_validation_restores_train_mode(tmp_path, make):
     options = {"max_epochs": 2, "val": val_loader, "val_check_interval": 2}
     train = lambda: make_loader(18)  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path / "killed", (3, 7))

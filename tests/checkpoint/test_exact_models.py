@@ -56,7 +56,7 @@ class Table(Model):
 
 
 class Sparse(Model):
-    """Counts in a sparse tensor and in sparse buffers."""
+    """Keeps counts in a sparse tensor and in sparse buffers."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Sparse(Model):
 
 
 class Order:
-    """A sampler that shuffles its long list of indices again in each epoch."""
+    """A sampler that reshuffles its long list of indices in each epoch."""
 
     def __init__(self):
         self.indices = list(range(12_000))
@@ -87,7 +87,7 @@ class Order:
 
 
 class CountingDataset(Dataset):
-    """Counts its reads in one element of a large array."""
+    """Counts how often it is read, in one element of a large array."""
 
     def __init__(self):
         self.data, self.counts = make_data(16), np.zeros(1_500_000)
@@ -105,7 +105,7 @@ class CountingDataset(Dataset):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Wraps another optimizer and shares the parameter groups with it."""
+    """Wraps another optimizer and shares its parameter groups."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -165,7 +165,7 @@ class Optimized(Model):
 
 
 class KeepsGroup(Model):
-    """Keeps a parameter group in an attribute, and changes the learning rate in it."""
+    """Keeps a parameter group in an attribute and changes the group's learning rate."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -220,7 +220,7 @@ def test_a_run_resumes_exactly_if_attributes_are_large_or_contain_weights(tmp_pa
     assert_resumes(tmp_path, kind, CASES[name], kill_at)
 
 
-def test_fabric_loop_restores_float64_tensors_in_containers_of_an_optimizer_state(tmp_path):
+def test_fabric_loop_restores_float64_tensors_in_lists_and_dicts_of_an_optimizer_state(tmp_path):
     assert_resumes(tmp_path, FabricLoop, shuffled(lambda: Optimized(KeepsContainers)), 3)
 
 
@@ -251,7 +251,7 @@ def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_pat
 
 
 class GroupScheduler(LRScheduler):
-    """Keeps the parameter groups in an attribute, and changes the weight decay in them."""
+    """Keeps the parameter groups in an attribute and changes their weight decay."""
 
     def __init__(self, optimizer):
         self.groups = optimizer.param_groups

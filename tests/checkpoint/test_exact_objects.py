@@ -115,7 +115,7 @@ class View(Model):
 
 
 class ExtraState(Model):
-    """Adds a tensor to its state_dict() that is neither a parameter nor a buffer, and does not load it."""
+    """Saves a tensor in its state_dict() as extra state, and ignores it in load_state_dict()."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class ExtraState(Model):
 
 
 class Views(Model):
-    """Changes tensors and arrays through which expanded and read-only views change, too."""
+    """Changes tensors and arrays in place, which also changes their expanded and read-only views."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +336,7 @@ class Mining(Model):
 
 
 class WarmUp(Model):
-    """Deletes an attribute and a buffer, and sets another attribute to None, after its warm-up."""
+    """Deletes an attribute and a buffer and sets another attribute to None after its warm-up."""
 
     def __init__(self):
         super().__init__()
@@ -674,7 +674,7 @@ class Reader:
 
 
 class OwnLoader:
-    """A loader without a DataLoader, whose objects change in each batch."""
+    """A loader that is not a DataLoader and whose objects change in each batch."""
 
     def __init__(self):
         self.reader = Reader()
@@ -703,38 +703,38 @@ CASES = {
     "scheduler": shuffled(StepsItself),
     "object": shuffled(Averaged),
     "view of a buffer": shuffled(View),
-    "tensor of the extra state": shuffled(ExtraState),
+    "tensor in the extra state": shuffled(ExtraState),
     "views that cannot be changed in place": shuffled(Views),
     "constants": shuffled(Stages),
-    "objects of on_train_start": shuffled(Late),
+    "objects assigned in on_train_start": shuffled(Late),
     "new list of a sampler": handed,
     "running metric": shuffled(Running),
     "orders of a sampler": ordered,
-    "objects of an own loader": own_loader,
-    "tensor of two datasets": grown,
+    "objects of a custom loader": own_loader,
+    "tensor shared by two datasets": grown,
     "objects of a dataset": transformed,
-    "sampler of torch": mining,
+    "sampler from torch": mining,
     "deleted attributes": shuffled(WarmUp),
     "large tensor of a dataset": worn(lambda: torch.linspace(-1, 1, 16_000).reshape(16, 1000)),
     "large array of a dataset": worn(lambda: np.linspace(-1, 1, 16_000, dtype="f4").reshape(16, 1000)),
     "shared tensor": shared(lambda: torch.ones(16)),
     "shared list": shared(lambda: [1.0] * 16),
     "objects of a model": shuffled(HasHelpers),
-    "hidden modules": shuffled(HasHiddenModules),
-    "changes of hidden modules": shuffled(ChangesLayers),
+    "unregistered modules": shuffled(HasHiddenModules),
+    "changed unregistered modules": shuffled(ChangesLayers),
     "changes in on_train_start": shuffled(WarmsUp),
-    "buffers that are registered late": shuffled(AddsBuffers),
-    "hidden torchmetrics objects": shuffled(KeepsMetrics),
+    "buffers registered during training": shuffled(AddsBuffers),
+    "unregistered torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
     "complex number": shuffled(Rotates),
     "objects of a sampler": grouped,
     "objects of a collate function": collated,
-    "large dict of arrays of a dataset": worn(make_arrays),
+    "large dict of arrays in a dataset": worn(make_arrays),
 }
 
 
 def train(kind, root, make, kill_at=None, resume=None, **options):
-    """Return the weights and the rows of a run."""
+    """Train, and return the weights and the rows of metrics.csv."""
     seed_everything(1, verbose=False)
     model, loader = make()
     model.kill_at = kill_at
@@ -757,7 +757,7 @@ def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, na
 
 @pytest.mark.parametrize("name", ["constants", "views that cannot be changed in place", "running metric"])
 @pytest.mark.parametrize("kinds", ["FF", "MM", "FM", "MF"])
-def test_a_resumed_run_can_be_resumed_again_in_both_loops(tmp_path, kinds, name):
+def test_a_resumed_run_can_be_resumed_again_by_either_loop(tmp_path, kinds, name):
     first, second = [{"F": FabricLoop, "M": MiniLoop}[kind] for kind in kinds]
     options = {"validate_every_n_steps": 2}
     whole, _ = train(first, tmp_path / "whole", CASES[name], **options)
@@ -769,7 +769,7 @@ def test_a_resumed_run_can_be_resumed_again_in_both_loops(tmp_path, kinds, name)
 
 @pytest.mark.parametrize("name", ["constants", "orders of a sampler", "new list of a sampler"])
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_resume_with_the_objects_of_an_earlier_fit_changes_no_constants(tmp_path, kind, name):
+def test_resuming_with_the_objects_of_an_earlier_fit_changes_no_constants(tmp_path, kind, name):
     whole = train(kind, tmp_path / "whole", CASES[name])
     objects = cache(CASES[name])
     with pytest.raises(KilledError):
@@ -799,7 +799,7 @@ def test_fit_refuses_a_scheduler_state_that_torch_load_cannot_read(tmp_path, kin
 
 
 class Unsigned(Model):
-    """Changes a tensor of the dtype torch.uint16, in an attribute or in a buffer."""
+    """Changes a torch.uint16 tensor that is an attribute or a buffer."""
 
     def __init__(self, is_buffer):
         super().__init__()
@@ -858,7 +858,7 @@ class ModelWithOptimizer(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_resume_warns_about_a_different_optimizer_class(tmp_path, kind):
-    # NAdam has all options of RAdam, so the state of NAdam fits into RAdam.
+    # NAdam has all options of RAdam, so RAdam can load NAdam's state.
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.NAdam)), kill_at=6)
     with pytest.warns(UserWarning, match=r"optimizers was \['NAdam'\] and is now \['RAdam'\]"):
@@ -872,7 +872,7 @@ class OptimizerReplacement(Model):
 
 
 def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
-    """FabricLoop trains with the new optimizer, and refuses to resume this run."""
+    """FabricLoop trains with the new optimizer but refuses to resume the run."""
     with pytest.raises(ValueError, match="optimizer: a hook changed the parameters"):
         train(MiniLoop, tmp_path / "mini", shuffled(OptimizerReplacement))
     with pytest.raises(KilledError):
@@ -1026,7 +1026,7 @@ def test_a_model_with_an_empty_tensor_and_an_empty_buffer_resumes_exactly(tmp_pa
 
 
 class HasKeyedMeters(Model):
-    """The loss depends on one object for each kind of batch, which training creates when it needs it."""
+    """The loss depends on one object for each kind of batch, which training creates when it is first needed."""
 
     def __init__(self):
         super().__init__()
@@ -1100,7 +1100,7 @@ class ModelWithConnection(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_restores_a_sampler_whose_class_is_in_an_installed_package(tmp_path, monkeypatch, kind):
+def test_resuming_restores_a_sampler_whose_class_is_defined_in_an_installed_package(tmp_path, monkeypatch, kind):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "rotations.py").write_text(INSTALLED)
@@ -1141,7 +1141,7 @@ class Follows(Model):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:Trying to infer the .batch_size")
-def test_two_loaders_of_different_lengths_resume_after_the_attributes_that_each_step_replaces(tmp_path):
+def test_a_run_with_two_loaders_resumes_exactly_if_each_step_replaces_an_attribute(tmp_path):
     def fit(name, epochs, resume=None):
         torch.manual_seed(1)
         model, saves = Follows(), ModelCheckpoint(save_last=True, every_n_train_steps=3)
@@ -1158,7 +1158,7 @@ def test_two_loaders_of_different_lengths_resume_after_the_attributes_that_each_
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_resuming_restores_the_generator_but_not_the_socket_of_a_connection_object(tmp_path, monkeypatch, kind):
-    """The socket of the new process has a different number, which resuming must not overwrite."""
+    """The new process opens its own socket, so resuming must not restore the saved socket number."""
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "connections.py").write_text(INSTALLED)
@@ -1296,7 +1296,7 @@ class ModelWithPairs(Model):
 
 @pytest.mark.filterwarnings("ignore:checkpoint. the attribute 'nested' .* contains unsupported values .Pairs.")
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_run_resumes_exactly_if_a_model_attribute_has_tuple_keys(tmp_path, kind):
+def test_a_run_resumes_exactly_if_a_dict_of_the_model_has_tuple_keys(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)
@@ -1304,7 +1304,7 @@ def test_a_run_resumes_exactly_if_a_model_attribute_has_tuple_keys(tmp_path, kin
 
 
 class SharesState(LambdaLR):
-    """A scheduler in whose state two names refer to one list."""
+    """A scheduler whose state contains the same list under two keys."""
 
     def __init__(self, optimizer):
         self.factors, self.count = [1.0], np.float64(0)
@@ -1322,7 +1322,7 @@ class HasSharedState(Model):
         return [optimizer], [{"scheduler": SharesState(optimizer), "interval": "step"}]
 
 
-def test_two_names_for_one_list_in_a_scheduler_state_still_share_it_after_resume(tmp_path):
+def test_two_keys_of_a_scheduler_state_still_share_one_list_after_resume(tmp_path):
     whole = train(FabricLoop, tmp_path / "whole", shuffled(HasSharedState))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "cut", shuffled(HasSharedState), kill_at=5)
@@ -1330,7 +1330,7 @@ def test_two_names_for_one_list_in_a_scheduler_state_still_share_it_after_resume
 
 
 class KeepsWeights(torch.optim.SGD):
-    """An optimizer whose state refers to parameters, by their memory or by their ids."""
+    """An optimizer whose state shares memory with the parameters or contains their ids."""
 
     names = "weight"
 
@@ -1374,6 +1374,6 @@ def test_an_optimizer_state_that_refers_to_parameters_cannot_be_saved(tmp_path, 
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_loop_warns_of_optimizer_attributes_with_ids_of_parameters(tmp_path, kind):
+def test_fit_warns_about_parameter_ids_in_optimizer_attributes(tmp_path, kind):
     with pytest.warns(UserWarning, match="steps.* (neither saved|not saved).*ids of"):
         train(kind, tmp_path, with_optimizer(CountsById))

@@ -22,11 +22,11 @@ LOOPS = [FabricLoop, MiniLoop]
 
 
 class Stop(Exception):
-    """Ends a run like a crash."""
+    """Ends a run as a crash would."""
 
 
 class StaysNear(torch.optim.SGD):
-    """Pulls the weights towards copies from the start of the run."""
+    """Pulls the weights towards copies made at the start of the run."""
 
     def __init__(self, parameters, has_ids=False):
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -102,7 +102,7 @@ class WithTeacher(Lit):
 
 
 class WithGroups(Lit):
-    """Changes the learning rate and the weight decay through a list of the optimizer's groups."""
+    """Changes the learning rate and the weight decay through its list of the optimizer's parameter groups."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -131,7 +131,7 @@ def train(loop_class, root, make, stops_at=None, is_given=False):
 
 @pytest.mark.parametrize("loop_class", LOOPS)
 @pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithTeacher, WithGroups, "function"])
-def test_copies_of_weights_made_with_the_optimizer_are_restored(tmp_path, loop_class, make):
+def test_attributes_created_with_the_optimizer_are_restored(tmp_path, loop_class, make):
     is_given = make == "function"
     make = Lit if is_given else make
     expected = train(loop_class, tmp_path / "whole", make, is_given=is_given)

@@ -60,7 +60,7 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss)
-        # The step of this value counts the validation batches of all epochs, also in a resumed run.
+        # This value's step counts the validation batches of all epochs, even in a resumed run.
         self.log("val_step", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self):
@@ -85,8 +85,8 @@ class Plain:
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
-# The options of the runs. Most runs are killed after the first epoch, and before the last batch of
-# the second epoch.
+# The options of the runs. Most runs are killed at two points: after the first epoch, and before the
+# last batch of the second epoch.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
     "manual": {"make_module": lambda: Net(manual=True)},
@@ -142,7 +142,7 @@ def assert_same(one, other, root, other_root):
           "TensorLoader", "list", "limit", "limit, persistent", "reload", "validation, generator"),
 )  # fmt: skip
 def test_a_killed_run_resumes_exactly(tmp_path, name):
-    """Resume copies of the run folder, made before some batches, with a different seed."""
+    """Copy the run folder before some batches, and resume each copy with a different seed."""
     options = {"save_every_n_steps": 1 if name in KILLS else 5, **CASES[name]}
     kills = KILLS.get(name, (6, 11))
     snapshots = Snapshots(tmp_path / "whole", tmp_path, kills)
@@ -155,10 +155,10 @@ def test_a_killed_run_resumes_exactly(tmp_path, name):
 
 
 class Raises(Callback):
-    """Raises in one hook at one batch of the run."""
+    """Raises an error in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        # A resumed run would restore a number, but does not restore an iterator.
+        # A resumed run would restore a counter but does not restore an iterator.
         self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 

@@ -26,7 +26,7 @@ def folder(root, version):
 
 
 class Stops(Callback):
-    """Raises an error at a step."""
+    """Raises an error at the given step."""
 
     def __init__(self, step):
         self.step = step
@@ -191,7 +191,7 @@ def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(
     for given in (version, None):
         with pytest.raises(MissingCheckpointError, match="newest run has no undamaged last checkpoint in "):
             fit(root, Plain, max_epochs=3, version=given, resume="last")
-    # Passing the path of a checkpoint of the older run continues that run.
+    # Passing the path of one of the older run's checkpoints continues that run.
     path = max(folder(root, version).glob("*.ckpt"), key=lambda path: read_checkpoint(path)["global_step"])
     shutil.copytree(root, tmp_path / "again")
     loop, _, rows = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)

@@ -74,7 +74,7 @@ VALUES = {
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
 def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_new):
-    """Before the change, the attribute has another value or does not exist."""
+    """Before the change, the attribute has a different value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
     assert type(found) is type(VALUES[name])
@@ -133,7 +133,7 @@ def test_a_restored_attribute_is_saved_again_even_if_its_value_does_not_change()
     holder.order = orders[1]
     again = second.state_dict()
     assert sorted(again["attributes"]) == [("a", "count"), ("a", "label"), ("a", "order")]
-    # A resumed run must not write the saved order into the list that it starts with.
+    # A resumed run must not write the saved order into the list that its attribute refers to at the start.
     assert list(again["rebound"]) == [("a", "order")]
 
 
@@ -279,7 +279,7 @@ class Remembers(Classifier):
 
 
 class Schedules(Callback):
-    """A callback that changes gradients by its attributes, and has no state_dict()."""
+    """A callback without a state_dict() whose attributes determine how it changes the gradients."""
 
     def __init__(self):
         self.level, self.seen, self.generator = 0.1, {}, torch.Generator().manual_seed(8)
@@ -326,7 +326,7 @@ class Data(pl.LightningDataModule):
 
 
 class Plain:
-    """An object with step methods, whose attributes change in training."""
+    """An object with step methods whose attributes change during training."""
 
     def __init__(self):
         self.net = nn.Sequential(nn.Linear(8, 4), Memory8(), nn.Linear(4, 3))
@@ -351,7 +351,7 @@ class Memory8(Memory):
 
 
 class Computes(Classifier):
-    """A module whose layers compute their attribute ``weight`` from parameters in each forward."""
+    """A module whose layers compute their attribute ``weight`` from parameters in each forward pass."""
 
     def __init__(self):
         super().__init__()

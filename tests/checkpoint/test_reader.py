@@ -32,7 +32,7 @@ class Color(enum.Enum):
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A named tuple, which is created only with weights_only=False."""
+    """A named tuple, which only a reader with weights_only=False creates."""
 
 
 class Outer:
@@ -184,7 +184,7 @@ class WithObjects(Classifier):
 @pytest.mark.filterwarnings("ignore:Attribute 'module' is an instance of `nn.Module`")
 def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
     def make():
-        # Lightning copies hyperparameters, and a copy would call what a pickle calls.
+        # Lightning copies hyperparameters. Copying these two would make the same calls as unpickling them.
         values = {name: v for name, v in objects(tmp_path).items() if name not in ("call", "state")}
         return WithObjects(**values)
 
@@ -324,10 +324,10 @@ REFUSED = {
     "state of a class": b"ccollections\nOrderedDict\n}" + STATE + b"b",
     "state of a torch class": b"ctorch\nTensor\n}" + STATE + b"b",
     "items of a class": b"cbuiltins\ndict\nK\x01K\x02s",
-    "call of a class": b"cbuiltins\nlist\n(K\x01tR",
+    "call to a class": b"cbuiltins\nlist\n(K\x01tR",
     "state of a function": b"ctorch._utils\n_rebuild_tensor_v2\n}" + STATE + b"b",
     "extension": b"\x82\x01",
-    "call of an object": b"K\x05)R",
+    "call to an object": b"K\x05)R",
     "larger storage": tensor(length=1 << 20),
     "different storage type": tensor(dtype="Double"),
     "negative length": tensor(length=-1),

@@ -1,4 +1,4 @@
-"""Test runs that are resumed with more epochs, and the values of ``resume=`` and ``load=``.
+"""Test runs that are resumed for more epochs, and the values of ``resume=`` and ``load=``.
 
 test_exact_resume.py tests runs that are killed within an epoch.
 """
@@ -118,7 +118,7 @@ def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_accepts_a_path_or_the_words_last_and_auto(tmp_path):
+def test_resume_accepts_last_or_auto_or_a_path(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)
@@ -185,6 +185,6 @@ def test_load_restores_only_the_weights(tmp_path):
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         return module
 
-    # The result equals that of a run whose module had these weights from the start.
+    # The result is the same as that of a run whose module had these weights from the start.
     expected = fit(tmp_path / "b", trained_before, seed=5, max_epochs=1)
     assert same(weights_of(expected[1]), weights_of(loop.lightning_module))

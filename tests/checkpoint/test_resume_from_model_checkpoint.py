@@ -124,7 +124,7 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
 
 
 def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_removed(tmp_path):
-    """A run without the callback saves to another folder, so it does not find the old files."""
+    """A run without the callback saves to a different folder, so it does not find the old files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     with pytest.raises(MissingCheckpointError, match="no undamaged last checkpoint"):
         fit(tmp_path, max_epochs=2, resume="last")
@@ -136,7 +136,7 @@ def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_remove
     assert len(history) == 2
 
 
-def test_resume_auto_works_if_validate_has_used_the_same_model_checkpoint_callback(tmp_path):
+def test_resume_auto_works_after_validate_has_used_the_same_model_checkpoint_callback(tmp_path):
     """The validation sets the callback's dirpath to the folder of its own version."""
     fit(tmp_path, max_epochs=1, val=val_loader, callbacks=[ModelCheckpoint(save_last=True)])
     callback = ModelCheckpoint(save_last=True)

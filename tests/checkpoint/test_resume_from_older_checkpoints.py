@@ -1,4 +1,4 @@
-"""Test runs that are resumed from an older checkpoint than last.ckpt, and killed before their first save."""
+"""Test runs that are resumed from a checkpoint older than last.ckpt and killed before their first save."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ class Killed(Exception):
 
 
 class BestFirst(Classifier):
-    """A model whose first epoch is the best. If `killed_at` is (epoch, batch), this batch raises an error."""
+    """A model with its best score in the first epoch. If `killed_at` is (epoch, batch), this batch raises an error."""
 
     def __init__(self, killed_at=None):
         super().__init__()
@@ -58,7 +58,7 @@ def step_of(root, file=LAST):
 
 @pytest.mark.parametrize(("first", "second", "third"), halve(LOOPS, LOOPS, LOOPS))
 def test_csv_rows_survive_a_kill_after_resuming_from_the_best_checkpoint(tmp_path, first, second, third):
-    """The killed run has removed CSV rows, so it continues from the best checkpoint, not from its old last.ckpt."""
+    """The killed run has removed CSV rows, so the next run resumes from best.ckpt and not from the old last.ckpt."""
     expected = train(first, tmp_path, 3)
     logs, files = logs_of(tmp_path), tree(tmp_path)
     train(second, tmp_path, 3, "best", killed_at=(1, 3))

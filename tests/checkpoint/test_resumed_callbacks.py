@@ -77,7 +77,7 @@ class LogsMost(Classifier):
 
 @pytest.mark.parametrize("saves", [None, 1])
 def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, saves, recwarn):
-    """If the epoch's value contains only the batches after the resume, a warning is shown."""
+    """If the value of the epoch covers only the batches after the resume, a warning is shown."""
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
@@ -87,7 +87,7 @@ def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, save
 
 
 class Metrics(cb.Callback):
-    """Logs the mean of the losses with metrics that it creates with ``make``."""
+    """Logs the mean of the losses with metrics that ``make`` creates."""
 
     def __init__(self, make, get):
         self.metric, self.get = make(), get
@@ -131,7 +131,7 @@ def test_resume_warns_about_the_attributes_of_a_missing_callback(tmp_path):
 
 
 class Settings:
-    """A class of the user, whose objects a resumed run cannot read."""
+    """A user-defined class whose objects a resumed run cannot read."""
 
 
 class SavesSettings(cb.Callback):

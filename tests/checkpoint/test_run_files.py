@@ -1,4 +1,4 @@
-"""Test the files in a run's log folder, also in a resumed run, and other loggers."""
+"""Test the files in the log folder of new and resumed runs, and test other loggers."""
 
 import shutil
 import signal
@@ -117,7 +117,7 @@ class Odd(Classifier):
 
 
 class Foreign:
-    """A minimal logger of another package."""
+    """A minimal logger from another package."""
 
     def __init__(self):
         self.steps = []

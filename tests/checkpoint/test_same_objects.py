@@ -1,4 +1,4 @@
-"""Test several calls of fit in one process, with the same objects and with new ones, in both loops."""
+"""Test several calls to fit in one process, with the same objects and with new ones, in both loops."""
 
 import csv
 import gc
@@ -347,7 +347,7 @@ class ScriptWithGenerators(Script):
 
 
 @both_loops
-def test_resuming_within_an_epoch_restores_the_random_generators_of_the_loader(tmp_path, kind):
+def test_resuming_mid_epoch_restores_the_random_generators_of_the_loader(tmp_path, kind):
     expected = ScriptWithGenerators(kind, tmp_path / "whole", remember).fit()
     script = ScriptWithGenerators(kind, tmp_path / "parts", remember)
     script.loop.max_steps = 13

@@ -19,7 +19,7 @@ class WithHyperparameters(Classifier):
     def __init__(self, **values):
         super().__init__()
         self.save_hyperparameters()
-        # Lightning copies hyperparameters, which some of these values do not allow.
+        # Lightning copies hyperparameters, but some of these values cannot be copied.
         self.hparams.update(late_values())
 
 
@@ -70,7 +70,7 @@ def test_fit_without_checkpoints_does_not_warn_about_unpicklable_hyperparameters
 
 
 class OwnScheduler(LRScheduler):
-    """Has a function in its state, which state_dict() returns."""
+    """Has a function in the state that state_dict() returns."""
 
     def __init__(self, optimizer, function):
         self.function = function
@@ -110,7 +110,7 @@ def test_an_optimizer_or_scheduler_that_cannot_be_pickled_is_refused(tmp_path, o
 
 
 class Keeps(Callback):
-    """Returns a state that cannot be pickled from the epoch ``since`` on."""
+    """Returns a state that cannot be pickled, starting in epoch ``since``."""
 
     def __init__(self, since=0):
         self.epoch, self.since = 0, since

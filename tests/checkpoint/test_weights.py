@@ -1,4 +1,4 @@
-"""Test that weights are loaded into a model that is wrapped differently than the saved one."""
+"""Test that weights are loaded into a model that is wrapped differently from the saved one."""
 
 import functools
 import tempfile
@@ -23,7 +23,7 @@ def make_net():
 
 
 class Inner(nn.Module):
-    """A network whose only child has the name that wrappers use."""
+    """A network whose only child has a name that wrappers use."""
 
     def __init__(self, name="module"):
         super().__init__()
@@ -185,8 +185,8 @@ def test_load_accepts_weights_under_each_common_checkpoint_key(tmp_path, key):
 WRONG = {
     "a module": ({"model": nn.Linear(8, 3)}, r"Linear in the part 'model'.*weights_only=False"),
     "a number as name": ({"state_dict": {0: torch.ones(1)}}, "got the key 0 in a state_dict"),
-    "other keys": ({"net": {"weight": torch.ones(1)}}, r"got the keys \['net'\], expected"),
-    "other names": ({"state_dict": {"module.other": torch.ones(1)}}, "Unexpected key"),
+    "different keys": ({"net": {"weight": torch.ones(1)}}, r"got the keys \['net'\], expected"),
+    "different names": ({"state_dict": {"module.other": torch.ones(1)}}, "Unexpected key"),
     "no tensor": ({"state_dict": {**make_net().state_dict(), "0.bias": "a"}}, 'named "0.bias"'),
     "extra state": ({"state_dict": {**make_net().state_dict(), "_extra_state": 3}}, "Unexpected key"),
 }

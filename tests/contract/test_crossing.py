@@ -23,7 +23,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 def in_order():
-    """Return a loader without random numbers, so that a resumed run does not depend on the loop that saved."""
+    """Return a loader without randomness, so that resuming does not depend on which loop saved the checkpoint."""
     return make_loader(shuffle=False)
 
 
@@ -70,7 +70,7 @@ class Two(Classifier):
 
 
 def scaled(kind):
-    """Return the option for 16-mixed on the CPU. The loss scale grows in every third step."""
+    """Return the option for 16-mixed precision on the CPU. The loss scale grows every third step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     return {"plugins": (MixedPrecision if kind == "trainer" else FabricMixedPrecision)("16-mixed", "cpu", scaler)}
 
@@ -165,7 +165,7 @@ SAVERS = {
 
 @pytest.mark.parametrize(("case", "where"), halve(CASES, SAVERS))
 def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkpoints(tmp_path, case, where):
-    """Two epochs by either loop and two more by either loop equal four epochs by Trainer, bit for bit.
+    """Two epochs with either loop and two more with either loop match four epochs with Trainer, bit for bit.
 
     The exception is a scheduler that monitors a metric. Its step comes after the hooks that save,
     and Trainer does not save the metric. A resumed Trainer skips this step. FabricLoop skips
@@ -193,9 +193,9 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
 
 @pytest.mark.parametrize(("case", "step"), sample(4, [case for case in CASES if case != "accumulate"], [4, 10, 12]))
 def test_fabric_loop_refuses_to_resume_trainer_checkpoints_saved_within_an_epoch(tmp_path, case, step):
-    """FabricLoop resumes its own files exactly, and refuses Trainer's files from the middle of an epoch.
+    """FabricLoop resumes exactly from its own files but refuses files that Trainer saved mid-epoch.
 
-    With FabricLoop's checkpoint, Trainer starts a new pass of the loader, trains on as many batches
+    With FabricLoop's checkpoint, Trainer starts a new pass over the loader, trains on as many batches
     as were left, and skips the work after the last batch. FabricLoop trains on exactly the batches
     that were left.
     """
@@ -273,7 +273,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_in_trainer(
 
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
-def test_fabric_loop_loads_but_cannot_resume_a_mid_epoch_checkpoint_of_trainer(tmp_path, keyword):
+def test_fabric_loop_can_load_but_not_resume_a_mid_epoch_checkpoint_of_trainer(tmp_path, keyword):
     """max_steps, an error or a validation within an epoch may leave such a checkpoint."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}

@@ -19,7 +19,7 @@ WINDOW = {"accumulate_grad_batches": 3}
 
 
 class Saves(pl.Callback):
-    """Saves once, in one hook, when `batches` batches have started. Records the progress at each batch."""
+    """Saves one checkpoint in one hook, after `batches` batches have started. Records the progress at each batch."""
 
     def __init__(self, hook=None, batches=None, path=None):
         self.batches, self.path = batches, path
@@ -40,7 +40,7 @@ class Saves(pl.Callback):
 
 
 class Manual(Classifier):
-    """Takes an optimizer step after each batch, by manual optimization."""
+    """Takes an optimizer step after each batch with manual optimization."""
 
     def __init__(self):
         super().__init__(by_step, dropout=0.0)
@@ -137,7 +137,7 @@ def test_saving_within_a_batch_warns_that_resuming_changes_the_random_numbers(tm
     assert all("draws other random numbers" in text for text in texts)
 
 
-def test_a_hook_can_save_only_the_weights_during_a_batch_without_a_warning(tmp_path):
+def test_saving_only_the_weights_during_a_batch_causes_no_warning(tmp_path):
     callback = pl.Callback()
     callback.on_after_backward = lambda trainer, *args: trainer.save_checkpoint(tmp_path / "weights.ckpt", True)
     FabricLoop(**quiet(max_epochs=1, callbacks=[callback])).fit(automatic(), make_loader())
@@ -158,8 +158,8 @@ class Unsized:
 @pytest.mark.parametrize("kind", [DataLoader, lambda data: Unsized([*data[:, None]])], ids=["loader", "iterable"])
 @pytest.mark.parametrize(("hook", "batch"), [(IN_A_STEP[0], 4), (IN_A_STEP[0], 7), ("on_train_batch_end", 7)])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
-def test_resume_refuses_a_checkpoint_that_a_step_saved_after_one_loader_ended(tmp_path, kind, hook, batch, mode):
-    """Batch 4 is the last batch of the shorter loader. A file saved between two batches resumes exactly."""
+def test_resume_refuses_a_checkpoint_saved_within_a_step_after_one_loader_ended(tmp_path, kind, hook, batch, mode):
+    """Batch 4 is the last batch of the shorter loader. A run resumes exactly from a file saved between two batches."""
 
     def train(path=None, saves=()):
         seen = []

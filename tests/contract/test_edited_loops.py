@@ -1,4 +1,4 @@
-"""Test edits of MiniLoop's methods: their state, resumed runs, and errors about misuse."""
+"""Test edited methods of MiniLoop, including their state, resumed runs, and errors about wrong edits."""
 
 import ast
 import csv
@@ -49,7 +49,7 @@ class Killed(Exception):
 
 
 def train(kind, name="run", kill=None, resume=None, make_scheduler=None, **options):
-    """Train a linear net for 3 epochs of 8 batches. With ``kill``, end before this training step."""
+    """Train a linear net for 3 epochs of 8 batches. If ``kill`` is set, stop before that training step."""
     torch.manual_seed(3)
     net, steps = nn.Linear(4, 1), iter(range(1, 1000))
 
@@ -221,7 +221,7 @@ class CreatesLate(MiniLoop):
 
 @dataclass(kw_only=True, eq=False)
 class Decays(MiniLoop):
-    """Changes its own option, and draws from a loader of its own."""
+    """Changes an option that it adds, and reads batches from a second loader."""
 
     decay: float = 1.0
 
@@ -274,7 +274,7 @@ def test_the_attribute_list_in_mini_py_contains_every_attribute_of_mini_loop():
     assert assigned | {field.name for field in fields(MiniLoop)} == {*fabric_template.mini.LOOP_ATTRIBUTES}
 
 
-# Copies in which the class has another name
+# Copies in which the class has a different name
 
 
 def renamed_loop(name):
@@ -301,7 +301,7 @@ class LogsAndValidates(nn.Module):
 
 
 @pytest.mark.parametrize(("outer", "inner"), halve(["MiniLoop", "MyLoop"], ["MiniLoop", "MyLoop", "FabricLoop"]))
-def test_a_hook_may_call_validate_of_another_loop(outer, inner):
+def test_a_hook_may_call_validate_on_another_loop(outer, inner):
     kinds = {"MiniLoop": MiniLoop, "MyLoop": renamed_loop("MyLoop"), "FabricLoop": FabricLoop}
 
     def run(outer, inner):
@@ -333,14 +333,14 @@ def test_a_resumed_run_may_change_validate_every_n_steps(first, second, start):
     assert loop.history[-1]["train_loss"] == pytest.approx(sum(losses) / len(losses))
 
 
-def test_load_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_checkpoint():
+def test_resume_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_checkpoint():
     train(MiniLoop, max_epochs=1, monitor="val_loss")
     train(MiniLoop, max_epochs=1)
     with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no undamaged best"):
         train(MiniLoop, resume="best")
 
 
-def test_a_new_monitor_of_a_resumed_run_selects_only_validated_weights():
+def test_best_ckpt_of_a_run_resumed_with_a_new_monitor_contains_validated_weights():
     train(MiniLoop, max_steps=4, validate_every_n_steps=4)
     options = {"validate_every_n_steps": 10, "max_steps": 12, "monitor": "val_loss"}
     loop, _ = train(MiniLoop, resume="last", **options)
@@ -356,7 +356,7 @@ class Stream:
         yield from itertools.islice(make_loader(), self.length)
 
 
-def test_a_stream_with_fewer_batches_than_the_saved_run_has_read_is_refused():
+def test_resuming_is_refused_if_the_stream_has_fewer_batches_than_were_already_read():
     def fit(length, max_steps, resume=None):
         net = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -456,7 +456,7 @@ def test_resuming_duplicates_no_rows_if_a_csv_file_was_created_after_the_checkpo
         assert (loop.log_dir / "own.csv").read_text().split() == ["step", *map(str, range(9, 25))]
 
 
-# The rules for edits of each method
+# Rules for editing each method
 
 
 def step_lr(optimizer):
@@ -503,7 +503,7 @@ class OwnBatches(MiniLoop):
             yield given.pop(0)
 
 
-def test_a_loop_can_replace_train_batches_and_flag_only_the_last_batch():
+def test_a_subclass_can_override_train_batches_and_flag_only_the_last_batch():
     loop, net = train(OwnBatches, "own", make_scheduler=step_lr)
     assert [(row["step"], row["lr"]) for row in loop.history] == [(8, 0.1), (16, 0.05), (24, 0.025)]
     assert all("val_loss" in row for row in loop.history)
@@ -542,7 +542,7 @@ def test_mini_loop_refuses_a_subclass_that_flags_no_batch_as_the_last():
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_from_the_end_of_an_epoch(change):
+def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_after_an_epoch(change):
     whole, _ = assert_resumes(with_batches(change), kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
 

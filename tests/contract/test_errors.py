@@ -1,4 +1,4 @@
-"""Test errors that need a run. tests/contract/wrong_inputs.txt lists the other errors."""
+"""Test error messages that tests/contract/wrong_inputs.txt does not list."""
 
 import math
 import re
@@ -23,7 +23,7 @@ class Endless:
 
 
 def check_error(kind, message, call, root):
-    """Check that the call raises a one-line error that starts with ``message``. No file changes."""
+    """Check that the call raises a one-line error starting with ``message`` and changes no file."""
     before = tree(root)
     with pytest.raises(kind, match=f"^{re.escape(message)}") as caught:
         call()
@@ -270,7 +270,7 @@ def test_fit_refuses_dataloader_idx_in_the_training_step(tmp_path):
     check_error(TypeError, "training_step: got training_step(self, batch, dataloader_idx), expected", call, tmp_path)
 
 
-def test_a_step_that_needs_dataloader_idx_gets_it_for_several_loaders(tmp_path):
+def test_a_step_that_needs_dataloader_idx_receives_it_with_several_loaders(tmp_path):
     seen = []
 
     def step(model, batch, dataloader_idx):
@@ -286,7 +286,7 @@ class ValidatesOnTrainingData(Plain):
         return {"val": val_loader(), "train": make_loader()}
 
 
-def test_a_key_of_a_validation_loader_that_names_another_loss_is_refused(tmp_path):
+def test_a_validation_loader_key_that_duplicates_the_name_of_another_loss_is_refused(tmp_path):
     message = "val_dataloaders: got the key {!r}, expected another key, because {} loss has the name {}_loss."
     for keys in (["train"], ["val", "train"]):
         call = fitting(tmp_path, Plain(), make_loader(), {key: val_loader() for key in keys})
@@ -295,7 +295,7 @@ def test_a_key_of_a_validation_loader_that_names_another_loss_is_refused(tmp_pat
     check_error(ValueError, message.format("1", "another loader's", "1"), call, tmp_path)
     with pytest.raises(ValueError, match="got the key 'train'"):
         fitting(tmp_path, ValidatesOnTrainingData(), make_loader())()
-    # These metrics have other names.
+    # In these runs, each loss has a different name.
     fitting(tmp_path, Classifier(), make_loader(), {"train": val_loader()})()
     model = Plain()
     fitting(tmp_path, model, make_loader(), {"train": [val_loader(), val_loader()]})()
@@ -310,7 +310,7 @@ class HasOwnLoaders(NeedsLoaderIndex):
         pass
 
 
-def test_a_wrong_dataloader_idx_is_refused_if_a_method_creates_the_loader(tmp_path):
+def test_a_missing_or_unexpected_dataloader_idx_argument_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"a single `val_dataloader`.*in `HasOwnLoaders.validation_step\(\)`"):
         fitting(tmp_path, HasOwnLoaders(), make_loader())()
     with pytest.raises(RuntimeError, match=r"multiple `test_dataloader`.*in `HasOwnLoaders.on_test_batch_start\(\)`"):

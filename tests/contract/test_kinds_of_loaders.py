@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
-# StatefulDataLoader calls a function of torch that is deprecated.
+# StatefulDataLoader calls a deprecated torch function.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -74,7 +74,7 @@ class Order(Sampler):
 
 
 class OwnOrder(BatchSampler):
-    """A batch sampler with its own generator and an epoch."""
+    """A batch sampler with its own generator and an epoch number."""
 
     def __init__(self, sampler, batch_size, drop_last):
         super().__init__(sampler, batch_size, drop_last)
@@ -132,7 +132,7 @@ class Noise(Dataset):
 
 
 class Draws(IterableDataset):
-    """A stream that draws random numbers, from the same generators as the dropout of the network."""
+    """A stream that draws random numbers from the same generators as the network's dropout."""
 
     def __iter__(self):
         for index in range(24):
@@ -145,13 +145,13 @@ LOADERS = {
     "weights": lambda: DataLoader(
         DATA, 4, sampler=WeightedRandomSampler(torch.arange(1, 25.0), 24, generator=seeded())
     ),
-    "own sampler": lambda: DataLoader(DATA, 4, sampler=Order()),
+    "custom sampler": lambda: DataLoader(DATA, 4, sampler=Order()),
     "sampler in a batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Order(), 5, False)),
-    "own batch sampler": lambda: DataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
+    "custom batch sampler": lambda: DataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
     "stateful, workers": lambda: StatefulDataLoader(DATA, 4, sampler=Order(), num_workers=2),
-    "stateful, own sampler": lambda: StatefulDataLoader(DATA, 4, sampler=Order()),
+    "stateful, custom sampler": lambda: StatefulDataLoader(DATA, 4, sampler=Order()),
     "stateful, generator": lambda: StatefulDataLoader(DATA, 4, shuffle=True, generator=seeded()),
-    "stateful, own batch sampler": lambda: StatefulDataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
+    "stateful, custom batch sampler": lambda: StatefulDataLoader(DATA, batch_sampler=OwnOrder(range(24), 4, False)),
     "stateful, weights": lambda: StatefulDataLoader(DATA, 4, sampler=WeightedRandomSampler(torch.ones(24), 24)),
     "stateful, random batches": lambda: StatefulDataLoader(
         DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)
@@ -224,12 +224,12 @@ def train_without_break(loop_name, name):
 
 # tests/checkpoint/test_exact_resume.py and tests/data test FabricLoop with the other loaders.
 FABRIC_LOOP_LOADERS = keep(
-    LOADERS, "weights", "changing dataset", "stateful, own sampler", "stateful, own batch sampler",
+    LOADERS, "weights", "changing dataset", "stateful, custom sampler", "stateful, custom batch sampler",
     "stateful, weights", "stateful, random batches",
 )  # fmt: skip
 
 
-LIMITS = {"after an epoch": {"max_epochs": 2}, "in an epoch": {"max_steps": 8}}
+LIMITS = {"after an epoch": {"max_epochs": 2}, "within an epoch": {"max_steps": 8}}
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
@@ -366,7 +366,7 @@ class CountsEpochs(CountsInClass):
 
 
 class CountsBeside(CountsEpochs):
-    """A sampler that counts in ``epoch`` although it has set_epoch()."""
+    """A sampler that counts epochs itself in ``epoch``, although it has set_epoch()."""
 
     def set_epoch(self, epoch):
         pass
@@ -386,7 +386,7 @@ class ShufflesInSetEpoch(LongOrder):
 
 
 class Turns(LongOrder):
-    """A sampler whose set_epoch() reverses its order in place, and turns a flag.
+    """A sampler whose set_epoch() reverses its order in place and inverts a flag.
 
     Every second epoch starts with the same values as the run.
     """
@@ -487,7 +487,7 @@ class EagerBatches:
 
 
 class LargeTensor(Noisy):
-    """A dataset with a tensor of 2 MB, of which single values change without a new version."""
+    """A dataset with a 2 MB tensor whose values change without a new tensor version."""
 
     def __init__(self):
         self.factors = torch.ones(500_000)
@@ -565,24 +565,24 @@ WITH_STATE = {
     "dataset with state_dict": lambda: DataLoader(SavesReads(), 4),
     "long order": lambda: DataLoader(DATA, 4, sampler=LongOrder()),
     "long array": lambda: DataLoader(DATA, 4, sampler=LongArray()),
-    "counter in the class": lambda: DataLoader(DATA, 4, sampler=CountsInClass()),
-    "counter of epochs": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
-    "counter beside set_epoch": lambda: DataLoader(DATA, 4, sampler=CountsBeside()),
+    "counter in a class attribute": lambda: DataLoader(DATA, 4, sampler=CountsInClass()),
+    "epoch counter": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
+    "counter despite set_epoch": lambda: DataLoader(DATA, 4, sampler=CountsBeside()),
     "set_epoch, workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch(), num_workers=2),
     "set_epoch, no workers": lambda: DataLoader(DATA, 4, sampler=ShufflesInSetEpoch()),
-    "turned list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)])),
-    "turned list, workers": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)]), num_workers=2),
-    "turned long list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(4_000)])),
-    "turned long array": lambda: DataLoader(DATA, 4, sampler=TurnsArray(np.arange(12_000))),
-    "turned long deque": lambda: DataLoader(DATA, 4, sampler=Turns(deque(range(12_000)))),
-    "turned long dict": lambda: DataLoader(DATA, 4, sampler=TurnsDict(dict.fromkeys(range(4_000)))),
-    "turned file names": make_files,
+    "reversed list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)])),
+    "reversed list, workers": lambda: DataLoader(DATA, 4, sampler=Turns([*range(24)]), num_workers=2),
+    "reversed long list": lambda: DataLoader(DATA, 4, sampler=Turns([*range(4_000)])),
+    "reversed long array": lambda: DataLoader(DATA, 4, sampler=TurnsArray(np.arange(12_000))),
+    "reversed long deque": lambda: DataLoader(DATA, 4, sampler=Turns(deque(range(12_000)))),
+    "reversed long dict": lambda: DataLoader(DATA, 4, sampler=TurnsDict(dict.fromkeys(range(4_000)))),
+    "reversed file names": make_files,
     "function from set_epoch": lambda: DataLoader(DATA, 4, sampler=OrderFromSetEpoch()),
     "late function": lambda: DataLoader(DATA, 4, sampler=LateOrder()),
     "eager batches": lambda: DataLoader(DATA, batch_sampler=EagerBatches()),
     "large tensor": lambda: DataLoader(LargeTensor(), 4),
     "long memory": lambda: DataLoader(LongMemory(), 4),
-    "is its iterator": IsItsIterator,
+    "is its own iterator": IsItsIterator,
 }
 LIMITS_OF_STATE = {"within the first epoch": {"max_steps": 3}, **LIMITS}
 
@@ -604,7 +604,7 @@ def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path,
 
 
 @pytest.mark.parametrize(("loop_name", "workers"), halve(LOOPS, [0, 2]))
-def test_resuming_twice_within_an_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
+def test_resuming_twice_mid_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
     def make_loader():
         return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)
 
@@ -661,11 +661,11 @@ def test_mini_loop_resumes_exactly_if_the_sampler_depends_on_the_model(tmp_path,
 
 
 class Killed(Exception):
-    """Ends a run like a crash, after the loop has saved a checkpoint."""
+    """Ends a run as a crash would, after the loop has saved a checkpoint."""
 
 
 def make_kill_switch(last):
-    """Return a function that raises Killed at the call with this number."""
+    """Return a function that raises Killed when it is called for the ``last``-th time."""
     batches = []
 
     def count_batch():
@@ -677,11 +677,11 @@ def make_kill_switch(last):
 
 
 class RanksSamples(nn.Module):
-    """A network with an array of ranks, by which a sampler sorts the samples.
+    """A network with an array of ranks. A sampler sorts the samples by rank.
 
     Args:
         hook: The hook that writes new ranks.
-        is_in_place: Whether the hook changes the array, or assigns a new one.
+        is_in_place: Whether the hook changes the array in place or assigns a new one.
         last: The number of batches after which the run is killed, or None.
     """
 
@@ -839,7 +839,7 @@ def test_an_attribute_still_shares_memory_with_a_weight_after_resuming(tmp_path)
 
 
 class Places(Sampler):
-    """A sampler with an array of places and a first index."""
+    """A sampler with an array of indices and the position of the first one."""
 
     def __init__(self, size):
         self.places, self.first = np.arange(size), 0
@@ -913,7 +913,7 @@ def test_mini_loop_calls_iter_and_set_epoch_once_per_epoch(tmp_path):
 
 
 class ReadsList:
-    """A loader of its own class around a list of batches."""
+    """A loader of a user-defined class around a list of batches."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -1031,8 +1031,8 @@ def test_fit_warns_about_loader_state_that_is_not_saved(tmp_path, loop_name, nam
 
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of", "ignore:train_dataloaders", "ignore:resume")
 @pytest.mark.parametrize("loop_name", LOOPS)
-def test_a_dataset_that_reads_an_iterator_resumes_exactly_within_the_first_epoch(tmp_path, loop_name):
-    """A resumed run reads the finished batches again, also from a DataLoader without workers."""
+def test_a_run_stopped_in_the_first_epoch_resumes_exactly_if_the_dataset_reads_an_iterator(tmp_path, loop_name):
+    """A resumed run reads the finished batches again, even from a DataLoader without workers."""
     expected, rows = train(loop_name, tmp_path / "whole", UNSAVED["others"], max_epochs=1)
     train(loop_name, tmp_path / "cut", UNSAVED["others"], max_steps=3)
     resumed, found = train(loop_name, tmp_path / "cut", UNSAVED["others"], seed=9, resume="last", max_epochs=1)

@@ -40,7 +40,7 @@ def mlp():
 
 
 class Around(nn.Module):
-    """Has a network in an attribute, whose name is a prefix of all parameter names."""
+    """Has a network in an attribute. The attribute's name is a prefix of all parameter names."""
 
     def __init__(self, net, name="module"):
         super().__init__()
@@ -100,7 +100,7 @@ class Complex(nn.Module):
 
 
 class Cast(nn.Module):
-    """Computes in another dtype."""
+    """Computes in a different dtype."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -148,7 +148,7 @@ def frozen_norm():
 
 
 def frozen_backbone():
-    """Only the head is in train mode."""
+    """Return a network in which only the head is in train mode."""
     net = normed().eval()
     net[0].requires_grad_(False)
     net[3].train()
@@ -333,7 +333,7 @@ class MadeInHook(Object):
 
 
 class LowRank(Lit):
-    """Freezes its network, and adds a parameter of low rank in a hook."""
+    """Freezes its network, and adds low-rank parameters in a hook."""
 
     def __init__(self, hook):
         super().__init__()
@@ -450,7 +450,7 @@ def switch_modes(modules, modes):
 
 
 def parts_of(value, known=()):
-    """Return the modules and parameters in an object, also in its lists and dicts."""
+    """Return the modules and parameters in an object, including those in its lists and dicts."""
     if isinstance(value, nn.Module | nn.Parameter):
         return [value]
     if id(value) in known or not hasattr(value, "__dict__") and not isinstance(value, dict | list | tuple | deque):
@@ -518,7 +518,7 @@ def test_each_kind_of_model_can_be_trained_saved_resumed_and_loaded(tmp_path, lo
 
 
 def check_load(name, loop, model, path):
-    """Check that a new model with the loaded weights validates with the same result."""
+    """Check that a new model with the loaded weights gives the same validation result."""
     other, given = make_model(name)
     functions = {"validation_step": step} if given else {}
     expected = loop.validate(model, make_loaders()[1], **functions)
@@ -537,7 +537,7 @@ def test_mini_loop_refuses_modules_in_a_dict_deque_or_set(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("name", "first"), sample(5, CROSSING, LOOPS))
-def test_mini_loop_and_fabric_loop_resume_runs_of_each_other(tmp_path, name, first):
+def test_mini_loop_and_fabric_loop_can_resume_each_others_runs(tmp_path, name, first):
     second = next(loop for loop in LOOPS if loop != first)
     expected = train_by_hand(name)
     train(name, first, tmp_path / "cut", max_epochs=1)
@@ -572,7 +572,7 @@ def train_in_two_processes(name, root):
         "Lightning, configure_model",
     ),
 )
-def test_training_in_two_forked_processes_also_updates_the_model_of_the_parent(tmp_path, monkeypatch, name):
+def test_training_in_two_forked_processes_updates_the_model_in_the_parent_process(tmp_path, monkeypatch, name):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = train_in_two_processes(name, tmp_path)
     saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]

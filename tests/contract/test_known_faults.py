@@ -79,7 +79,7 @@ def make_loop(loop_class=FabricLoop, **options):
 
 
 def saving_loop(loop_class=FabricLoop, root=".", **options):
-    """Return a loop that writes its files."""
+    """Return a loop that writes log files and checkpoints."""
     options = {"accelerator": "cpu", "default_root_dir": str(root), "max_epochs": 2, **options}
     if loop_class is FabricLoop:
         options |= {"enable_progress_bar": False, "enable_model_summary": False}

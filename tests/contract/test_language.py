@@ -33,7 +33,7 @@ LANGUAGE_LIMITS = {
 
 
 def prose_of_python(source):
-    """Return the comments and strings of Python code, which a reader reads as sentences."""
+    """Return the comments and strings of Python code, the parts that contain prose."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     return "\n".join(token.string for token in tokens if token.type in kinds)

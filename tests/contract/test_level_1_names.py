@@ -72,7 +72,7 @@ def log_alone(fabric, loop):
 
 
 def test_a_hand_written_loop_on_two_processes_logs_each_row_once(monkeypatch, capfd):
-    """The processes write one row, which contains their means if sync_dist is set."""
+    """The processes write one row together. With sync_dist, the row contains the means over the processes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))
     loop.fabric.launch(log_alone, loop)
@@ -81,7 +81,7 @@ def test_a_hand_written_loop_on_two_processes_logs_each_row_once(monkeypatch, ca
 
 
 def read_passes(loader, epochs=None):
-    """Return the samples of three passes, after set_epoch() with the epochs that are not None."""
+    """Return the samples of three passes. Call set_epoch() before each pass whose epoch is not None."""
     passes = []
     for epoch in epochs or [None] * 3:
         if epoch is not None:
@@ -97,7 +97,7 @@ def record_passes(fabric, loop):
     found = loop.setup(make_net(), None, *made)[1:]
     epochs = [None, [2, 1, 0], [5, None, None], None]
     passes = [read_passes(*given) for given in zip(found, epochs, strict=True)]
-    # A mid-epoch validation on unshuffled data has the same order in each pass.
+    # A loader that does not shuffle, such as one for mid-epoch validation, has the same order in each pass.
     passes.append(read_passes(loop.setup(make_net(), None, TensorLoader(x, batch_size=2))[1]))
     Path(f"passes{loop.fabric.global_rank}.json").write_text(json.dumps(passes))
 
@@ -199,7 +199,7 @@ CONTAINERS = {
 def test_loop_load_returns_lists_dicts_and_sets_as_they_were_saved(tmp_path):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {**CONTAINERS, "net": make_net()})
-    # The old values in ``state`` may be containers, too.
+    # The old values in ``state`` may also be containers.
     state = {"net": make_net(), "last": deque([0.0], maxlen=2), "rows": range(3), "nested": {}}
     found = {**loop.load(path, state), **state}
     del found["net"]

@@ -148,7 +148,7 @@ def test_setup_moves_the_batches_of_a_tensor_loader_to_the_gpu():
 
 
 @pytest.mark.parametrize("with_idx", [False, True])
-def test_fit_with_a_training_step_function_equals_a_hand_written_loop(expected, with_idx):
+def test_fit_with_a_training_step_function_matches_a_hand_written_loop(expected, with_idx):
     seen = []
 
     def training_step(net, batch, batch_idx):
@@ -201,7 +201,7 @@ class PlainModule(nn.Module):
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": make_optimizer}], ids=["configured", "given"])
 @pytest.mark.parametrize("cls", [PlainObject, PlainModule])
-def test_fit_with_a_training_step_method_equals_a_hand_written_loop(expected, cls, given):
+def test_fit_with_a_training_step_method_matches_a_hand_written_loop(expected, cls, given):
     torch.manual_seed(1)
     model = cls()
     given = {name: make(model.net) for name, make in given.items()}
@@ -263,7 +263,7 @@ def make_lightning(package):
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("with_datamodule", [False, True])
-def test_fit_with_a_lightning_module_equals_a_hand_written_loop(expected, package, with_datamodule):
+def test_fit_with_a_lightning_module_matches_a_hand_written_loop(expected, package, with_datamodule):
     make_module, make_datamodule, make_callback = make_lightning(package)
     torch.manual_seed(1)
     module, callback = make_module(), make_callback()

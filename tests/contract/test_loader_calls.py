@@ -291,7 +291,7 @@ def test_both_loops_read_a_loader_to_its_end_like_a_for_loop(tmp_path, loop, nam
 
 @pytest.mark.parametrize("name", [name for name in LOADERS_WITH_CODE_AT_THE_END if "sampler" in name])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_both_loops_and_trainer_skip_code_after_the_last_batch_of_a_lightning_module(tmp_path, loop, name):
+def test_with_a_lightning_module_no_loop_runs_loader_code_after_the_last_batch(tmp_path, loop, name):
     assert_same_weights(train_reference(name, True), train(loop, name, True, tmp_path))
 
 
@@ -306,7 +306,7 @@ def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
-# The last two loaders are their own iterators, so a validation within an epoch reads batches of the epoch.
+# The last two loaders are their own iterators, so a mid-epoch validation reads batches of the training epoch.
 @pytest.mark.filterwarnings("ignore:The loader yielded more than 5 batches")
 @pytest.mark.parametrize(
     ("loop", "name", "steps"),
@@ -320,7 +320,7 @@ def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_pat
         ("MiniLoop", "state_dict", 9),
     ],
 )
-def test_a_killed_run_on_a_loader_that_is_read_to_its_end_resumes_exactly(tmp_path, loop, name, steps):
+def test_a_killed_run_resumes_exactly_if_its_loader_is_read_to_the_end(tmp_path, loop, name, steps):
     options = {"save_every_n_steps": 1} if loop == "FabricLoop" else {"validate_every_n_steps": 3}
     expected = train(loop, name, False, tempfile.mkdtemp(), **options)
     assert_same_weights(expected, kill_and_resume(tmp_path, loop, name, False, steps, **options))
@@ -336,7 +336,7 @@ class Longer:
         return iter(X.split(4))
 
 
-def test_a_batch_after_the_last_one_causes_a_warning_in_fabric_loop(tmp_path):
+def test_fabric_loop_warns_if_a_loader_yields_more_batches_than_its_length(tmp_path):
     module = Module()
     loop = FabricLoop(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path)
     with pytest.warns(UserWarning, match=r"The loader yielded more batches than its len\(\), which is 4"):

@@ -73,7 +73,7 @@ def test_mini_loop_ends_with_the_same_weights_as_a_hand_written_loop(case, level
     assert (loop.current_epoch, loop.global_step) == (EPOCHS, steps)
 
 
-def test_mini_loop_with_tensor_loader_can_stop_at_max_steps_within_an_epoch():
+def test_mini_loop_can_stop_at_max_steps_within_an_epoch_of_a_tensor_loader():
     x, y = make_data(40).tensors
     torch.manual_seed(1)
     expected = make_net(dropout=0.0)
@@ -120,7 +120,7 @@ class Hooked(Classifier):
         super().__init__(optimizers)
         self.accuracy = torchmetrics.MeanMetric()
         self.order = []
-        # A hook that is assigned to the instance is called, too.
+        # A hook that is assigned to the instance is also called.
         self.on_train_end = lambda: self.order.append("on_train_end")
 
     def training_step(self, batch, batch_idx):
@@ -197,7 +197,7 @@ def csv_of(name, file):
     return pd.read_csv(f"logs/{name}/version_0/{file}").drop(columns=["time", "waiting"], errors="ignore")
 
 
-def test_a_run_of_four_epochs_equals_a_run_resumed_after_two_epochs():
+def test_a_run_resumed_after_two_epochs_matches_an_uninterrupted_run():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit("MiniLoop", "parts", 2)
     _, module, again = fit("MiniLoop", "parts", 4, resume="last")
@@ -241,7 +241,7 @@ def test_mini_loop_reads_no_batches_if_a_resumed_run_is_finished():
 
 
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
-def test_mini_loop_and_fabric_loop_resume_runs_of_each_other(before, after):
+def test_mini_loop_and_fabric_loop_can_resume_each_others_runs(before, after):
     _, expected, rows = fit("MiniLoop", "whole", 4)
     fit(before, "parts", 2)
     _, module, again = fit(after, "parts", 4, resume="last")
@@ -291,7 +291,7 @@ class Moves(Plain):
 
 
 class Freezes(Classifier):
-    """Freezes a layer, and switches dropout off, at the start of the second epoch."""
+    """Freezes a layer and turns off dropout at the start of the second epoch."""
 
     def on_train_epoch_start(self):
         if self.trainer.current_epoch == 1:
@@ -319,7 +319,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_a_checkpoint_with_saved_attributes_of_loaders():
+def test_mini_loop_refuses_a_checkpoint_with_saved_loader_attributes():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -344,7 +344,7 @@ class Continues:
 
 
 @pytest.mark.filterwarnings("ignore:(train_dataloaders|checkpoint).* iterator")
-def test_mini_loop_refuses_a_checkpoint_of_fabric_loop_with_an_iterator_in_the_loader():
+def test_mini_loop_refuses_to_resume_a_fabric_loop_run_whose_loader_has_an_iterator():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -437,8 +437,8 @@ def test_resume_restores_loop_options_that_a_hook_set_before_the_checkpoint(writ
     assert_same_weights(whole, module)
 
 
-def test_a_run_limited_by_max_steps_resumes_exactly_within_an_epoch():
-    """The run writes a row of metrics.csv after steps 7, 14 and 21, and at its end."""
+def test_a_run_with_mid_epoch_validations_resumes_exactly_after_stopping_at_max_steps():
+    """The run writes a row to metrics.csv after steps 7, 14 and 21 and at its end."""
     options = {"validate_every_n_steps": 7, "max_epochs": -1}
     _, expected, rows = fit("MiniLoop", "whole", -1, max_steps=24, **{**options})
     assert rows["step"].tolist() == [7, 14, 21, 24]
@@ -490,7 +490,7 @@ class Noisy(Plain):
 
 
 @pytest.mark.parametrize("is_train", [True, False])
-def test_mini_loop_refuses_runs_of_fabric_loop_whose_loaders_have_random_generators(is_train):
+def test_mini_loop_refuses_to_resume_a_fabric_loop_run_whose_loader_has_a_random_generator(is_train):
     def train(kind, epochs, resume=None):
         generator = torch.Generator().manual_seed(7)
         options = {"generator": generator, "shuffle": True}
@@ -531,7 +531,7 @@ def test_mini_loop_restores_random_generators_in_a_list_tuple_or_dict(kind):
     assert_same_weights(expected.net, module.net)
 
 
-def test_a_run_stopped_by_max_steps_within_an_epoch_resumes():
+def test_a_run_stopped_by_max_steps_in_the_middle_of_an_epoch_can_resume():
     _, expected, whole = fit("MiniLoop", "whole", -1, max_steps=24)
     _, _, rows = fit("MiniLoop", "parts", -1, max_steps=14)
     assert rows["step"].tolist() == [10, 14]
@@ -549,7 +549,7 @@ DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
 @pytest.mark.parametrize(
     ("hook", "draw", "num_workers"), halve(["on_train_start", "on_train_epoch_start"], DRAWS, [0, 1])
 )
-def test_resuming_within_an_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
+def test_resuming_mid_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
     """Without workers, a DataLoader draws its order after these hooks."""
 
     def make_module():
@@ -695,7 +695,7 @@ def train_until(rank, step):
     torch.save(module.state_dict(), "end.pt")
 
 
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_run():
+def test_a_killed_and_resumed_run_matches_an_uninterrupted_run():
     _, expected, rows = fit("MiniLoop", "whole", 4)
     for step, code in ((5, -signal.SIGKILL), (17, -signal.SIGKILL), (25, -signal.SIGKILL), (None, 0)):
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
@@ -807,7 +807,7 @@ class Unsized:
 
 @pytest.mark.parametrize(("make", "every"), halve([lambda: DataLoader(Stream(), 4), Unsized], [None, 2, 4]))
 def test_both_loops_return_the_same_history_for_a_validation_loader_without_length(make, every):
-    """An epoch has five batches, so with ``every``, an epoch ends between two validations."""
+    """With ``every``, each epoch of five batches ends between two validations."""
     results = {}
     for name, (loop_class, quiet) in LOOPS.items():
         pl.seed_everything(1, verbose=False)
@@ -840,7 +840,7 @@ def test_estimated_stepping_batches_is_the_same_in_both_loops(make_train, limits
         loop_class(accelerator="cpu", accumulate_grad_batches=2, **limits, **quiet).fit(module, make_train())
         estimates.append(module.estimate)
     assert estimates[0] == estimates[1]
-    # Without a limit that is a number of steps, the estimate is infinite, and never negative.
+    # If the number of steps is unknown, the estimate is infinite. It is never negative.
     is_known = "max_steps" in limits or (make_train is make_loader and limits["max_epochs"] > 0)
     assert (estimates[0] < math.inf) == is_known
     assert estimates[0] > 0
@@ -1035,7 +1035,7 @@ def resume_changed_loop(rank, name, ranks):
 
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize(("name", "ranks"), halve(CHANGES, [1, 2]))
-def test_an_edited_copy_of_mini_py_resumes_within_an_epoch(name, ranks):
+def test_a_run_of_an_edited_copy_of_mini_py_can_resume_mid_epoch(name, ranks):
     codes, errors = run_processes(resume_changed_loop, name, ranks, ranks=ranks)
     assert codes == [0] * ranks, errors
 
@@ -1270,7 +1270,7 @@ def test_each_error_of_mini_loop_mentions_the_argument_and_the_fix(case):
         assert os.listdir(".") == []
 
 
-def test_mini_loop_names_an_optimizer_that_calls_its_closure_without_checking_it():
+def test_mini_loop_refuses_an_optimizer_that_always_calls_its_closure():
     with pytest.raises(ValueError, match=r"whose step\(\) needs a closure. Use FabricLoop"):
         fit_optimizer(lambda p: CallsClosure(p, lr=0.1))
 
@@ -1446,8 +1446,8 @@ WRONG_FILES = {
     "no state_dict": {"state_dict": None},
     "an empty state_dict": {"state_dict": {}},
     "numbers as names": {0: torch.ones(1)},
-    "another prefix": {"state_dict": {"net.weight": torch.ones(1, 8), "net.bias": torch.ones(1)}},
-    "another key": {"weights": nn.Linear(8, 1).state_dict()},
+    "different prefix": {"state_dict": {"net.weight": torch.ones(1, 8), "net.bias": torch.ones(1)}},
+    "different key": {"weights": nn.Linear(8, 1).state_dict()},
 }
 
 
@@ -1465,7 +1465,7 @@ def test_load_refuses_a_file_that_has_none_of_the_weights_of_the_model(kind, con
 
 
 class MovingCenters(Classifier):
-    """Replaces buffers in each step, so that the state of Adam may get their memory."""
+    """Replaces buffers in each step, so that Adam's state may be allocated in their old memory."""
 
     def __init__(self):
         super().__init__(lambda module: torch.optim.Adam(module.parameters()))
@@ -1492,7 +1492,7 @@ def test_resuming_is_exact_if_training_replaces_buffers(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_resume_accepts_a_linked_last_ckpt_and_a_path_in_the_home_folder(kind, tmp_path, monkeypatch):
+def test_resume_accepts_a_symlinked_last_ckpt_and_a_path_in_the_home_folder(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     _, expected, _ = fit(kind, "run", 2)
     fit(kind, "parts", 1)
@@ -1531,7 +1531,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_saving_calls_modules_equally_often_for_small_and_large_models():
+def test_fit_calls_the_modules_method_equally_often_for_small_and_large_models():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

@@ -1,4 +1,4 @@
-"""Test that both loops explain the mistakes of new users and how to fix them."""
+"""Test that both loops explain common mistakes of new users and how to fix them."""
 
 import csv
 import itertools
@@ -208,7 +208,7 @@ def adversarial(net, batch):
 
 
 def refused(name, step):
-    """Return a context that expects an error, unless FabricLoop accepts the step."""
+    """Return a context manager that expects an error, unless FabricLoop accepts the step."""
     message = r"^training_step: got a call to loss.backward\(\)"
     is_refused = step is backward_twice or name == "MiniLoop"
     return pytest.raises(ValueError, match=message) if is_refused else nullcontext()
@@ -312,7 +312,7 @@ def fit_in_process(rank, name, step, accumulated):
 
 
 @pytest.mark.parametrize(("name", "case"), once(LOOPS, [(backward_twice, 1), (backward_twice, 2), (adversarial, 1)]))
-def test_two_processes_refuse_a_training_step_that_calls_backward(name, case):
+def test_a_training_step_that_calls_backward_is_refused_with_two_processes(name, case):
     codes, errors = run_processes(fit_in_process, name, *case, ranks=2)
     assert codes == [0, 0], errors
 
@@ -554,7 +554,7 @@ def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
     assert results[0] == results[1]
 
 
-def test_a_generator_is_accepted_as_validation_loader_if_limit_val_batches_is_set():
+def test_a_generator_is_accepted_as_a_validation_loader_if_limit_val_batches_is_set():
     options = {"limit_val_batches": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
     _, history = fit("FabricLoop", options=options, val=iter(list(make_loader())), validation_step=loss_of)
     assert history["val_loss"].notna().all()
@@ -611,7 +611,7 @@ def log_in_process(rank, name):
 
 @pytest.mark.usefixtures("quick_spawn")
 @both_loops
-def test_two_processes_average_with_a_tensor_as_batch_size(name):
+def test_log_accepts_a_tensor_as_batch_size_with_two_processes(name):
     codes, errors = run_processes(log_in_process, name)
     assert codes == [0, 0], errors
 
@@ -666,7 +666,7 @@ def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
 
 @pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
 def test_mini_loop_reads_no_iterator_in_a_batch_to_find_the_batch_size():
-    """An endless iterator would be read forever, and of another iterator the step would get only the rest."""
+    """Reading an endless iterator would never end. From any other, the step would get only the remaining items."""
     batches = [{"n": itertools.count(), "parts": iter(range(3)), "xy": xy} for xy in make_loader()]
 
     def step(net, batch):
@@ -728,7 +728,7 @@ def test_a_keyword_only_batch_idx_of_a_lightning_module_keeps_its_default(name):
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
 @pytest.mark.parametrize("given", [True, False, 0, 1.5, ""])
-def test_mini_loop_refuses_a_start_point_that_is_not_a_path(argument, given):
+def test_mini_loop_refuses_invalid_values_of_resume_and_load(argument, given):
     with pytest.raises(ValueError, match=rf"{argument}: got .*, expected a path, 'last', 'best'"):
         fit("MiniLoop", **{argument: given})
 
@@ -740,7 +740,7 @@ def test_mini_loop_refuses_a_start_point_that_is_not_a_path(argument, given):
 @pytest.mark.parametrize("epoch", [0, 1])
 @both_loops
 def test_should_stop_in_on_train_epoch_start_skips_the_batches_of_the_epoch(name, epoch):
-    """Trainer calls on_train_epoch_end for this epoch, too."""
+    """Like Trainer, both loops call on_train_epoch_end for this epoch."""
 
     class Stops(pl.LightningModule):
         def __init__(self):

@@ -14,7 +14,7 @@ def val():
 
 
 class Rows(Logger):
-    """A logger that keeps its rows."""
+    """A logger that keeps the logged rows in memory."""
 
     name, version = "rows", 0
 
@@ -192,7 +192,7 @@ class StepsInOtherHooks(Gan):
 
 
 class CountsBatches(Gan):
-    """Counts batches as steps, and steps the unwrapped optimizers, which are not counted."""
+    """Counts each batch as a step. Steps of its unwrapped optimizers are not counted."""
 
     def optimizers(self, use_pl_optimizer=True):
         return super().optimizers(use_pl_optimizer=False)
@@ -246,7 +246,7 @@ class SetsEpoch(Classifier):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_can_read_its_datasets_from_trainer_dot_fit_loop(count):
+def test_a_module_can_read_its_datasets_from_the_fit_loop_of_the_trainer(count):
     def make_loaders():
         loaders = [DataLoader(ShuffledByEpoch(), batch_size=5) for _ in range(count)]
         return loaders[0] if count == 1 else {str(index): part for index, part in enumerate(loaders)}

@@ -14,7 +14,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-# Imported before the fork, because each import costs seconds in every page.
+# These imports come before the fork, because each page would otherwise spend seconds on them.
 import lightning.pytorch
 import matplotlib.pyplot  # noqa: F401
 import pandas  # noqa: F401
@@ -45,9 +45,9 @@ ENVIRONMENT = {
     "MPLBACKEND": "Agg",
     "OMP_NUM_THREADS": "1",
 }
-# A code block that imports one of these packages is left out if it is not installed.
+# A code block that imports one of these packages is left out if the package is not installed.
 OPTIONAL = ("transformers", "optuna", "mlflow")
-# A line with this comment is left out if Lightning is older.
+# A line with this comment is left out if the installed Lightning is older.
 NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
 
@@ -59,7 +59,7 @@ def run_page(rank, page, sources, check):
     of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
     of_trainer += "|args parameter is|requested to overfit|in eval mode at the start of training"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
-    # The lowest matplotlib calls deprecated functions of pyparsing. In torch 2.6, SequentialLR
+    # The lowest supported matplotlib calls deprecated pyparsing functions. In torch 2.6, SequentialLR
     # passes its own schedulers a deprecated argument.
     warnings.filterwarnings("ignore", r"'\w+' (argument is )?deprecated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
@@ -68,7 +68,7 @@ def run_page(rank, page, sources, check):
         # The script in the README imports a copy of mini.py.
         shutil.copy(REPOSITORY / "fabric_template" / "mini.py", ".")
         sys.path.insert(0, os.getcwd())
-    # A part of the digits is enough to run a page.
+    # An eighth of the digits dataset is enough to run a page.
     load_digits = sklearn.datasets.load_digits
     digits = load_digits()
     few = sklearn.utils.Bunch(**{name: digits[name][::8] for name in ("data", "images", "target")})
@@ -84,7 +84,7 @@ def same(net, other):
     return all(torch.equal(net[key], other[key]) for key in net)
 
 
-# An expression that is true after the blocks of a page have run.
+# For each page, an expression that must be true after the page's blocks have run.
 CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
@@ -219,7 +219,7 @@ assert steps_of("cut").equals(steps_of("lit0").assign(name="cut"))
 """
 
 
-def test_the_recipe_for_a_second_validation_loader_does_not_change_the_training(tmp_path):
+def test_the_recipe_for_a_second_validation_loader_does_not_change_training(tmp_path):
     text = PAGES["docs/recipes.md"]
     recipe = section(text, "## Validate on a second loader within an epoch")
     sources = [blocks(text, "python")[0], *blocks(recipe, "python"), (0, SECOND)]
@@ -355,7 +355,7 @@ def compare_scripts(folder, **scripts):
     return done.stdout
 
 
-def test_the_old_and_new_training_loop_in_the_readme_give_equal_results(tmp_path):
+def test_the_old_and_new_training_loops_in_the_readme_give_equal_results(tmp_path):
     ((_, diff),) = blocks(README, "diff")
     lines = diff.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
@@ -417,7 +417,7 @@ loop.fit(net, train, train, optimizer=optimizer, scheduler=scheduler, **function
 """
 
 
-def test_in_agents_md_the_hand_written_loop_and_the_fit_call_give_equal_weights(tmp_path):
+def test_the_hand_written_loop_and_the_fit_call_in_agents_md_give_equal_weights(tmp_path):
     start = OLD_LOOP.partition("for epoch")[0]
     assert compare_scripts(tmp_path, old=OLD_LOOP, new=start + NEW_LOOP).startswith("equal    no difference in 9 steps")
 

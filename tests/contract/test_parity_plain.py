@@ -1,4 +1,4 @@
-"""Test that FabricLoop ends with the same weights as a hand-written PyTorch loop, on every level."""
+"""Test that FabricLoop ends with the same weights as a hand-written PyTorch loop at every level."""
 
 from contextlib import nullcontext
 
@@ -39,7 +39,7 @@ def loss_of(net, batch):
 
 
 def plain(net, loader, accumulate=1, clip=None, step_scheduler=False, epoch_scheduler=False, bfloat16=False):
-    """Train with a hand-written loop. Each batch weighs 1 / accumulate, also at the end of an epoch."""
+    """Train with a hand-written loop. Each batch has the weight 1 / accumulate, even at the end of an epoch."""
     if epoch_scheduler:
         [[optimizer], [scheduler]] = by_epoch(net)
     elif step_scheduler:
@@ -211,7 +211,7 @@ def plain_with_validation(net, loader, val_loader):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_validation_gives_the_same_metrics_as_a_plain_pytorch_loop(level):
-    """The last batches are smaller, and weigh less in the means."""
+    """The last batches are smaller, so they weigh less in the means."""
 
     def loaders():
         return make_loader(42), make_loader(18, shuffle=False, seed=5)
@@ -231,7 +231,7 @@ def test_validation_gives_the_same_metrics_as_a_plain_pytorch_loop(level):
 
 
 def test_calling_setup_and_backward_gives_the_same_weights_as_plain_pytorch():
-    """On level 1, the user writes the loop."""
+    """At level 1, the user writes the loop."""
     torch.manual_seed(1)
     expected = make_net()
     plain(expected, make_loader(40))

@@ -1,6 +1,6 @@
 """Test the private names of Lightning, torchmetrics and PyTorch that the package uses.
 
-If a release removes one of these names, a test shows its purpose.
+If a release removes one of these names, the failing test shows what the name is used for.
 """
 
 import ast
@@ -24,7 +24,7 @@ import fabric_template
 from fabric_template.lightning_compat import private
 
 PACKAGE = Path(fabric_template.__file__).parent
-# These names of the standard library start with an underscore, but are documented.
+# These names of the standard library start with an underscore but are documented.
 DOCUMENTED = {"_asdict", "_exit", "_getframe", "_replace"}
 
 

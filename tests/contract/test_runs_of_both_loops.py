@@ -1,4 +1,4 @@
-"""Test that both loops continue the same run, whichever loop has written it."""
+"""Test that each loop continues a run, no matter which of the two loops wrote it."""
 
 import itertools
 import os
@@ -158,7 +158,7 @@ def test_fabric_loop_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_che
     assert steps_in(folder) == {"last.ckpt": 6}
 
 
-def test_mini_loop_does_not_replace_a_run():
+def test_mini_loop_refuses_to_replace_an_existing_run():
     train("MiniLoop", 1, version=0)
     with pytest.raises(ValueError, match="version: got"):
         train("MiniLoop", 2, version=0)

@@ -238,7 +238,7 @@ class IteratesItself(nn.Linear):
 
 
 def test_a_step_function_whose_signature_cannot_be_inspected_gets_model_and_batch():
-    """Compiled functions such as next(model, batch) have no signature, and get model and batch."""
+    """Compiled functions such as next(model, batch) have no signature, so they get model and batch."""
     net = IteratesItself(8, 3)
     before = net.weight.clone()
     loop = FabricLoop(**quiet(max_epochs=1))

@@ -19,7 +19,7 @@ def last_lines(picture):
 
 
 def check_picture(picture):
-    """Check that a picture is animated, loads nothing, and shows equal rows for the killed and the whole run."""
+    """Check that a picture is animated, loads no files, and shows equal rows for the killed and the whole run."""
     assert "@keyframes" in picture
     assert "prefers-reduced-motion" in picture
     assert re.findall(r"<script|href|url\(|@import|<image", picture) == []
@@ -29,8 +29,8 @@ def check_picture(picture):
         if line.startswith("$ "):
             tables.append([])
         if line.startswith("epoch   step"):
-            # On a busy machine, the header changes and has a column "waiting", which some rows
-            # leave empty.
+            # On a busy machine, the header also has a column "waiting", which is empty in some
+            # rows.
             header = line.split()
         if re.match(r" +\d+ ", line):
             row = zip(header, line.split(), strict=False)

@@ -1,4 +1,4 @@
-"""Test that each wrong input raises one line with the fix before anything is written."""
+"""Test that each wrong input raises a one-line error with the fix before anything is written."""
 
 import functools
 import json
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from fabric_template import FabricLoop, TensorLoader, plot_logs, read_logs
 
 # Each line has the form "case: Class: message". A message that ends with "..." is compared only up
-# to there, because the rest depends on the versions of Lightning and torch.
+# to that point, because the rest depends on the versions of Lightning and torch.
 ERRORS = dict(line.split(": ", 1) for line in Path(__file__).with_name("wrong_inputs.txt").read_text().splitlines())
 
-# These errors are neither ValueError nor TypeError. One is a missing package. The other has the
-# class that code written for Trainer catches.
+# These errors are neither ValueError nor TypeError. One reports a missing package. The other has
+# the class that code written for Trainer catches.
 OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": RuntimeError}
 
 
