@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoint.py --megabytes 100 --pairs 12
 
-The two ways take turns. Ours writes a temporary file, syncs it, renames it and syncs the folder. The plain way overwrites the
-old file and syncs it. Peak memory is the growth of the process by the weights and one save, divided by the size of the weights.
+The two methods take turns. AtomicCheckpointIO writes a temporary file, syncs it, renames it and syncs the folder. The plain
+method overwrites the old file and syncs it. Peak memory is the memory that the weights and one save add to the process, divided
+by the size of the weights.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
-# Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the weights.
+# Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the size of the weights.
 SPEED, MEMORY = 0.7, 1.1
 
 

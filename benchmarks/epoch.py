@@ -9,7 +9,7 @@ How it is measured:
 - The contestants take turns. The table shows the median and the range of the ratios within a round.
 - An epoch consists of training and validation with CSV rows, progress bars and checkpoints. The column "first" shows the first epoch of a
   fit, which includes set-up, workers, compilation and the choice of kernels.
-- The table shows each contestant's validation accuracy after the same number of epochs.
+- The table also shows each contestant's validation accuracy after the same number of epochs.
 
 The tutorials' loops have a Dataset that normalizes each item, a shuffling DataLoader, and ``loss.item()`` in each step.
 "Tuned" adds worker processes, pinned memory and a larger batch. All train in float32, where cuDNN uses TF32 by default.
@@ -56,7 +56,7 @@ TUNED, OURS_FAST, OURS_FASTEST = (
 
 
 class Clock:
-    """Record when each epoch starts. First wait until the GPU has finished its work."""
+    """Record when each epoch starts, after the GPU has finished its work."""
 
     def __init__(self, device: str) -> None:
         self.device, self.times, self.acc = device, list[float](), 0.0
@@ -164,7 +164,7 @@ class Block(nn.Module):
 
 
 class Resnet18(nn.Module):
-    """A ResNet-18 for 32 x 32 pixels: its first convolution is 3 x 3, without pooling. It has 11.2 million parameters."""
+    """A ResNet-18 with 11.2 million parameters for images of 32 x 32 pixels. The first convolution is 3 x 3, without pooling."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_graph(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Train in the fastest possible way, with one CUDA graph for a step and one for a validation batch."""
+    """Train as fast as possible, with one CUDA graph for a step and one for a validation batch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True, capturable=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -483,7 +483,7 @@ GOALS = {  # problem: (contestant, against, at most)
 def measure(
     problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
 ) -> dict[str, list]:
-    """Return each contestant's rounds: seconds of the first and of a later epoch, and the final accuracy."""
+    """Return for each contestant and round the seconds of the first and of a later epoch, and the final accuracy."""
     measured: dict[str, list] = {}
     for number in range(rounds):
         for name, (package, run) in contestants.items():

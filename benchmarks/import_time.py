@@ -15,9 +15,9 @@ from pathlib import Path
 CONTESTANTS = {
     "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
-    # The package imports a class at its first use, and most scripts use this one.
+    # The package imports each class on first use, and most scripts use this class.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
-    # The console script calls this function, which works without an installation.
+    # The console script calls this function. Unlike the script, the function needs no installation.
     "fabric-template --help": [
         sys.executable,
         "-c",
@@ -26,7 +26,7 @@ CONTESTANTS = {
     ],
 }
 BASE = "import lightning.fabric"
-# The largest times in seconds beyond BASE.
+# The largest allowed times in seconds, in addition to the time of BASE.
 GOALS = {"import fabric_template": 0.2, "its FabricLoop": 0.2, "fabric-template --help": 1.0}
 
 

@@ -6,7 +6,7 @@
 The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains for an epoch of 100
 steps and for one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends.
 A step's count is one hundredth of the difference. Progress bars are drawn only once, because further updates depend
-on a clock. The number of instructions does not show the cost of memory and caches, but overhead.py measures time.
+on a clock. The counts do not include the cost of memory and caches. To measure that cost, run overhead.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def counted(problem: Problem, folder: Path) -> None:
 
 
 def counted_once(folder: Path) -> None:
-    """Count complete fits of no epoch, one epoch and eleven epochs, with one step per epoch."""
+    """Count the instructions of complete fits of zero, one and eleven epochs, with one step per epoch."""
     torch.set_num_threads(1)
     draw_once()
     for name, make in {
@@ -106,7 +106,7 @@ def counts_in(folder: Path) -> dict[str, dict[int, int]]:
 
 
 def table_once(folder: Path) -> str:
-    """Return a table of the instructions for a fit of one step, and for another epoch."""
+    """Return a table of the instructions for a fit of one step, and for each additional epoch."""
     none, one, more = EPOCHS
     lines = [f"{'':26}{'once: a fit of one step':>26}{'an epoch of one step':>24}"]
     for name, count in counts_in(folder).items():

@@ -7,22 +7,23 @@ How it is measured:
 - Each contestant is one command that starts or resumes a run in the way that its documentation recommends. A forked process
   runs the command, SIGKILL ends it after a random amount of CPU time, and a second forked process runs it again.
 - All contestants train a small model with dropout, Adam and shuffled data for 3 epochs of 8 batches, and write each batch's
-  loss to a CSV file. Each command sets the seed first, so that a new run equals an undisturbed run.
+  loss to a CSV file. Each command sets the seed first, so that a run that starts from scratch equals an undisturbed run.
 - "same weights": the weights equal those of the contestant's own undisturbed run, bit for bit. "complete CSV": each batch of
-  that run has a row with the same loss. In our metrics.csv, this holds for each epoch and all columns but the time. All CSV
-  files of a contestant are combined. If a batch has two rows, the later one counts.
+  that run has a row with the same loss. In our metrics.csv, each epoch must have the same row, except for the time. All CSV
+  files of a contestant are combined. If a batch has two rows, the later row is used.
 - "ended": the second command ended without an error.
 
 The contestants:
 
 - ours: `resume="auto"`, `save_every_n_steps=3`.
-- MiniLoop, each epoch: `resume="auto"`. It saves at the end of each epoch, and writes only a row per epoch.
+- MiniLoop, each epoch: `resume="auto"`. MiniLoop saves at the end of each epoch, and writes only one row per epoch.
 - Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
-- Accelerate, each epoch, and every 3 steps: save_state, load_state with the newest checkpoint, and skip_first_batches, as its
-  page on checkpointing shows, with its seedable sampler. The script writes and flushes each row of the CSV file itself.
-- Lightning's example: its Fabric trainer "to build your own", from the folder given with --example; fit(ckpt_path=folder). It
-  writes no CSV file. It imports a name that Lightning 2.6 lacks, so it also runs with that name restored.
+- Accelerate, each epoch, and every 3 steps: save_state, load_state with the newest checkpoint, skip_first_batches and the
+  seedable sampler, as in Accelerate's documentation of checkpoints. The script writes and flushes each row of the CSV file itself.
+- Lightning's example: the "build your own trainer" example for Fabric, from the folder given with --example, with
+  fit(ckpt_path=folder). The example writes no CSV file. It imports a name that Lightning 2.6 lacks, so it is also run with that
+  name restored.
 """
 
 import argparse
@@ -227,9 +228,9 @@ def weights_of(root):
 
 
 def losses_of(root):
-    """Return {step: loss} from all CSV files in a folder. If a step has two rows, the later one counts.
+    """Return {step: loss} from all CSV files in a folder. If a step has two rows, use the later row.
 
-    FabricLoop's rows of epochs, which contain a learning rate, are returned completely.
+    FabricLoop's rows of epochs, which contain a learning rate, are returned with all columns.
     """
     losses = {}
     for path in sorted(
@@ -255,7 +256,7 @@ def warm_up(name, folder):
     """Run a contestant once in this process, so that forked processes have already imported its modules."""
     from tqdm import tqdm
 
-    # Otherwise a bar starts a thread, and a forked process would wait for the thread's locks.
+    # Otherwise, a progress bar would start a thread, and a forked process would wait for the thread's locks.
     tqdm.monitor_interval = 0
     # Otherwise, forked processes would share tqdm's lock, which a killed process never releases.
     tqdm.set_lock(threading.RLock())

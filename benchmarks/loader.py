@@ -69,7 +69,7 @@ class ByHand:
 
 
 class Whole:
-    """Transform each of a loader's batches at once, not sample by sample."""
+    """Transform whole batches of a loader instead of single samples."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""Measure the costs of a run besides its steps: those of a fit, an epoch, a validation and a checkpoint.
+"""Measure the costs of a run in addition to its steps, such as the costs of a fit, an epoch, a validation and a checkpoint.
 
     python benchmarks/once.py               # a minute
     python benchmarks/once.py --toy         # a quick check of the script
@@ -7,12 +7,12 @@ How it is measured:
 
 - A tiny model trains for one epoch and for eleven epochs of one step each, with a CSV file and a bar. This is
   repeated with a validation of one batch, and without checkpoints. An epoch costs one tenth of the difference.
-  A validation or a checkpoint costs the difference between fits with it and without it.
+  The cost of a validation or of a checkpoint is the difference between a fit that includes it and a fit without it.
 - "once" is a complete fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
-  The creation of the loop has its own row, and so has Lightning Fabric's part of it.
+  Separate rows show the cost of creating the loop, and Lightning Fabric's share of this cost.
 - "by hand" is the same step in a plain script. The goal applies to the difference between "once" and "by hand".
-- Contestants and parts take turns. CPU time is the median of the rounds. Wall-clock time is their minimum, because other
-  load can only add to it.
+- Contestants and parts take turns. CPU time is the median of the rounds. Wall-clock time is the minimum of the rounds,
+  because other load can only increase it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def fabric() -> Any:
 
 
 def by_hand() -> Time:
-    """Train the first step of a plain script, in which the optimizer also creates its state."""
+    """Run the first step of a plain script, in which the optimizer also creates its state."""
     with run_silently():
         net, loader = module(False), PROBLEM.loader(1)
 

@@ -6,7 +6,7 @@
 How it is measured:
 
 - The contestants take turns (A B C ... A B C ...). The table shows the median of the ratios within a round, so that other
-  load affects a few rounds, but no single contestant.
+  load affects a few rounds, but does not favor any contestant.
 - A step costs (time of an epoch of 3S steps - time of an epoch of S steps) / 2S. The costs of a fit and of an epoch cancel
   out: set-up, a row of the CSV file, a checkpoint and teardown. The column "once" shows these costs.
 - All contestants have the same data, model, loss, optimizer and loader, and one thread. The batches are created before the
@@ -117,7 +117,7 @@ def plain(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_metrics(problem: Problem, steps: int) -> nn.Module:
-    """Train with a careful hand-written loop. It has a bar, CSV files, a checkpoint, and sums metrics on the device."""
+    """Train with a careful hand-written loop, which has a bar, CSV files and a checkpoint, and sums metrics on the device."""
     from tqdm import tqdm
 
     model, loader = problem.model_there(), problem.loader(steps)
@@ -180,7 +180,7 @@ def mini_everything(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_fabric(problem: Problem, steps: int) -> nn.Module:
-    """Train like Fabric's tutorial."""
+    """Train as in Fabric's tutorial."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=problem.device, devices=1)
@@ -359,7 +359,7 @@ def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps:
 
 
 def find_contestants(problem: Problem) -> list[str]:
-    """Return the contestants that are installed, run, and end with the same weights as the plain loop."""
+    """Return the contestants that are installed, run without an error, and end with the plain loop's weights."""
     names = []
     expected = plain(problem, steps=30).state_dict()
     for name, (package, train) in CONTESTANTS.items():
@@ -382,7 +382,7 @@ def find_contestants(problem: Problem) -> list[str]:
 def measure(
     problem: Problem, names: list[str], steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds per step and the other seconds of a fit, for each contestant and round."""
+    """Return the seconds per step and the remaining seconds of a fit, for each contestant and round."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():

@@ -6,14 +6,15 @@
 
 How it is measured:
 
-- metrics: each step logs 0, 1, 4, 16 or 64 values by step and by epoch to CSV files. A hand-written loop does only the tensor
-  arithmetic of this (a clone, and a sum scaled by the batch size). The cost is the smallest CPU time of a long fit minus that of
-  a short fit. "Of one more" is the cost of each metric beyond the row above. The first metric's cost includes writing steps.csv.
+- metrics: each step logs 0, 1, 4, 16 or 64 values by step and by epoch to CSV files. A hand-written loop does only the required
+  tensor arithmetic (a clone, and a sum scaled by the batch size). The cost is the smallest CPU time of a long fit minus that of
+  a short fit. "Of one more" is the cost of each metric that the row above does not have. The first metric's cost includes
+  writing steps.csv.
 - steps: one fit of each loop in a new process, with epochs of 1,000 steps. Memory is the process's resident set size, and
   handles are its open files.
 - epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median over a fifth of the epochs.
-- rows: a CSV file of many rows is opened and continued, as by a resumed run. The cost of a row is the median over blocks.
-- checkpoints: each epoch is one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
+- rows: a CSV file with many rows is opened and continued, as in a resumed run. The cost of a row is the median over blocks.
+- checkpoints: each epoch has one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
 - versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
   CPU time.
 - resume: the batch number in a checkpoint is changed from 7 to 1,000,000. The time is measured from the call to fit
@@ -144,7 +145,7 @@ def metrics(size: float) -> Iterator[str]:
         / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    # The cost beyond tensor arithmetic.
+    # The cost in addition to tensor arithmetic.
     beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
@@ -218,7 +219,7 @@ def steps(size: float) -> Iterator[str]:
 
 
 class Measurements(list[float]):
-    """A list that checkpoints do not contain, because its class is a subclass of list."""
+    """A list that is left out of checkpoints, because its class is a subclass of list."""
 
 
 class Timed(Net):
@@ -396,7 +397,7 @@ def fit_once(kind: str, resume: str | None = None) -> None:
 
 
 class Items(Dataset):
-    """Samples that are created and counted only when they are requested."""
+    """A dataset that creates and counts its samples only on request."""
 
     loaded = 0
 

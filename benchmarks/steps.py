@@ -4,9 +4,9 @@
     python benchmarks/steps.py --rounds 5     # a quick look
 
 The contestants of overhead.py take turns, and the dataset records when each batch is requested. Only the fastest tenth, quarter
-and half of an epoch's steps count, because other load makes some steps slower, but none faster. The table shows the medians of
-all rounds. This leaves out the steps that write a row or draw the bar, and the end of an epoch. overhead.py includes them, but
-it needs a machine without other load.
+and half of an epoch's steps are used, because other load makes some steps slower, but none faster. The table shows the medians
+of all rounds. The results therefore exclude the end of an epoch, and the steps that write a row or draw the bar. overhead.py
+includes these costs, but needs a machine without other load.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RecordingBatches(Batches):
 
 
 def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
-    """For each of PARTS, return its slowest step in one epoch, in microseconds."""
+    """For each fraction in PARTS, return the duration of its slowest step in one epoch, in microseconds."""
     RecordingBatches.asked.clear()
     gc.collect()
     with overhead.run_silently():

@@ -4,8 +4,8 @@
     python benchmarks/transformer.py --toy         # a quick check of the script
 
 All contestants use bf16-mixed, fused AdamW, torch.compile for the model with its loss, and random tokens on the device. They take
-turns. The first steps of each turn do not count, because they compile the model. "As it comes" means with a progress bar, a CSV
-file and a history of the loss. "Bare" means without these.
+turns. The first steps of each turn are not measured, because they compile the model. "As it comes" means with a progress bar, a
+CSV file and a history of the loss. "Bare" means without any of these.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Measure the time between the starts of two steps. Wait each time until the GPU has finished its work."""
+    """Measure the time between the starts of two steps. Before each measurement, wait until the GPU has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0

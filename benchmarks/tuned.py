@@ -5,8 +5,8 @@
     python benchmarks/tuned.py --toy            # a quick check of the script
 
 First, `tune` runs on the unchanged training. Then all settings and tune's choice take turns, each in a new process, and their
-samples per second are measured. The table shows the median and the range of the ratios within a round. If tune's choice equals
-one of the settings, the two share a row.
+samples per second are measured. The table shows the median and the range of the ratios within a round. If tune's choice is the
+same as one of the settings, the two share a row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BY_HAND: list[dict[str, Any]] = [
 
 
 def by_hand(problem: str) -> list[dict[str, Any]]:
-    """Return combinations of settings as an engineer would try them, the last ones with a large batch."""
+    """Return combinations of settings that an engineer would try. The last ones use a large batch."""
     large = {"batch_size": LARGE[problem]}
     return [*BY_HAND, {**ONE, **large}, {**FAST, **large}]
 

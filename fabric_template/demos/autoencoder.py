@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Autoencoder(nn.Module):
-    """Encode each 8x8 image as a few numbers, and decode these numbers back into an image.
+    """Encode each 8x8 image as a few numbers, and decode the numbers back into an image.
 
     Args:
         code: The number of values that encode an image.

@@ -1,9 +1,9 @@
 """Classify CIFAR-10's 60,000 color images into ten classes with a ResNet-18 for 32x32 images.
 
 The model is a LightningModule whose learning rate changes at every step. The model converts the
-images from bytes to floats on the device. The first run downloads the images. For a machine
-without internet access, download cs.toronto.edu/~kriz/cifar-10-binary.tar.gz on another machine,
-and copy the file to ``data``.
+images from bytes to floats on the device. The first run downloads the images. If the machine has no
+internet access, download cs.toronto.edu/~kriz/cifar-10-binary.tar.gz on another machine, and copy
+the file to ``data``.
 """
 
 from __future__ import annotations

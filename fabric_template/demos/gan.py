@@ -1,7 +1,7 @@
 """Train a generator and a critic with one optimizer each.
 
 The GAN is a LightningModule with manual optimization. The training data consists of points around
-eight centers. A good generator creates points near all eight centers of the training data.
+eight centers. A good generator creates points near all eight centers.
 """
 
 from __future__ import annotations

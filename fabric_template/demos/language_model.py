@@ -27,7 +27,7 @@ class TextData(SplitData):
 
     Args:
         path: A text file. The default text comes from Python's help topics.
-        block: Context length in bytes. A block has one more byte, which is only a target.
+        block: Context length in bytes. A block has one more byte, which is used only as a target.
     """
 
     def __init__(self, path: str | None = None, block: int = 64, batch_size: int = 32) -> None:

@@ -1,7 +1,7 @@
 """Classify MNIST's 70,000 handwritten digits with a small fully connected network.
 
 The model has no base class, only step methods and configure_optimizers. The first run downloads
-MNIST's files. If this machine is offline, put MNIST's files in ``data/mnist``.
+MNIST's files. On a machine without internet access, copy these files to ``data/mnist``.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MNISTData(SplitData):
 def read_idx(path: Path) -> Tensor:
     """Read a gzip-compressed IDX file of unsigned bytes."""
     content = gzip.decompress(path.read_bytes())
-    # The fourth byte is the number of dimensions. Then follow the sizes of the dimensions as
-    # big-endian 32-bit integers, and the values.
+    # The fourth byte is the number of dimensions. The sizes of the dimensions follow as big-endian
+    # 32-bit integers. The values come last.
     header = 4 + 4 * content[3]
     sizes = struct.unpack(f">{content[3]}I", content[4:header])
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)

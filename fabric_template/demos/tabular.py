@@ -52,7 +52,7 @@ class TabularData(SplitData, LightningDataModule):
         self.target = target
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the table, and fit the preprocessing to the training rows."""
+        """Read and split the table. Fit the preprocessing to the training rows."""
         if self.splits:
             return
         table = make_flats() if self.path is None else pd.read_csv(self.path)
@@ -72,7 +72,7 @@ class TabularData(SplitData, LightningDataModule):
 
 
 class TabularNet(LightningModule):
-    """Predict a number for each table row with a network of two hidden layers.
+    """Predict a number for each table row with a network that has two hidden layers.
 
     Args:
         features: Number of features per row after preprocessing.

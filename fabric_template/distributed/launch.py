@@ -45,7 +45,7 @@ _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 
 
 def join_processes(fabric: Fabric) -> None:
-    """Connect this process to the other processes of the run, unless it is connected already."""
+    """Connect this process to the other processes of the run, unless it is already connected."""
     strategy: Any = fabric.strategy
     if not isinstance(strategy, ParallelStrategy):
         return
@@ -127,7 +127,7 @@ def check_new_parameters(run: Run, before: list[str], hook: str) -> None:
     if hook == "on_fit_start":
         reason = ", which would not be synchronized between the processes"
     elif is_spawning(run.fabric):
-        reason = " in a spawned process, which the model in the calling process would lack"
+        reason = " in a spawned process, which the calling process would not receive"
     known = set(before)
     created = [name for name, _ in run.network.named_parameters() if name not in known]
     if created and reason and run.fabric.world_size > 1:
@@ -179,8 +179,8 @@ def _run_in_process(
         # A spawned process receives tensors in shared memory. Copy them, so that processes do not
         # overwrite each other's tensors.
         plan = plan.copied()
-    # Do not return the results or errors through Lightning's launcher. Its queue blocks for large
-    # objects, and it passes on only the text of an exception.
+    # Do not return the results or errors through Lightning's launcher, because its queue blocks for
+    # large objects, and because the launcher passes on only the text of an exception.
     ending = result = None
     try:
         result = run_plan(plan)
@@ -191,8 +191,8 @@ def _run_in_process(
             # Raise a RuntimeError, because torch would treat a process that ends with a
             # KeyboardInterrupt as successful.
             raise RuntimeError(repr(error)) from error
-        # After a signal, all processes stop after the same step, so none of the processes hangs,
-        # and rank 0 can return the results.
+        # After a signal, all processes stop after the same step. Therefore, no process hangs, and
+        # rank 0 can return the results.
         ending = error
     outcome = _outcome_of(loop.run)
     if fabric.local_rank == 0:
@@ -246,8 +246,8 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 def _write_error(error: BaseException, folder: str) -> None:
     """Write an error to a file, unless another process has already written an error."""
-    # Write no file for an error that cannot be pickled, because the launcher reports the error's
-    # text anyway.
+    # If an error cannot be pickled, write no file, because the launcher reports the error's text
+    # anyway.
     with suppress(Exception):
         data = pickle.dumps(error)
         pickle.loads(data)

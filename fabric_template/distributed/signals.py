@@ -32,8 +32,8 @@ class SignalHandler:
     SignalHandler restores the previous signal handlers.
 
     Args:
-        fabric: The run's Fabric object. Only its main process prints that a signal has arrived.
-            Without a Fabric object, nothing is printed.
+        fabric: The run's Fabric object. Only the main process prints a message when a signal
+            arrives. Without a Fabric object, no process prints a message.
 
     Attributes:
         received: The signal that this process has received.

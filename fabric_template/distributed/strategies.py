@@ -88,7 +88,7 @@ def convert_plugin(plugin: Any) -> Any:
     if own is None:
         raise ConfigurationError(
             f"plugins: got {name}, which only Trainer supports, expected a plugin from"
-            " lightning.fabric.plugins.precision, or a plugin of a class derived from it."
+            " lightning.fabric.plugins.precision, or an instance of a subclass of such a plugin."
         )
     converted = object.__new__(own)
     vars(converted).update(vars(plugin))
@@ -136,8 +136,8 @@ def shard_network(fabric: Fabric, network: nn.Module, name: str) -> None:
         returned = strategy.setup_module(network)
         if returned is not network:
             raise ConfigurationError(
-                f"parallelize_fn: got a new {type(returned).__name__} as the return value, expected"
-                f" the same {name} object. Change the model in place. To compile the model, write"
+                f"parallelize_fn: returned a new {type(returned).__name__}, expected the same"
+                f" {name} object. Change the model in place. To compile the model, write"
                 " compile=True."
             )
     check_sharding(strategy.device_mesh, network, name)
@@ -147,7 +147,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
     """Raise an error for unsharded parameters, because each process would train its own copy."""
     if not is_sharded(network):
         raise ConfigurationError(
-            f"parallelize_fn: got {name} as the return value, without sharded parameters. Call"
+            f"parallelize_fn: returned a {name} without sharded parameters. Call"
             " fully_shard(model, mesh=mesh['data_parallel']) or parallelize_module(model,"
             " mesh['tensor_parallel'], plan) in parallelize_fn."
         )
@@ -158,8 +158,8 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
         is_whole = mesh_of is None or mesh_of.mesh_dim_names == ("tensor_parallel",)
         if is_whole and parameter.requires_grad:
             raise ConfigurationError(
-                f"parallelize_fn: got {name} as the return value, with the unsharded parameter"
-                f" {parameter_name!r}. Each of the {mesh['data_parallel'].size()} data-parallel"
+                f"parallelize_fn: returned a {name} whose parameter {parameter_name!r} is not"
+                f" sharded. Each of the {mesh['data_parallel'].size()} data-parallel"
                 " processes would train its own copy of this parameter. Call fully_shard(model,"
                 " mesh=mesh['data_parallel']) at the end of parallelize_fn."
             )
@@ -173,7 +173,7 @@ def wrap_step(network: nn.Module, step: Callable) -> Callable:
 
     call: Any = _call
     if isinstance(network, FSDPModule):
-        # FSDP gathers the parameters before each call of a registered forward method.
+        # FSDP gathers the parameters before each call to a registered forward method.
         root: Any = network
         root.run_step = _call
         register_fsdp_forward_method(root, "run_step")
@@ -189,7 +189,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """In the `with` block, FSDP does not average gradients over the processes."""
+    """Keep FSDP from averaging gradients over the processes during the `with` block."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

@@ -136,7 +136,7 @@ def add_model_callbacks(callbacks: list[Any], own: list[Any]) -> list[Any]:
 
 
 def resume_averaging(run: Run) -> None:
-    """In a run that resumes mid-epoch, call StochasticWeightAveraging.on_train_epoch_start."""
+    """Call StochasticWeightAveraging.on_train_epoch_start if the run resumes mid-epoch."""
     callbacks = run.hooks.callbacks_of("StochasticWeightAveraging")
     if not (callbacks and run.plan.start.resumes and run.progress.is_in_epoch):
         return
@@ -160,8 +160,8 @@ def finish_averaging(run: Run) -> None:
         return
     callbacks = run.hooks.callbacks_of("WeightAveraging")
     for callback in run.hooks.callbacks_of("StochasticWeightAveraging"):
-        # Skip a StochasticWeightAveraging whose extra epoch for BatchNorm has run, because the
-        # model already has averaged weights.
+        # Skip a StochasticWeightAveraging that has already run its extra epoch for BatchNorm,
+        # because the model already has the averaged weights.
         if callback.swa_end in (run.progress.epochs_done - 1, math.inf):
             callbacks.append(callback)
     run.hooks.call_callbacks("on_train_end", callbacks=callbacks)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Drawing the progress bar slows training, so do not draw it more often than users can notice.
 SECONDS_BETWEEN_DRAWS = {"terminal": 0.2, "notebook": 0.2, "log file": 60.0}
 LOG_FILE_BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# The minimum width of the progress bar in characters. In a narrow terminal, metrics are left out to
+# The minimum width of the progress bar in characters. A narrow terminal shows fewer metrics to
 # keep this width.
 MIN_BAR_WIDTH = 10
 # Each redraw sends all lines to the notebook, so limit the table to its newest rows.
@@ -117,7 +117,7 @@ class Console:
             return
         self._output = detect_output()
         self._due = self._started + SECONDS_BETWEEN_DRAWS[self._output]
-        # In a resumed run, the best value may be in a row written before the checkpoint.
+        # In a resumed run, the best value may be in a row that was written before the checkpoint.
         best = best_row(run.row.rows, self._monitor, self._mode)
         self._best = math.nan if best is None else best[self._monitor]
         if self._output != "log file":
@@ -259,7 +259,7 @@ def detect_output() -> str:
 
 
 def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any]) -> list[str]:
-    """Return the strings that fit beside the progress bar in the terminal, such as "loss=0.25"."""
+    """Return the strings, such as "loss=0.25", that fit next to the terminal's progress bar."""
     bar_format = None if meter["total"] is None else "{l_bar}{r_bar}"
     space = columns - len(tqdm.format_meter(**meter, bar_format=bar_format))
     if meter["total"] is not None:
@@ -273,7 +273,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Return the numbers to show beside the progress bar, after waiting for the GPU."""
+    """Return the numbers to show next to the progress bar. Reading them waits for the GPU."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())

@@ -111,15 +111,15 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
-    # If each epoch occurs only once, the file contains one run, so ignore columns such as "name"
-    # and "seed".
+    # If no epoch occurs twice, the file contains a single run, so ignore columns such as "name" and
+    # "seed".
     is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # If a run's name would be only a number such as "0", add the column's name, as in "fold=0".
+        # If a run's name is just a number such as "0", prefix it with the column, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"
@@ -166,7 +166,7 @@ def split_exported(columns: Columns, exported: list[str], others: list[str]) -> 
     runs: dict[str, dict[str, str]] = {}
     for name in exported:
         run, _, metric = name.rpartition(" - ")
-        # Leave out the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
+        # Skip the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
         if not metric.endswith(("__MIN", "__MAX")):
             runs.setdefault(run, {})[metric] = name
     result: dict[str, Columns] = {}

@@ -35,8 +35,8 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, and of the folder in root_dir that contains its versions.
         version: The number or name of the version. If None, use the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. If given, the next free number is
-            unused in this folder, too.
+        checkpoint_dir: The folder of the run's checkpoints. If given, the version's number must be
+            free in this folder as well.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -186,8 +186,8 @@ class Table:
         self.waiting: list[dict[str, Any]] = []
         self._is_synced = True
         self._set_content([], [], 0)
-        # Start training even if the file cannot be read now, because write_waiting() reads the file
-        # again before writing.
+        # If the file cannot be read now, start training anyway, because write_waiting() reads the
+        # file again before it writes.
         with suppress(OSError):
             self._read()
 
@@ -314,7 +314,7 @@ def rows_before(
     """Return CSV rows written before a checkpoint, and whether a user edited the CSV file.
 
     Args:
-        position: The number of rows in the checkpoint and, if known, the last of these rows.
+        position: The number of rows at the time of the checkpoint and, if known, the last row.
         step: The optimizer step at which the checkpoint was saved.
     """
     count, last = position["rows"], position.get("last")
@@ -364,8 +364,8 @@ def copy_changed(path: Path) -> Path:
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file, with empty cells for missing values."""
     lines: list[str] = []
-    # Before Python 3.13, csv puts a cell that contains \r in quotation marks only if the line
-    # terminator also contains \r.
+    # Before Python 3.13, the csv module quotes a cell that contains \r only if the line terminator
+    # also contains \r.
     options: Any = {"restval": "", "extrasaction": "ignore", "lineterminator": "\r\n"}
     writer = csv.DictWriter(SimpleNamespace(write=lines.append), columns, **options)
     writer.writerows(rows)

@@ -104,7 +104,7 @@ class LoggerConnector:
         hparams: dict[str, Any] = {}
         if self.loggers:
             hparams = merge_hyperparameters(run.model, run.datamodule, run.config.hparams)
-        # In TensorBoard, logging the hyperparameters again adds another value of hp_metric.
+        # In TensorBoard, logging the hyperparameters again would add a second value of hp_metric.
         done = list(filter(has_hyperparameters, self.loggers)) if run.plan.start.resumes else []
         for logger in self.loggers:
             is_csv = isinstance(logger, CSVLogger)
@@ -143,7 +143,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 def make_logger(given: Any, own: CSVLogger | None) -> Any:
-    """Create a logger by name, such as "wandb", or return the user's logger, wrapped if needed."""
+    """Create a logger from a name such as "wandb", or wrap the user's logger if necessary."""
     if given is True or given == "csv":
         return own
     if not isinstance(given, str) or own is None:

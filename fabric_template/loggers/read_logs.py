@@ -36,8 +36,8 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
-        steps: Whether to read steps.csv, which has the values logged per step. If there is no
-            steps.csv, return one row per step of metrics.csv.
+        steps: Whether to read steps.csv, which contains the values of individual steps. If there
+            is no steps.csv, return one row per step of metrics.csv.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -67,7 +67,8 @@ def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame
 def require_runs(path: Any) -> list[Any]:
     """Return each run's name, version and CSV file, or raise an error if there are no runs."""
     if not isinstance(path, str | os.PathLike):
-        # Import errors.py only here, because it imports Lightning, which delays the plot command.
+        # Import errors.py only here, because it imports Lightning, which would slow down the plot
+        # command.
         from ..errors import describe
 
         text = f"got {describe(path)}, expected a path"

@@ -61,8 +61,8 @@ class LoggedMetric:
     """Stores the last value logged under one name, and accumulates the values over the epoch.
 
     Attributes:
-        call_arguments: The last arguments of ``self.log``, so that equal arguments are checked only
-            once.
+        call_arguments: The last arguments of ``self.log``. Repeated arguments are not checked
+            again.
         is_returned: Whether a step returned the values instead of logging them.
         has_value: Whether a value was logged in this epoch.
         batch_number: The ``LoopResults.batch_number`` of the last logged value.
@@ -119,7 +119,7 @@ class LoggedMetric:
             sums.total = REDUCTIONS[self.arguments.reduction](sums.total, value)
 
     def has_other_reduction(self, arguments: LogArguments) -> bool:
-        """Return whether a restored metric was saved with another reduce_fx or on_epoch."""
+        """Return whether a restored metric was saved with a different reduce_fx or on_epoch."""
         is_restored, saved = not self.call_arguments, self.arguments
         is_equal = (saved.reduction, saved.on_epoch) == (arguments.reduction, arguments.on_epoch)
         return is_restored and not is_equal
@@ -207,15 +207,16 @@ class LoopResults:
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
-        logged: The keys of the metrics that steps or hooks have logged, by column of metrics.csv.
+        logged: The keys of the metrics that steps or hooks have logged, for each column of
+            metrics.csv.
         batch: The current batch.
-        batch_number: The number of batches since the start or the resume of the run.
+        batch_number: The number of batches since the run started or resumed.
         batch_size: The size of the current batch, or None if no logged mean has needed it yet.
         logged_batch_size: The batch_size that the current step passed to ``self.log``.
         is_first_batch: Whether the current batch is the first batch of the epoch or loader. None
             before the first batch and after the last batch.
         last_hook: The last hook that called ``self.log``.
-        has_new_values: Whether a batch has ended since the last call to ``update_metrics``.
+        has_new_values: Whether a batch has finished since the last call to ``update_metrics``.
     """
 
     metrics: dict[tuple, LoggedMetric] = field(default_factory=dict)
@@ -383,9 +384,9 @@ class ResultCollection:
         if metric is not None and metric.has_other_reduction(arguments):
             if metric.epoch.total is not None:
                 self.run.warn_once(
-                    f"resume: self.log({arguments.name!r}) has another reduce_fx or on_epoch than"
-                    " in the saved run. In this epoch, the value covers only the batches after the"
-                    " resume."
+                    f"resume: self.log({arguments.name!r}) uses a different reduce_fx or on_epoch"
+                    " from the saved run. In this epoch, the value covers only the batches after"
+                    " the resume."
                 )
             metric = None
         if metric is None:
@@ -524,14 +525,13 @@ class ResultCollection:
         """Compute the metrics that an evaluation returns, logs and writes to metrics.csv."""
         at_end, results = self.update_metrics(), []
         for values in self._loader_values:
-            # If any value was logged, ignore the values that the step returned, as Trainer does.
+            # Like Trainer, ignore the values that the step returned if any value was logged.
             first = values.logged or at_end.logged or values.row
             results.append(to_numbers({**first, **at_end.logged}))
         parts = [*self._loader_values, at_end]
         row = {name: value for values in parts for name, value in values.row.items()}
         self.evaluated = set(row).union(*[values.logged for values in parts])
-        # If several loaders log the same name, send the first loader's value to loggers, as Trainer
-        # does.
+        # If several loaders log a name, send only the first loader's value, as Trainer does.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return results, dict(logged), row
 
@@ -663,7 +663,7 @@ class ResultCollection:
         vars(self.train).update(state["position"])
 
     def _load_metrics(self, results: LoopResults, entries: list[dict[str, Any]]) -> None:
-        """Restore the logged metrics, so that epochs reset those that they do not log."""
+        """Restore the logged metrics, so that each epoch also resets metrics it does not log."""
         torchmetrics = find_torchmetrics(self.run.network)
         for entry in entries:
             arguments = LogArguments(**entry["arguments"])
@@ -755,7 +755,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """From a torchmetrics object, copy the attributes that can be stored in a checkpoint."""
+    """Copy those attributes of a torchmetrics object that a checkpoint can store."""
     # Do not use Metric.state_dict(), because it omits states added with persistent=False.
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())

@@ -54,10 +54,10 @@ class RowWriter:
         # Results of evaluations and values from loop.log_dict for the next row of metrics.csv.
         self._collected: dict[str, Any] = {}
         self._is_validated = False
-        # How many training samples this process has used since the last row of metrics.csv.
+        # The number of training samples that this process has used since the last row.
         self._num_samples = 0
-        # Three durations from the checkpoint, in seconds: since the last row, waiting for batches,
-        # and validation and saving.
+        # Three durations from the checkpoint, in seconds: the time since the last row, the time
+        # spent waiting for batches, and the time spent on validation and saving.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         # The seconds spent on validation and saving since the last row of metrics.csv. The column
@@ -65,7 +65,7 @@ class RowWriter:
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
-        """Decide whether metrics.csv gets one row per validation instead of per epoch."""
+        """Decide whether metrics.csv gets one row per validation instead of one per epoch."""
         has_no_length = self.run.progress.num_train_batches == math.inf
         self.is_step_based = self.counts_steps or has_no_length
 
@@ -100,8 +100,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # If a save runs during a validation, do not add the save's seconds again, because the
-            # validation's seconds include them.
+            # If a checkpoint is saved during a validation, do not count its seconds twice, because
+            # the validation's seconds already include them.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -110,7 +110,7 @@ class RowWriter:
         """Collect the values that training_step returned.
 
         Args:
-            output: The return value of training_step. Of a LightningModule, only the loss is
+            output: The return value of training_step. For a LightningModule, only the loss is
                 collected, because a LightningModule logs its metrics with self.log.
             loss: The training loss. None if manual optimization returned no loss.
         """

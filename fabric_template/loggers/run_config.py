@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from ..training.run import Run
 
 HEAD = (
-    "# Pass this file to `fabric-template fit --config` to repeat the run. The section `about`"
+    "# Pass this file to `fabric-template fit --config` to repeat the run. The `about` section"
     " is ignored.\n"
 )
 GIT_STATUS = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
 
 
 def write_run_config(run: Run) -> None:
-    """Write config.yaml beside metrics.csv, and only warn if writing fails."""
+    """Write config.yaml next to metrics.csv. If writing fails, only show a warning."""
     for logger in run.loggers.csv_loggers if run.fabric.is_global_zero else ():
         path = Path(logger.log_dir, "config.yaml")
         try:
@@ -218,7 +218,7 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
             if value != hparams[name] and repr(value) != repr(hparams[name]):
                 kind = type(part).__name__
                 raise ConfigurationError(
-                    f"hparams: got {name}={describe(hparams[name])}, but save_hyperparameters() of"
+                    f"hparams: got {name}={describe(hparams[name])}, but save_hyperparameters() in"
                     f" {kind} saved {name}={describe(value)}. Leave out {name!r}, or rename it."
                 )
 

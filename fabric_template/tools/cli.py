@@ -43,7 +43,7 @@ COMMANDS = {
     "profile": ("profile", "show how long each part of a training step takes"),
     "tune": ("tune", "find settings that make training faster"),
     "copy": ("package_copy", "copy this package, or only mini.py, into a project"),
-    "diff": ("package_copy", "show what you and the installed version changed in a copy"),
+    "diff": ("package_copy", "show how a copy and the installed version have changed"),
     "update": ("package_copy", "merge the installed version into a copy"),
     "verify": ("cli", "check that checkpoints are intact"),
 }
@@ -70,12 +70,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
         "--metrics": {
             "nargs": "*",
-            "help": "Columns, or names like f1. Default: loss and accuracy.",
+            "help": "Columns, or metrics such as f1. Default: loss and accuracy.",
         },
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {
             "type": float,
-            "help": "The weight of earlier points in an average, from 0 to below 1.",
+            "help": "The weight of earlier points in a moving average: at least 0, below 1.",
         },
         "--log": {**FLAG, "help": "Draw the values on a logarithmic scale."},
         "--out": {"help": "The image file. Default: history.png next to the logs."},
@@ -83,16 +83,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "runs": {
         "paths": {"nargs": "*", "default": [], "help": "A folder, diff RUN RUN, or best FOLDER."},
         "--metric": {"help": "The metric that ranks the runs. Default: the run's monitor."},
-        "--mode": {"help": "min if the metric's smallest value is the best, else max."},
+        "--mode": {"help": "min if smaller values of the metric are better, otherwise max."},
         "--html": {"help": "Write an HTML page with the table and the curves."},
     },
     "compare": {
-        "first": {"help": 'The correct script, such as "train.py --lr 0.1", or its recording.'},
-        "second": {"help": "The script to compare with the first, or its recording."},
+        "first": {"help": 'The correct script, such as "train.py --lr 0.1", or a recording of it.'},
+        "second": {"help": "The script to compare with the first, or a recording of it."},
         "--steps": {"type": int, "default": 50, "help": "The number of steps to compare."},
     },
     "profile": {
-        "--out": {"help": "Draw a chart of the times to this file."},
+        "--out": {"help": "Save a chart of the times to this file."},
         "--steps": {"type": int, "default": 50, "help": "The number of timed batches."},
     },
     "tune": {
@@ -104,7 +104,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--out": {"default": "tuned.yaml", "help": "The config file to write."},
     },
     "copy": {
-        "path": {"help": "The folder to write, or with --mini the file to write."},
+        "path": {"help": "The folder to write or, with --mini, the file to write."},
         "--mini": {**FLAG, "help": "Copy only MiniLoop, which is one file."},
     },
     "diff": {
@@ -230,7 +230,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def check_output(command: str, out: str | None) -> None:
-    """Before a command runs, check the file that it writes, and create the file's folder."""
+    """Check the name of a command's output file before the command runs, and create its folder."""
     if out is None:
         return
     suffixes = SUFFIXES_OF_OUTPUT.get(command, (Path(out).suffix,))
@@ -279,7 +279,7 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
 
 
 def resolve_config(path: str) -> str:
-    """Complete the names of Lightning's callbacks in a config file.
+    """Complete the class names of Lightning's callbacks in a config file.
 
     Returns:
         A value for --config: the rewritten YAML text, or ``path`` if nothing was rewritten.
@@ -296,7 +296,7 @@ def resolve_config(path: str) -> str:
 
 
 def name_callback(match: re.Match[str]) -> str:
-    """As in LightningCLI, complete the name of a Lightning callback without a module."""
+    """Add the module to the name of a Lightning callback, as LightningCLI does."""
     start, name = match.groups()
     package = "lightning.pytorch.callbacks"
     is_callback = hasattr(importlib.import_module(package), name)
@@ -314,12 +314,12 @@ def check_config(path: str, text: str) -> None:
     if not isinstance(options, dict):
         raise ValueError(f"--config: got {path}, expected options such as max_epochs: 5.")
     if "trainer" in options:
-        problem = f"got {path} with the section trainer, which only LightningCLI reads"
-        raise ValueError(f"--config: {problem}. Write its options at the top level of the file.")
+        problem = f"got {path} with a trainer section, which only LightningCLI reads"
+        raise ValueError(f"--config: {problem}. Move its options to the top level of the file.")
 
 
 def resolve_token(token: str) -> str:
-    """Replace a class name in an option such as --callbacks+=EarlyStopping by its import path."""
+    """Replace a class name in an option such as --callbacks+=EarlyStopping with its import path."""
     match = re.fullmatch(r"(--(model|data|callbacks)(?:\+|\.help)?=)(\w[\w.:]*)", token)
     if match is None:
         return token
@@ -334,8 +334,8 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
     """Return the options in the config.yaml of a run's folder.
 
     Args:
-        is_new_run: Whether the command starts a new run. If not, the options include the run's
-            name, version and root directory.
+        is_new_run: Whether the command starts a new run. If False, the returned options include
+            the run's name, version and root directory.
     """
     import yaml
 
@@ -379,7 +379,7 @@ def make_parser(name: str) -> ArgumentParser:
         parser.usage = f"{parser.prog} [options]"
         text = "A YAML file of options. It can import any class. Later files override earlier ones."
         parser.add_argument("--config", action="config", help=text)
-        text = "Read the model, the data and all options from this run, logs/<name>/version_<n>."
+        text = "Use the model, the data and all options of this run, logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
         parser.add_argument("--about", type=dict | None, help=argparse.SUPPRESS)
         for option, (kind, text) in CLASS_OPTIONS.items():
@@ -394,7 +394,7 @@ def make_parser(name: str) -> ArgumentParser:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Write an error message from jsonargparse on one line, and suggest the nearest option."""
+    """Put an error message from jsonargparse on one line, and suggest the most similar option."""
     text = " ".join(message.split())
     # In a config file, jsonargparse reports an unknown option without "--".
     unknown = re.match(r"(?i)(?:unrecognized arguments:.*?--|option ')([\w.]+)", text)
@@ -534,7 +534,7 @@ def predict_command(
 ) -> int:
     size = loop.fabric.world_size
     if out is not None and size > 1:
-        text = f"--out: got {size} processes, each of which predicts only a part of the samples."
+        text = f"--out: got {size} processes, each of which predicts only some of the samples."
         raise ValueError(f"{text} Add --devices 1.")
     batches = loop.predict(model, data, load=load) or []
     has_several_loaders = len(loop.predict_loop.epoch_batch_indices) > 1
@@ -551,7 +551,7 @@ def save_predictions(batches: list[Any], has_several_loaders: bool, out: str) ->
     """Save predictions as a CSV file with one row per sample, or unchanged as a .pt file.
 
     Args:
-        batches: The predictions of each batch. With several loaders, a list of these per loader.
+        batches: The predictions of each batch. With several loaders, one such list per loader.
     """
     import pandas as pd
     import torch
@@ -569,8 +569,8 @@ def save_predictions(batches: list[Any], has_several_loaders: bool, out: str) ->
     except (TypeError, ValueError) as error:
         saved = Path(out).with_suffix(".pt")
         torch.save(batches, saved)
-        text = f"--out: got predictions that a CSV file cannot contain ({error}). Return a tensor,"
-        text += " or a tuple or dict of tensors, with one value per sample from predict_step. The"
+        text = f"--out: got predictions that a CSV file cannot contain ({error}). In predict_step,"
+        text += " return a tensor, or a tuple or dict of tensors, with one value per sample. The"
         raise ValueError(f"{text} predictions of this run are in {saved}.") from error
     table.to_csv(out, index=False)
 
@@ -586,14 +586,14 @@ def make_table(batches: list[Any]) -> Any:
         columns = []
         for name, value in name_predictions(batch).items():
             if not isinstance(value, torch.Tensor | list):
-                raise TypeError(f"a value of the type {type(value).__name__}")
+                raise TypeError(f"a value of type {type(value).__name__}")
             values = torch.atleast_1d(value) if isinstance(value, torch.Tensor) else value
             column = pd.DataFrame(apply_to_collection(values, torch.Tensor, torch.Tensor.tolist))
             names = [f"{name}_{i}" for i in column] if column.shape[1] > 1 else [name]
             columns.append(column.set_axis(names, axis=1))
         lengths = sorted({len(column) for column in columns} - {1})
         if len(lengths) > 1:
-            raise ValueError(f"values of the lengths {lengths} in one batch")
+            raise ValueError(f"values of lengths {lengths} in one batch")
         tables.append(pd.concat(columns, axis=1))
     return pd.concat(tables)
 

@@ -81,7 +81,7 @@ EXPLANATIONS = {
         "the same batch_size= and drop_last= in both",
     ),
     "digest of a sample": (
-        "the loaders have different samples or transforms, or a different order",
+        "the loaders use different samples or transforms, or a different order",
         "the same dataset, shuffle=, generator= and seed, and sampler.set_epoch(epoch)",
     ),
     "is trained": (
@@ -97,7 +97,7 @@ EXPLANATIONS = {
         "call net.eval() before validation, and the same momentum= in both",
     ),
     "norm of a weight after the last step": (
-        "only one run changes {names} after the last step, or the optimizer state before it",
+        "only one run changes {names} after the last step, or the optimizer state before that step",
         "the same code before and after the last optimizer.step() in both",
     ),
     "norm of a buffer after the last step": (
@@ -109,7 +109,7 @@ EXPLANATIONS = {
 
 @dataclass
 class Comparison:
-    """The first difference between two training runs. If the runs are equal, ``step`` is None."""
+    """The first difference between two training runs. ``step`` is None if there is none."""
 
     steps: int
     step: int | None = None
@@ -232,8 +232,8 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
-        reason = f"{passes} times smaller, because accumulate_grad_batches divides the loss twice"
-        return reason, "return the loss of the batch undivided"
+        reason = f"the second loss is {passes} times smaller, because it is divided twice"
+        return f"{reason} (accumulate_grad_batches divides it, too)", "return the undivided loss"
     reason = "different targets, outputs, loss functions, precision or random numbers (dropout)"
     return reason, "the same model, loss function, outputs, seed= and precision= in both"
 
@@ -278,7 +278,7 @@ def record_steps(training: Any, steps: int, is_shown: bool = False) -> list[Reco
             run_script(str(training), recording, steps, is_shown)
         recorded = read_recording(recording)[:steps]
     if not recorded:
-        expected = "expected training in one process with an optimizer of torch.optim"
+        expected = "expected training in one process with an optimizer from torch.optim"
         raise ValueError(f"compare: got {training!r}, which takes no optimizer step, {expected}.")
     return recorded
 
@@ -331,8 +331,8 @@ def record_training(path: str | Path, steps: int = 50, stop: bool = False) -> It
     Args:
         path: The file to write.
         steps: The number of optimizer steps to record.
-        stop: Leave the `with` block before the step that follows the last recorded step. By
-            default, training continues.
+        stop: Whether to leave the `with` block after the last recorded step, before the next one.
+            By default, training continues.
     """
     recorder = Recorder(steps, stop)
     try:

@@ -32,7 +32,7 @@ class Copy:
         self.target = Path(os.path.abspath(path))
         if PACKAGE in (self.target.resolve(), *self.target.resolve().parents):
             raise ValueError(
-                f"got {path}, which is inside the package, expected a path outside of the package."
+                f"got {path}, which is inside the package, expected a path outside the package."
             )
         self.is_file = self.target.suffix == ".py"
         if self.is_file:
@@ -167,7 +167,7 @@ def combine_versions(copy: Copy, name: str) -> tuple[str, bytes | None]:
         return "replaced", new
     if b"\n<<<<<<< " in b"\n" + mine:
         raise ValueError(
-            f"update: got a conflict in {name}, expected none. Resolve the conflict first."
+            f"update: got an unresolved conflict in {name}. Resolve the conflict first."
         )
     with tempfile.TemporaryDirectory() as folder:
         versions = {"yours": mine, "original": old or b"", f"fabric_template-{__version__}": new}
@@ -185,8 +185,8 @@ def check_committed(copy: Copy, names: Iterable[str]) -> None:
     found = run_git(copy.target.parent, *args, "--", *existing).stdout.decode()
     if found:
         first = ", ".join(found.splitlines()[:3])
-        expected = "expected none. Commit these files first"
-        raise ValueError(f"update: got files that git cannot restore ({first}), {expected}.")
+        text = f"update: got files that git cannot restore ({first})."
+        raise ValueError(f"{text} Commit these files first.")
 
 
 def find_copy(command: str, path: str) -> Copy:

@@ -443,8 +443,8 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     values = [float(y) for _, line in drawn for y in line[line > 0]]
     if not log or not values or any((line < 0).any() for _, line in drawn):
-        # Keep a linear scale if there are negative values, because a logarithmic scale would hide
-        # them.
+        # If there are negative values, keep a linear scale, because a logarithmic scale would hide
+        # these values.
         ax.ticklabel_format(axis="y", useOffset=False)
         return
     ax.set_yscale("log")
@@ -506,8 +506,8 @@ def average_steps(values: pd.Series) -> Any:
     """Smooth the curve of a metric with a moving average."""
     import numpy as np
 
-    # Use longdouble, because large first losses would make a float64 sum imprecise for later small
-    # losses.
+    # Use longdouble, because large losses at the start would make a float64 sum too imprecise for
+    # the small losses that follow.
     sums = np.concatenate([[0.0], np.cumsum(values.to_numpy(np.longdouble))])
     ends = np.arange(1, len(sums))
     # Average fewer values at the start of the curve, because the loss often falls fast there.

@@ -17,14 +17,14 @@ from .step_benchmark import PARTS, time_steps
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Methods that read a tensor's value, and make the CPU wait for the GPU.
+# Methods that read a tensor's value, which makes the CPU wait for the GPU.
 READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu, torch.Tensor.tolist)
 LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torchmetrics.")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The median duration in ms of each part of a step, and lines that wait for the GPU."""
+    """The median duration of each part of a step in ms, and the lines that wait for the GPU."""
 
     parts: dict[str, float]
     device: str

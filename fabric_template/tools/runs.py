@@ -40,16 +40,15 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
-    `changed` column contains the options that differ between runs with the same name. The column
-    lists a setting that all runs have in FabricLoop(hparams=...) if it differs between any two
-    runs.
+    `changed` column contains the options that differ between runs with the same name. A setting in
+    FabricLoop(hparams=...) that all runs have is also listed if it differs between any two runs.
 
     Args:
         folder: The folder of all logs, or a folder in it.
         metric: The metric that ranks the runs. Default: each run's monitor or a validation metric.
-        mode: "min" if the metric's smallest value is the best, "max" if the largest is. By default,
-            use each run's mode, or infer the mode from the metric's name. If the mode is unknown,
-            `best` is empty.
+        mode: "min" if smaller values of the metric are better, "max" if larger values are better.
+            By default, use each run's mode, or infer the mode from the metric's name. If the mode
+            is unknown, `best` is empty.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -115,7 +114,7 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
     for option in dict.fromkeys(name for run in runs for name in run["options"]):
         values = [run["options"][option] if is_set(run, option) else None for run in runs]
         if option in recorded:
-            # Ignore runs that lack this option, because some options, such as momentum, exist only
+            # Ignore runs without this option, because some options, such as momentum, exist only
             # for some optimizers.
             values = [value for value in values if value is not None]
         # Also compare the values as strings, because NaN is not equal to itself.
@@ -322,8 +321,8 @@ def parse_section(text: str) -> Any:
     """Parse a top-level section of config.yaml or hparams.yaml."""
     if not text.startswith("about:\n"):
         return parse_yaml(text)
-    # Parse each entry of the "about" section separately. Many runs contain the same entry, for
-    # which parse_yaml() then returns a cached result.
+    # Many runs contain the same entries, so parse each entry of the "about" section separately. For
+    # a repeated entry, parse_yaml() returns the cached result.
     about: dict[str, Any] = {}
     for part in re.split(r"(?m)^  (?=\w)", text)[1:]:
         entry = parse_yaml(part)

@@ -71,7 +71,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
     if run["best"] is not None:
         epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
         best = (run["metric"], f"{run['best']:.5g}", epoch)
-    # Leave cells empty if another tool's log lacks epochs or durations.
+    # If another tool's log has no epochs or durations, leave their cells empty.
     is_unknown = bool(run["rows"])
     epochs = "" if is_unknown and not run["epochs"] else str(run["epochs"])
     seconds = round(run["seconds"])

@@ -61,7 +61,7 @@ def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
     modes = {run["mode"] for run in runs if run["best"] is not None}
     if len({run["metric"] for run in runs if run["rows"]}) == 1 and len(modes) == 1:
         best = runs[ranking[0]]
-        texts.append(f"best {best['metric']}: {best['best']:.5g} of {best['label']}")
+        texts.append(f"best {best['metric']}: {best['best']:.5g} in {best['label']}")
     if data["thinned"]:
         texts.append(f"long curves are drawn with at most {data['thinned']:,} of their points")
     return "; ".join(texts) + "."

@@ -111,8 +111,8 @@ class StepTimer:
     on_before_zero_grad = on_after_backward
 
     def after_optimizer_step(self, *args: Any) -> None:
-        # With manual optimization, training_step continues after an optimizer step, so count the
-        # time after the step as "forward".
+        # With manual optimization, training_step continues after an optimizer step, so add the time
+        # that follows to "forward".
         self.switch("forward")
 
     def on_train_batch_end(self, *args: Any) -> None:

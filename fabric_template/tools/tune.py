@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fused": ((True,), "fused=True for the optimizer, as in torch.optim.Adam(..., fused=True)"),
     "precision": (("bf16-mixed",), "FabricLoop(precision={0!r})"),
     "compile": ((True,), "FabricLoop(compile={0})"),
-    "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}, and find the learning rate again"),
+    "batch_size": ((64, 128, 256, 512, 1024), "batch_size={0}, and tune the learning rate again"),
 }
 
 
@@ -153,8 +153,8 @@ def run_in_process(function: Callable[[], Any]) -> Any:
             if receiver.poll(TIME_LIMIT):
                 return receiver.recv()
     finally:
-        # A normal exit also ends DataLoader workers, so wait a second for a normal exit before
-        # kill().
+        # A normal exit also ends the DataLoader workers, so give the child a second to exit before
+        # killing it.
         child.join(1)
         child.kill()
         child.join()
@@ -164,7 +164,7 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, hide its output, and send its result or error to the parent process."""
     if hasattr(signal, "SIGCHLD"):
-        # Without this line, torch's SIGCHLD handler ends this process if a DataLoader worker fails.
+        # Otherwise, torch's SIGCHLD handler would end this process if a DataLoader worker fails.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         # Run in a new thread, because OpenMP may hang in the main thread of a forked process.

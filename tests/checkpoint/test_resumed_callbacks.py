@@ -82,7 +82,7 @@ def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, save
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
     assert list(resumed["index"])[-1] == 2.0
-    is_warned = any("has another reduce_fx" in str(warning.message) for warning in recwarn)
+    is_warned = any("uses a different reduce_fx" in str(warning.message) for warning in recwarn)
     assert is_warned == (saves is not None)
 
 

@@ -295,9 +295,9 @@ def test_fsdp2_refuses_a_model_that_is_not_sharded_completely():
     codes, errors = run_processes(refused)
     assert codes == [0, 0], errors
     forgotten, nothing, other = torch.load("found1.pt", weights_only=True)
-    assert "the unsharded parameter 'net.3.weight'. Each of the 2 data-parallel processes" in forgotten
+    assert "whose parameter 'net.3.weight' is not sharded. Each of the 2 data-parallel processes" in forgotten
     assert "without sharded parameters. Call fully_shard(model, " in nothing
-    assert "got a new Linear as the return value, expected the same Classifier object" in other
+    assert "parallelize_fn: returned a new Linear, expected the same Classifier object" in other
 
 
 def test_fit_refuses_an_optimizer_created_before_the_model_is_sharded(tmp_path):

@@ -416,7 +416,7 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
         ("seed: {1\n", "expected YAML (while parsing a flow mapping"),
         ("# nothing\n", "expected options such as max_epochs: 5."),
         ("max_epochs=3\n", "expected options such as max_epochs: 5."),
-        ("trainer:\n  max_epochs: 3\n", "with the section trainer, which only LightningCLI reads."),
+        ("trainer:\n  max_epochs: 3\n", "with a trainer section, which only LightningCLI reads."),
     ],
 )
 def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, text, expected):
@@ -509,7 +509,7 @@ def test_predictions_that_a_csv_file_cannot_contain_are_saved_to_a_pt_file(shape
 def test_predictions_of_several_processes_are_refused(capsys):
     where = ["--devices", 2, "--strategy", "ddp_fork", "--out", "preds.csv"]
     error = refused(capsys, *PREDICT, "--model.shape", "label", *where)
-    assert error.endswith("predicts only a part of the samples. Add --devices 1.")
+    assert error.endswith("predicts only some of the samples. Add --devices 1.")
 
 
 def test_the_verify_command_reports_damaged_checkpoints(capsys):

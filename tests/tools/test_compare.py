@@ -317,7 +317,7 @@ MISTAKES = [
     # part of the fix). If the second script is also hand-written, the options are None.
     (Dropping, InEvalMode, None, 0, "loss", "second has more modules in eval mode: Dropout,", "model.train() before"),
     (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
-    (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller, because", "return the loss of the batch undivided"),
+    (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller, because", "return the undivided loss"),
     (Script, NeverCleared, None, 1, "norm of a gradient", "the second does not call zero_grad()", "optimizer.zero_grad()"),
     (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),

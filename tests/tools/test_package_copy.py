@@ -101,7 +101,7 @@ def test_the_copy_command_writes_mini_py_with_its_license(release, capsys):
         ("lib/loop.py", {}, "a folder. Write `copy --mini src/train_loop.py`."),
         ("mine", {}, "a new path. To update a copy, run `fabric-template update mine`."),
         ("notes", {}, "a new path. To update a copy, run `fabric-template update notes`."),
-        ("../upstream/inside", {}, "a path outside of the package."),
+        ("../upstream/inside", {}, "a path outside the package."),
     ],
 )
 def test_the_copy_command_refuses_names_that_cannot_be_imported(release, path, options, expected):
@@ -192,7 +192,7 @@ def test_the_commands_update_and_diff_refuse_a_missing_or_conflicting_package_co
     copy_command("mine")
     write("mine", {"loop.py": f"<<<<<<< yours\n{EDITED}"})
     release({"loop.py": RELEASED})
-    assert_refused(update_command, r"update: got a conflict in loop\.py, expected none\. Resolve the conflict first\.")
+    assert_refused(update_command, r"update: got an unresolved conflict in loop\.py\. Resolve the conflict first\.")
     monkeypatch.setenv("PATH", "")
     assert_refused(diff_command, r"git is not on the PATH\. Install git\.")
 
