@@ -1,7 +1,7 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
-python soak/draw_sentences.py [SEED] prints a Markdown table of twelve docstrings, twelve comments, and so on.
-A comment or a message counts as one sentence, because its sentences depend on each other.
+python soak/draw_sentences.py [SEED] prints a Markdown table with twelve docstrings, twelve comments, and so on.
+All sentences of a comment or message are drawn together, because they depend on each other.
 """
 
 import argparse

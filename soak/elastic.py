@@ -19,7 +19,7 @@ from pathlib import Path
 import search_path  # noqa: F401
 from victim import difference, end_of, quiet, sharded_strategy, train
 
-# A run that has not ended this many seconds after the last SIGKILL counts as hanging.
+# A run counts as hanging if it has not ended this many seconds after the last SIGKILL.
 PATIENCE = 180.0
 TORCHRUN = "-m torch.distributed.run --nnodes=1 --max-restarts=10 --monitor-interval=0.05 --rdzv-backend=c10d"
 
@@ -78,7 +78,7 @@ class Run:
             time.sleep(0.002)
 
     def end(self):
-        """Wait for the end. Return torchrun's exit code, or "hang" if it had to be killed."""
+        """Wait for torchrun to end. Return its exit code, or "hang" if it had to be killed."""
         self.wait(PATIENCE)
         if self.agent.poll() is not None:
             return self.agent.returncode
@@ -142,7 +142,7 @@ def campaign(kills, ranks, kind, seed, most):
             hits = kill_workers(run, draw, seconds)
             figures["kills"] += hits
             if not hits:
-                # If the machine is less busy now, runs are shorter than the undisturbed run, so kill earlier.
+                # If the machine has become less busy, runs are shorter than the undisturbed run, so kill earlier.
                 seconds *= 0.8
             code = run.end()
             figures["rounds"] += 1

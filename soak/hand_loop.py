@@ -1,7 +1,7 @@
 """A hand-written training loop, which random_runs.py compares with FabricLoop and MiniLoop.
 
-It trains an nn.Module with step functions, or an object with step methods. The code is what an engineer would write for a
-single project. It uses nothing of the package except TensorLoader.
+The loop trains an nn.Module with step functions, or an object with step methods. The code is what an engineer would write for a
+single project. TensorLoader is the only part of the package that it uses.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 
 
 def modules_of(value):
-    """Yield the modules in an object, in its attributes, and in their lists and dicts."""
+    """Yield the modules in an object and its attributes, including those in lists and dicts."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, list | tuple):
@@ -79,7 +79,7 @@ def parse_optimizer(value):
 
 
 def length_of(loader):
-    """Return the number of a loader's batches, or infinity if the number is unknown."""
+    """Return a loader's number of batches, or infinity if the number is unknown."""
     if isinstance(loader, CombinedLoader):
         choose = min if loader._mode == "min_size" else max
         return choose(map(length_of, loader.flattened))
@@ -139,7 +139,7 @@ class Loss:
 
 
 class Steps(nn.Module):
-    """Run a step in forward(), because DDP synchronizes gradients only of forward()."""
+    """Run a step in forward(), because DDP synchronizes only the gradients of forward()."""
 
     def __init__(self, networks):
         super().__init__()
@@ -181,7 +181,7 @@ class HandLoop:
         self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
     def _prepare(self):
-        """Convert the dtype. If the whole model is in eval mode, set train mode."""
+        """Convert the model's dtype. If the whole model is in eval mode, switch it to train mode."""
         modules = [module for network in self.networks for module in network.modules()]
         is_in_eval_mode = not any(module.training for module in modules)
         for network in self.networks:
@@ -234,7 +234,7 @@ class HandLoop:
         return type(loader)(loader.dataset, batch_sampler=batches, **options)
 
     def fit(self, other_loader=None, from_epoch=None):
-        """Train. From epoch ``from_epoch`` on, use ``other_loader``."""
+        """Train the model, with ``other_loader`` from epoch ``from_epoch`` on."""
         while self.epoch < self.options.get("max_epochs", 1000) and not self.is_done():
             if self.epoch == from_epoch:
                 self.train_loader = self._share(other_loader, shuffle=True)
@@ -261,7 +261,7 @@ class HandLoop:
                 self.step_schedulers("step", batch_idx + 1, is_plateau=True)
             if self.is_done():
                 break
-        # If max_steps ends an epoch early, do not validate at its end.
+        # If max_steps ends an epoch early, do not validate after this epoch.
         if is_last and self.is_validation_due_at_end():
             self.validate()
         if is_last:
@@ -306,7 +306,7 @@ class HandLoop:
         return min(length, int(wanted * length) if isinstance(wanted, float) else wanted)
 
     def batches(self, loader):
-        """Yield (index, batch, whether the batch is the last one), up to limit_train_batches."""
+        """Yield up to limit_train_batches tuples (index, batch, whether the batch is the last one)."""
         set_epoch(loader, self.epoch)
         iterator = batches_of(loader)
         length, limit = length_of(loader), self.limit_of(loader)

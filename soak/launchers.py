@@ -73,7 +73,7 @@ def whole(value):
 
 
 def work(launcher, strategy, folder):
-    """Call every method, one after the other. Rank 0 writes the results to a file."""
+    """Call all methods, one after the other. Rank 0 writes the results to a file."""
     quiet()
     found = {}
 
@@ -175,7 +175,7 @@ def start(command, more, folder):
 
 
 def wait(processes, patience=PATIENCE):
-    """Return the exit codes. If a process does not end, kill it and return "hang" as its code."""
+    """Return the exit codes of the processes. Kill each process that hangs, and return "hang" as its code."""
     until, codes = time.monotonic() + patience, []
     for process in processes:
         try:
@@ -190,7 +190,7 @@ def wait(processes, patience=PATIENCE):
 
 
 def run(launcher, strategy, folder):
-    """Run all methods. Return their results, or a text that explains why there are none."""
+    """Run all methods. Return their results, or a text that explains why there are no results."""
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2

@@ -1,7 +1,7 @@
 """Run a program in a forked process with FabricLoop, MiniLoop, Trainer or a hand-written loop, and compare the results.
 
-A program is source code with a function ``build()``. It returns a dict with the model, the loaders and the loop's
-options, and optionally with callbacks and more arguments of fit. Each run is forked from a process that has imported
+A program is source code with a function ``build()``, which returns a dict. The dict contains the model, the loaders and the
+loop's options, and optionally callbacks and more arguments of fit. Each run is forked from a process that has imported
 everything. An event, such as SIGKILL, ends a run at a point, such as the n-th backward pass.
 """
 
@@ -47,7 +47,7 @@ OWN_OPTIONS = (
     "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
     "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
 )  # fmt: skip
-# Options that do not affect the results, and that MiniLoop does not have.
+# Options that do not affect the results, and that MiniLoop does not support.
 NEUTRAL_OPTIONS = ("num_sanity_val_steps", "inference_mode", "deterministic", "detect_anomaly")
 MINI_OPTIONS = {field.name for field in fields(MiniLoop)}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -56,7 +56,7 @@ HOOKS = (
     "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_save_checkpoint",
 )  # fmt: skip
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
-SECONDS = 300  # A run that takes longer counts as hanging.
+SECONDS = 300  # A run that takes longer than this counts as hanging.
 
 
 class PlannedError(Exception):
@@ -105,7 +105,7 @@ class Points:
 
 
 class FullDisk(Fault):
-    """A disk on which, from the n-th operation until the end of the run, every write fails."""
+    """A disk on which every write fails from the n-th operation until the end of the run."""
 
     def before(self, operation, path, size):
         if self.count >= self.n and operation in ("write", "fsync", "mkdir"):
@@ -116,7 +116,7 @@ class FullDisk(Fault):
 
 
 def load_program(source):
-    """Build a source's program in its own module, so that its classes can be pickled."""
+    """Build the program of a source in a separate module, so that its classes can be pickled."""
     module = sys.modules["program"] = types.ModuleType("program")
     exec(compile(source, "program.py", "exec"), module.__dict__)
     return module
@@ -270,7 +270,7 @@ class Run:
         self.log_path = self.root.with_name(f"{self.root.name}.log")
 
     def run(self):
-        """Run the program. Return a dict with its results, with its error, or with only its exit codes."""
+        """Run the program. Return a dict with its results, its error or only its exit codes."""
         self.root.mkdir(parents=True, exist_ok=True)
         for path in self.root.parent.glob(f"{self.end_path.name}*"):
             path.unlink()
@@ -281,7 +281,7 @@ class Run:
             end = {**read_pickle(self.end_path), "codes": codes}
             if self.ranks > 1 and "weights" in end:
                 others = read_pickle(Path(f"{self.end_path}1"))
-                # Under DDP, buffers differ between processes, because each process has its own last batch.
+                # With DDP, buffers differ between processes, because each process has a different last batch.
                 names = {name for buffers in end["buffers"] for name in buffers}
                 found = differences(end["weights"], others)
                 end["is_in_sync"] = all(any(name in line for name in names) for line in found)
@@ -418,7 +418,7 @@ def wait(pids, is_ended):
                 codes[pid] = -signal.SIGKILL if is_left else "hang"
         time.sleep(0.001)
     for pid in pids:
-        # Kill the DataLoader workers that a killed run has left.
+        # Kill the DataLoader workers that a killed run has left running.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     return list(codes.values())
@@ -453,7 +453,7 @@ def plain_key(key):
 
 
 def plain_text(text):
-    """Replace the run's folder and version in a text, because both differ between two equal runs."""
+    """Replace the run's folder and version in a text, because they differ even between two equal runs."""
     return re.sub(r"version_\d+", "version_N", text.replace(os.getcwd(), "ROOT"))
 
 
@@ -492,8 +492,8 @@ def differences(expected, found, path="", tolerance=0.0, is_subset=False):
     """Yield each difference's path and both values.
 
     Args:
-        tolerance: The allowed relative difference of numbers.
-        is_subset: Ignore keys that are only in one of the two values.
+        tolerance: The allowed relative difference between numbers.
+        is_subset: Whether to ignore keys that only one of the two values has.
     """
     if isinstance(expected, Numbers) and isinstance(found, Numbers):
         if tolerance == 0 and expected.dtype != found.dtype:
@@ -501,7 +501,7 @@ def differences(expected, found, path="", tolerance=0.0, is_subset=False):
         expected, found = expected.values, found.values
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *(key for key in found if key not in expected)]:
-            # After a resume, more attributes may have been assigned a new object.
+            # In a resumed run, more attributes may have been replaced with new objects.
             if key in CLOCKS or key == "rebound":
                 continue
             if key in expected and key in found:

@@ -204,7 +204,7 @@ def build_chemprop():
 
 
 class Observations(Dataset):
-    """Images in dicts of the form that the frameworks expect, with several observations per sample."""
+    """Images in dicts, as the frameworks expect them, with several observations per sample."""
 
     def __init__(self, count):
         self.images, self.count = random_numbers(24, 3, 8, 8).sigmoid(), count

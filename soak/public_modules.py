@@ -3,13 +3,13 @@
     python soak/public_modules.py --package mlcolvar            # all modules of one package
     python soak/public_modules.py --package darts --only TCNModel --keep /tmp/tcn
 
-The packages are not requirements of this one, and missing packages are skipped. Each run is a
-process that is forked from one that has imported the package. For each module:
+This project does not depend on the packages, and missing packages are skipped. Each run is forked
+from a process that has imported the package. For each module:
 
 - parity: an undisturbed run of FabricLoop gives the same numbers as Trainer.
 - killed: SIGKILL ends a run three times at random places, and a fresh model resumes the run with
-  ``resume="auto"``. Two of the places are inside an epoch. The numbers must equal the undisturbed
-  run's: weights, buffers, optimizers, schedulers, metrics, RNG states and CSV files.
+  ``resume="auto"``. Two of the places are inside an epoch. The weights, buffers, optimizers,
+  schedulers, metrics, RNG states and CSV files must equal those of the undisturbed run.
 - crossing: a fresh model continues a checkpoint from the end of the first epoch. Trainer continues
   FabricLoop's file, and FabricLoop continues Trainer's file. The numbers must be the same as when
   Trainer continues its own file.
@@ -135,7 +135,7 @@ def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None,
 
 
 def numbers_of(model, trainer):
-    """Return the values by which two runs are compared."""
+    """Return the values of a run that are compared with those of another run."""
     numbers = {
         "weights": model.state_dict(),
         "parameters": dict(model.named_parameters()),
@@ -317,7 +317,7 @@ def try_module(case, folder, generator, options):
         resumed = run_process(where, train_with_loop, case, where, every, **again)
         difference = describe(whole, resumed)
         if "are not created" in difference:
-            # The checkpoint has objects that only weights_only=False loads.
+            # The checkpoint contains objects that can only be loaded with weights_only=False.
             again["weights_only"] = False
             resumed = run_process(where, train_with_loop, case, where, every, **again)
             difference = f"refused by name; trusted: {describe(whole, resumed)}"
@@ -394,7 +394,7 @@ def try_package(package, root, options):
 
 
 def print_summary(found):
-    """Print for each check how many modules gave the same results."""
+    """Print how many modules gave the same results in each check."""
     for title, prefix in (("parity", "parity"), ("killed and resumed", "killed")):
         results = [[v for k, v in way.items() if k.startswith(prefix)] for way in found.values()]
         same = sum(bool(values) and set(values) == {"same"} for values in results)

@@ -1,6 +1,7 @@
 """Draw the description of a random program, and assemble its source code from the pieces in program_pieces.py.
 
-A description maps each dimension, such as "net", to the name of a piece, such as "dropout". A seed and a number determine it.
+A description maps each dimension, such as "net", to the name of a piece, such as "dropout". A seed and a number determine the
+description.
 """
 
 import random
@@ -9,7 +10,7 @@ import re
 import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-# Networks that draw random numbers. Trainer does not restore RNG states, so it cannot continue them exactly.
+# Networks that draw random numbers. Trainer cannot continue their training exactly, because it does not restore RNG states.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
 # Networks with changing attributes, which Trainer does not save.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
@@ -34,8 +35,8 @@ def draw(seed, number, ranks=1, killed=False, only=()):
         seed: The seed of all programs.
         number: The number of this program.
         ranks: The number of processes.
-        killed: Also draw an event that ends the first run.
-        only: Pairs that the description must have, such as ("net", "dropout").
+        killed: Whether to also draw an event that ends the first run.
+        only: Pairs that the description must contain, such as ("net", "dropout").
     """
     generator = random.Random(f"{seed}/{number}/{ranks}/{killed}")
     while True:
@@ -159,7 +160,7 @@ def draw_options(generator, description, killed):
     return options
 
 
-# Events and their relative frequencies. The last five change something between two runs, such as the batch size.
+# Events and their relative frequencies. The last five events change something between two runs, such as the batch size.
 EVENTS = {
     "SIGKILL": 8,
     "SIGTERM": 2,
@@ -715,7 +716,7 @@ SIMPLEST = {
     "batch": "default", "drop_last": False, "loader": "dataloader", "data": "tensors", "sampler": "in_order",
     "val": "none", "net": "linear", "style": "functions", "ranks": 1,
 }  # fmt: skip
-# Options that every program has.
+# Options that every program sets.
 FREE = ("max_epochs", "log_every_n_steps")
 
 
@@ -744,7 +745,7 @@ def reduce_program(description, is_same):
 
 
 def apply_changes(description, changes, is_same):
-    """Apply all changes if possible. Otherwise, try each half of them."""
+    """Apply all changes if possible. Otherwise, try each half of the changes."""
     if not changes:
         return description
     changed = dict(description)

@@ -6,9 +6,9 @@
     python soak/random_runs.py --seed 0 --first 57 --count 1 --show     print the script of number 57
     python soak/random_runs.py --only net=lora --only batch=graph       only programs with these shapes
 
-A seed and a number determine a program. A program must end with its oracle's results, or be refused by name before the first
-batch. Everything else is a difference. A program with a difference is written to a script, and `python SCRIPT` runs it again.
-The last line of the output is a JSON object with the figures.
+A seed and a number determine a program. A program must end with its oracle's results, or be refused before the first batch with
+an error that names the reason. Everything else is a difference. A program with a difference is written to a script, and
+`python SCRIPT` runs it again. The last line of the output is a JSON object with the figures.
 """
 
 import argparse
@@ -105,7 +105,7 @@ class Check:
         return self.outcome
 
     def add_end(self, loop, end, oracle):
-        """Store a run's results, its refusal or its failure."""
+        """Store a run's results, or the error with which the program was refused or failed."""
         if "error" in end and not end["is_by_name"] and oracle is None:
             oracle = self.run(self.oracle)
         if "weights" in end:
@@ -186,11 +186,11 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def crosses(self, loop):
-        """Return whether the other loop continues the run. It does so only if it accepts the program."""
+        """Return whether the other loop continues the run. A loop can do this only if it accepts the program."""
         return self.event["crosses"] and OTHER[loop] in self.ends
 
     def seed_of(self, name):
-        """Return a different seed for a resumed run, which must not draw random numbers from it."""
+        """Return the seed of a resumed run, which differs if the RNG states must come from a checkpoint."""
         return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
 
     def resume(self, loop, name, **options):
@@ -208,7 +208,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def finish_new_monitor(self, loop, name, whole, oracle):
-        """Monitor another metric in the resumed run. best.ckpt must then be from the last epoch."""
+        """Monitor a different metric in the resumed run. Its best.ckpt must be from the last epoch."""
         first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:
@@ -249,10 +249,10 @@ def is_allowed_after_resume(line, end):
         # An interrupted run saves last.ckpt in any case, and the file stays in place.
         return True
     if line.startswith(f"files/{last}"):
-        # At the end of a resumed run, ModelCheckpoint saves unless this run has already saved.
+        # At the end of a resumed run, ModelCheckpoint saves a checkpoint unless the run has already saved one.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
     if line.endswith("/differentiable: more"):
-        # When an optimizer loads a state, torch adds this default, so a group that is added later has it, too.
+        # When an optimizer loads a state, torch adds this default to the optimizer, so later groups also have it.
         return True
     if line.endswith("/callbacks/callbacks.VisitsHooks: more"):
         # Only runs that an event ends have this callback, which counts the hooks.
@@ -261,10 +261,10 @@ def is_allowed_after_resume(line, end):
         r"/((plain_state|model)/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$",
         line,
     ):
-        # A resumed run also saves an attribute or a flag that changed earlier but has its first value again.
+        # A resumed run also saves an attribute or a flag that changed earlier and has since returned to its first value.
         return True
     if line == "schedulers: 0 items instead of 1":
-        # StochasticWeightAveraging sets its scheduler during an epoch. This resumed run had no epoch left.
+        # StochasticWeightAveraging sets its scheduler during an epoch, but this resumed run had no epoch left.
         return True
     # ModelCheckpoint keeps the file from which the run was resumed.
     return re.fullmatch(r"files/logs/run/checkpoints/.*\.ckpt: more", line) is not None
@@ -308,7 +308,7 @@ def best_differences(end):
     monitor, rows, options = end["options"].get("monitor"), end["rows"], end["options"]
     is_by_steps = "validate_every_n_steps" in options or "max_steps" in options
     # An epoch-based run writes one row for several validations. The monitored training loss is
-    # the epoch's, whereas a row of a step-based run has the loss since the previous row.
+    # the epoch's, but a row of a step-based run contains the loss since the previous row.
     has_other_values = "val_check_interval" in options or (is_by_steps and monitor == "train_loss")
     if best is None or has_other_values or not all(monitor in row for row in rows):
         return []
@@ -457,7 +457,7 @@ def warm_up(folder):
     """Run each loop once in this process, so that forked processes have already imported everything."""
     quiet()
     torch.set_num_threads(1)
-    # Otherwise, tqdm starts a thread that watches its bars.
+    # Otherwise, tqdm would start a thread that watches its bars.
     tqdm.monitor_interval = 0
     for style, loops in {"functions": LOOPS, "lightning": ("FabricLoop", "Trainer")}.items():
         description = {**SIMPLEST, "style": style, "options": {"max_epochs": 1}, "val": "one"}

@@ -4,8 +4,8 @@
 
 For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports the end of the
 file. torch.load fails in the same ways. The run must end without an error, or with an error of one line. A second run without
-failures must then end with the same files as an uninterrupted run. Both runs resume a killed run, once with an intact and once
-with a damaged last.ckpt.
+failures must then end with the same files as an uninterrupted run. Both runs resume a killed run. This is tested with an intact
+last.ckpt and with a damaged one.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KINDS = ("EIO", "EMFILE", "end")
 
 
 class Reads(Layer):
-    """Counts a run's reads under `root`, and lets the n-th one fail."""
+    """Counts a run's reads of files in `root`, and lets the n-th read fail."""
 
     operations = ("open", "stat", "fstat", "listdir", "scandir")
 
@@ -50,14 +50,14 @@ class Reads(Layer):
         self.recorded.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # Do not truncate a read of a CSV file, because a run could notice this only by the size.
+        # Do not truncate reads of CSV files, because only the file's size would reveal the missing bytes.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
         raise OSError(code, os.strerror(code))
 
     def path_of(self, file=None):
-        # Do not count the reads of this method itself.
+        # Do not count reads by this method itself.
         if self._is_busy or file is None:
             return None
         self._is_busy = True
@@ -150,7 +150,7 @@ def check(folder, files, whole, n, kind):
 
 
 def sweep(every, names):
-    """Let every n-th read fail, each in its own run. Return the results."""
+    """Let every n-th read fail, each in a separate run. Return the results."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     start = time.monotonic()
     figures = {"looks": 0, "faults": 0, "losses": []}

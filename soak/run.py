@@ -1,6 +1,6 @@
 """Run the long checks, such as thousands of SIGKILLs and failing system calls, and print a table.
 
-    make soak                                        all of it, about two hours on two free cores
+    make soak                                        all parts, about two hours on two free cores
     python soak/run.py --part kills --kills 100      one part, smaller
     python soak/run.py --jobs 1 --seed 7             one part after the other, with the seed of an earlier run
 
@@ -11,7 +11,7 @@ Parts: `workers` is soak/elastic.py (workers killed under torchrun), `workers_sh
 `killed` and `killed2` let an event end these programs and resume them, `sweep` is tests/faults/sweep.py (every disk
 operation fails once in each way), `reads` is soak/reads.py (every read fails once), `tests` are the tests marked `soak`,
 which the suite leaves out, `syscalls` is soak/syscalls.py (system calls fail below Python, which needs a C compiler).
-The printed seed reproduces the same moments and inputs, as far as clocks allow. The exit code is 1 if anything was lost.
+With the printed seed, a run repeats the same moments and inputs as far as clocks allow. The exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def command_of(part, options, seed):
 
 
 def run(part, options, seed):
-    """Run a part in its own process. Return its seconds and its results, which are None after a failure."""
+    """Run a part in a separate process. Return the duration in seconds and the results, which are None after a failure."""
     command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Put the package, tests/support and tests/faults on sys.path. Import this module before them."""
+"""Put the package, tests/support and tests/faults on sys.path. Import this module before any module from these folders."""
 
 import os
 import sys

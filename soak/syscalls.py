@@ -3,9 +3,10 @@
     python soak/syscalls.py --faults 100 --seed 1
 
 soak/faults.c counts each open, read, write, stat, fsync, rename and similar call in the run's folder, and lets one or two of
-them fail: with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or continues a
-killed run with an intact or a damaged last.ckpt. It must end without an error, or with an error of one line. No saved
-checkpoint may be lost, and no intact file may be renamed. The same command must then end like a run without failures.
+these calls fail. A call fails with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or
+continues a killed run with an intact or a damaged last.ckpt. The run must end without an error, or with an error of one line. No
+saved checkpoint may be lost, and no intact file may be renamed. If the same command runs again, it must end like a run without
+failures.
 
 The script needs Linux and a C compiler (cc or gcc). Without them, it exits with 77.
 """
@@ -95,7 +96,7 @@ def campaign(count, seed):
     }
 
     def run_with_faults(faults):
-        """Train with faults in this process. Write the saved step and how the run ended to the report."""
+        """Train with faults in this process. Write the saved step and the run's outcome to the report."""
         save = AtomicCheckpointIO.save_checkpoint
 
         def save_and_record(self, checkpoint, path, storage_options=None):

@@ -4,8 +4,8 @@
     python soak/trainer_contract.py --module Manual --details
     torchrun --nproc-per-node 2 soak/trainer_contract.py     compare under DDP, in each process
 
-A value belongs to a public attribute, property or hook argument at one moment: after the construction, in each hook
-of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
+A value belongs to a public attribute, property or hook argument at one moment. The moments are after the construction, in each
+hook of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
 from the trainer, its loops, its strategy and the LightningModule. The names of the attributes come from Trainer's own classes.
 """
 
@@ -114,7 +114,7 @@ class WithSteps(Classifier):
 
 
 class WithoutLogs(Classifier):
-    """A module with steps for fit, validate, test and predict, which logs nothing."""
+    """A module that has steps for fit, validate, test and predict, and logs nothing."""
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])

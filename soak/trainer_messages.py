@@ -4,8 +4,8 @@
     python soak/trainer_messages.py --all        print all cases
     python soak/trainer_messages.py --only clip  cases whose name contains "clip"
 
-A case differs if FabricLoop's exception has a different class or text than Trainer's, if only one of the loops raises
-an exception, or if a Trainer warning is missing. ON_PURPOSE contains the reasons for the known differences.
+A case differs if the exceptions of FabricLoop and Trainer have different classes or texts, if only one of the loops raises an
+exception, or if FabricLoop does not give one of Trainer's warnings. ON_PURPOSE contains the reasons for the known differences.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SILENT = {"enable_progress_bar": False, "enable_model_summary": False, "accelera
 
 
 def case(function):
-    """Register a function, which takes a loop's class, as a case."""
+    """Register a function as a case. The function takes a loop's class."""
     CASES[function.__name__] = function
     return function
 
@@ -55,12 +55,12 @@ def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **
 
 
 def changed(**methods):
-    """Create a Classifier, some of whose methods are replaced."""
+    """Create a Classifier, and replace some of its methods."""
     return type("Changed", (Classifier,), methods)()
 
 
 def without(name):
-    """Create a Classifier in which LightningModule's empty method replaces a method."""
+    """Create a Classifier, and replace one of its methods with LightningModule's empty method."""
     return changed(**{name: getattr(pl.LightningModule, name)})
 
 

@@ -62,7 +62,7 @@ def main():
 
 
 def make_environment(folder, interpreter, torch, packages):
-    """Return the Python of an environment with these versions. Create the environment if there is none."""
+    """Return the Python interpreter of an environment with these versions. Create the environment if necessary."""
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "is_complete").exists():
         subprocess.run([interpreter, "-m", "venv", folder], check=True)
@@ -84,7 +84,7 @@ def run_tests(python, tests):
     versions = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    # Other versions deprecate other things, so warnings are not errors here.
+    # Other versions give different deprecation warnings, so warnings are not errors here.
     command = [
         python,
         "-m",

@@ -45,7 +45,7 @@ class LoggerConnector:
         run.row.check_loss(row)
 
     def log_evaluation_step(self, dataloader_idx: int) -> None:
-        """Send values that an evaluation step logged with on_step=True to the loggers."""
+        """Send the loggers the values that an evaluation step logged with on_step=True."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return

@@ -84,7 +84,7 @@ class LoggedMetric:
         """Return the metric's name in logs, such as "loss_epoch" or "loss/dataloader_idx_1".
 
         Args:
-            suffix: "_step" or "_epoch". Append it only if on_step and on_epoch are True.
+            suffix: "_step" or "_epoch". It is appended only if on_step and on_epoch are both True.
         """
         arguments = self.arguments
         name = arguments.name

@@ -499,7 +499,7 @@ def fit_command(
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
     command, summary = resume_command(loop), loop.ending()
-    # The summary contains Python code that resumes the run.
+    # Replace the summary's Python code that resumes the run with a command.
     summary.pop("resume", None)
     if command is not None:
         summary["resume"] = [command]
@@ -627,7 +627,7 @@ def verify_command(path: str) -> int:
             print(f"{'damaged' if is_damaged else 'unreadable':<11} {error}")
             exit_code = 1
         except OSError as error:
-            # A link may point to a deleted file, and other files may belong to another user.
+            # The file may be a broken link, or may belong to another user.
             print(f"unreadable  {file}: {error.strerror}")
             exit_code = 1
     return exit_code

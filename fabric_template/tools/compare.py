@@ -109,7 +109,7 @@ EXPLANATIONS = {
 
 @dataclass
 class Comparison:
-    """The first difference between two training runs. ``step`` is None if there is none."""
+    """The first difference between two training runs. ``step`` is None if they do not differ."""
 
     steps: int
     step: int | None = None

@@ -208,7 +208,7 @@ def thin_curves(curves: list[dict[str, Any]]) -> int | None:
     """Keep only every n-th point of long curves, so that the HTML page stays small.
 
     Returns:
-        The largest number of points of a curve, or None if no points were removed.
+        The largest number of points in a curve, or None if no points were removed.
     """
     most = max(20, MOST_POINTS // max(1, len(curves)))
     longest = max((len(curve["x"]) for curve in curves), default=0)
