@@ -134,7 +134,7 @@ def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bo
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
     # Require the same number of rows in each epoch, but allow fewer in the last epoch. Reject files
-    # in which an epoch occurs twice, because they come from a restarted run.
+    # in which an epoch occurs twice, because such a run was restarted.
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
     is_regular = len({*sizes[:-1]}) == 1 and 1 < sizes[0] >= sizes[-1]
     is_repeated = len(sizes) > len({*columns[axes[0]]})

@@ -499,7 +499,7 @@ def fit_command(
             print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
         raise
     command, summary = resume_command(loop), loop.ending()
-    # Replace the summary's Python code that resumes the run with a command.
+    # The "resume" line of the summary is Python code, so replace it with a command.
     summary.pop("resume", None)
     if command is not None:
         summary["resume"] = [command]
