@@ -79,7 +79,7 @@ class FabricLoop(TrainerAPI):
         fabric: A lightning.Fabric object, to use instead of the next six arguments.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
         callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
-        loggers: Fabric's name for the logger option.
+        loggers: An alias of the ``logger`` option, as in lightning.Fabric.
         **options: The fields of LoopConfig, such as max_epochs=10.
 
     Raises:
@@ -179,11 +179,13 @@ class FabricLoop(TrainerAPI):
             model: A LightningModule, an object with the same methods, or an nn.Module.
             train_dataloaders, val_dataloaders: A loader, or a list or dict of loaders.
             datamodule: A LightningDataModule to use instead of loaders.
-            resume, ckpt_path: The run to continue: a checkpoint's path, "last", "best" or "auto".
+            resume, ckpt_path: The checkpoint to resume from: a path, "last", "best" or "auto".
             load: The checkpoint with the initial weights: a path, "last" or "best".
-            optimizer: An optimizer, or a function of the model. None: call configure_optimizers().
+            optimizer: An optimizer, or a function that takes the model and returns an optimizer. If
+                None, the model's configure_optimizers() is called.
             scheduler: A scheduler for the optimizer, or a list of schedulers.
-            training_step, validation_step: fn(model, batch[, batch_idx]). By default, methods.
+            training_step, validation_step: Functions fn(model, batch[, batch_idx]) to use instead
+                of the model's methods.
             weights_only: If this is False, torch.load may run code that the checkpoint contains.
         """
         functions = {"training_step": training_step, "validation_step": validation_step}
@@ -322,7 +324,7 @@ class FabricLoop(TrainerAPI):
         if size > 1 and not is_instance_of(loader, "_FabricDataLoader"):
             rank_zero_warn(
                 f"loop.setup: got {describe(loader)}, which setup does not divide among the"
-                " processes. Pass a DataLoader, or choose each process's batches by"
+                " processes. Pass a DataLoader. Or select each process's batches yourself, using"
                 " loop.global_rank, and do not pass the loader to setup."
             )
         return loader
@@ -381,7 +383,8 @@ class FabricLoop(TrainerAPI):
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
             step: The number of optimizer steps so far.
-            sync_dist: Log the means over all processes. Then every process must call log_dict.
+            sync_dist: Whether to log the means over all processes. If True, all processes must call
+                log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
         """
         # Accept torchmetrics' MetricCollection, although this class is not a Mapping.
@@ -394,8 +397,8 @@ class FabricLoop(TrainerAPI):
             run.results.log_dict(dictionary, sync_dist=sync_dist, **options)
             return
         if options:
-            text = f"loop.log_dict: got {', '.join(options)} outside of a step, expected a dict."
-            raise TypeError(f"{text} Write loop.log_dict(values).")
+            text = f"loop.log_dict: got {', '.join(options)} outside of a step, expected only a"
+            raise TypeError(f"{text} dict. Write loop.log_dict(values).")
         for name in dictionary:
             check_metric_name(name)
         scalars = {name: to_cell(name, value) for name, value in dictionary.items()}
@@ -591,7 +594,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
         is_other = isinstance(loader, list | tuple | Mapping | str | torch.Tensor | nn.Module)
         is_other = is_other or is_instance_of(loader, "CombinedLoader")
         if is_other or not hasattr(loader, "__iter__"):
-            check_type("setup", loader, (), "a loader. Pass each loader as its own argument")
+            check_type("setup", loader, (), "a loader. Pass each loader as a separate argument")
 
 
 class StatefulValue:
@@ -616,15 +619,15 @@ def is_container(value: Any) -> bool:
 
 
 def check_state(method: str, state: Mapping[str, Any]) -> None:
-    """Raise an error if ``state`` has lists or dicts of modules, which Fabric cannot restore."""
+    """Raise an error if ``state`` has a list or dict of modules, which Fabric cannot restore."""
     waiting = [(str(key), value, False) for key, value in state.items()]
     while waiting:
         place, value, is_nested = waiting.pop()
         if is_nested and has_state(value):
             raise ConfigurationTypeError(
-                f"loop.{method}: got {describe(value)} in {place}, expected modules and"
-                " optimizers only as direct values of the dict. Give each one a key of its own, or"
-                " write nn.ModuleList(nets) or nn.ModuleDict(nets)."
+                f"loop.{method}: got {describe(value)} in {place}, expected each module and each"
+                " optimizer as a top-level value of the dict, not nested in a list or a dict. Give"
+                " each one its own key, or write nn.ModuleList(nets) or nn.ModuleDict(nets)."
             )
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)

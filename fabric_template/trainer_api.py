@@ -125,8 +125,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``optim_step_progress.total.completed`` to count the step.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
-    # If the monitored metric is missing, ModelCheckpoint raises an error if ``val_loop._has_run``
-    # is True, and warns otherwise.
+    # For a missing metric, ModelCheckpoint raises an error if ``val_loop._has_run`` is True, and
+    # only warns otherwise.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
     # Some modules monitor a different metric if there is no validation loader.
     "_data_source": lambda api: SimpleNamespace(

@@ -71,8 +71,8 @@ def add_scheduler(optimizer: Any, scheduler: Any) -> Any:
 
 def make_optimizers(given: Any, model: Any, network: nn.Module) -> Any:
     """Return fit's ``optimizer`` argument or, if it is a function, the function's return value."""
-    # A partial of an optimizer class, such as partial(Adam, lr=0.1), gets the parameters. A
-    # function gets the model.
+    # Call a partial of an optimizer class, such as partial(Adam, lr=0.1), with the parameters.
+    # Call a function with the model.
     if isinstance(given, partial) and isinstance(given.func, type):
         return given(network.parameters())
     return given(model) if inspect.isroutine(given) or isinstance(given, partial) else given

@@ -114,7 +114,7 @@ def run_batches(
 def name_step_values(
     run: Run, loaders: StageLoaders, output: Any, dataloader_idx: int
 ) -> dict[str, torch.Tensor]:
-    """Convert the output of a validation or test step to a dict from CSV column names to values."""
+    """Convert a validation or test step's output to a dict of values, keyed by CSV column name."""
     prefix = "test" if run.progress.stage == "test" else "val"
     if run.is_lightning_module and isinstance(output, Mapping):
         losses = [output[name] for name in ("loss", f"{prefix}_loss") if name in output]
@@ -194,13 +194,13 @@ def evaluation_mode(run: Run, name: str) -> Iterator[None]:
 
 
 def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
-    """Switch between train and eval mode, with the model's own hook if it has one."""
+    """Switch between train and eval mode, using the model's own hook if it has one."""
     run.hooks.call_callbacks(hook)
     (run.hooks.module_method(hook) or default)()
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if hooks lack ``dataloader_idx`` for several loaders, or need it for one."""
+    """Raise an error if a hook lacks ``dataloader_idx`` for several loaders or needs it for one."""
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
     functions = getattr(run.module, "functions", {})
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
@@ -209,7 +209,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
             continue
         where = f"`{hook}()`" if hook in functions else f"`{type(run.model).__name__}.{hook}()`"
         parameter = parameters_of(method).get("dataloader_idx")
-        # Only the steps of a LightningModule must have the argument if there are several loaders.
+        # If there are several loaders, only a LightningModule's steps must have the argument.
         is_optional = hook == f"{name}_step" and not run.is_lightning_module
         if has_several and not is_optional and not takes_argument(method, "dataloader_idx"):
             raise RuntimeError(

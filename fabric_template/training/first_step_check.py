@@ -77,5 +77,5 @@ class FirstStepCheck:
     def _means(self, tensors: list[Any]) -> Tensor:
         """Average each tensor over all processes, and concatenate the averages on the CPU."""
         means: Any = self.fabric.all_reduce(tensors) if self.fabric.world_size > 1 else tensors
-        # Compare gradients on the CPU, because MPS has no float64 and a GPU may be full.
+        # Compare gradients on the CPU, because MPS has no float64, and GPU memory may be full.
         return torch.cat([tensor.flatten().cpu().double() for tensor in means])

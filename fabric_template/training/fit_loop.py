@@ -6,8 +6,8 @@ An epoch has the phases "start_epoch", "train_batch", "log_batch", "validate", "
 "finish_batch" and "end_epoch". ``run.progress.phase`` is the current phase, or None between two
 batches or epochs. A resumed run continues in the phase in which the checkpoint was saved.
 
-After a save during "train_batch", the resumed run repeats all batches since the last optimizer
-step.
+If a checkpoint is saved during "train_batch", the resumed run repeats all batches since the last
+optimizer step.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def train_epoch(run: Run) -> None:
     run.console.start_epoch(run)
     if not run.stop.is_due and not progress.is_epoch_complete:
         train_batches(run)
-    # If max_steps ends training within an epoch, call end_epoch() anyway, as Trainer does. If a
-    # signal interrupts an epoch, skip end_epoch(), because a resumed run continues the epoch.
+    # Like Trainer, call end_epoch() even if max_steps ends training within an epoch. If a signal
+    # interrupts an epoch, skip end_epoch(), because a resumed run continues the epoch.
     if run.stop.signal is None or progress.is_epoch_complete:
         end_epoch(run)
 
@@ -130,7 +130,7 @@ def train_batches(run: Run) -> None:
 def end_train_batch(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
     """After a training batch, step schedulers, call hooks, log, validate and save."""
     run.progress.enter("log_batch")
-    # The hook may change the learning rate, so record it before.
+    # Record the learning rate before on_train_batch_end, because the hook may change it.
     if run.optimization.lr_schedulers or run.hooks.is_used("on_train_batch_end"):
         step_schedulers_after_batch(run)
     run.hooks.call("on_train_batch_end", outputs, batch, batch_idx)

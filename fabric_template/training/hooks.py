@@ -68,8 +68,8 @@ class Hooks:
         return None if module_method is None else module_method(*args)
 
     def is_used(self, name: str) -> bool:
-        """Return whether the module or a callback overrides a hook, or True if unknown."""
-        # The methods that override a hook are known only after the first call of the hook.
+        """Return whether the module or a callback overrides a hook, or True if this is unknown."""
+        # The methods that override a hook are known only after the first call to the hook.
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

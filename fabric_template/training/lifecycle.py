@@ -300,8 +300,8 @@ def attach_log(part: Any, run: Run, stack: ExitStack) -> None:
         if previous is not None or not (own is None or _is_lightnings(own)):
             continue
         method = getattr(run.results, name)
-        # Exclude self.log from torch.compile, because self.log would trigger a recompilation at
-        # every call of training_step.
+        # Exclude self.log from torch.compile, because self.log would trigger a recompilation in
+        # every call to training_step.
         attributes[name] = torch.compiler.disable(method) if run.steps.compile else method
         stack.callback(attributes.pop, name, None)
 
@@ -370,7 +370,7 @@ def finish_signal(run: Run) -> None:
     if run.fabric.is_global_zero:
         run.console.close(run)
         position = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        saved = f" {shorten_path(Path(path))!r} is saved: resume='last' continues there."
+        saved = f" To continue from {shorten_path(Path(path))!r}, write resume='last'."
         text = f"{end_reason(run)}: training stops {position}.{saved if path else ''}"
         print(text, file=sys.stderr)
     if is_notebook():

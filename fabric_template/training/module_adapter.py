@@ -136,7 +136,7 @@ def check_container(value: Any, path: str) -> None:
     if any("." in key or not key for key in keys) or len(set(keys)) < len(keys):
         raise ConfigurationError(
             f"model: got a dict of modules with the keys {sorted(keys)} in the attribute {path},"
-            " expected different keys without dots, as in nn.ModuleDict."
+            " expected unique, non-empty keys without dots, as in nn.ModuleDict."
         )
 
 
@@ -274,7 +274,7 @@ class StepRunner:
     Args:
         module: The LightningModule or ModuleAdapter that has the step methods.
         network: The module that holds the parameters.
-        compile: The ``compile`` option or, if torch.compile has wrapped the model, its compiler.
+        compile: The ``compile`` option, or the compiler of the model's torch.compile wrapper.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class StepRunner:
     def load_flags(
         self, flags: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Any]
     ) -> None:
-        """Restore the flags in a checkpoint, which the next checkpoint then contains again."""
+        """Restore the flags from a checkpoint, and save them again in the next checkpoint."""
         self.set_training_modes(flags["training"])
         for name, parameter in parameters.items():
             parameter.requires_grad = flags["requires_grad"].get(name, parameter.requires_grad)
@@ -343,7 +343,7 @@ class StepRunner:
 
     @contextmanager
     def captured_modes(self) -> Iterator[Callable[[], None]]:
-        """Store each module's mode (train or eval) before an evaluation sets the eval mode.
+        """Store each module's mode (train or eval) before an evaluation switches to eval mode.
 
         Yields:
             A function that restores each module's previous mode (train or eval).

@@ -238,8 +238,8 @@ class AutomaticOptimization(Optimization):
         self._module_optimizer_step = hooks.module_method("optimizer_step", is_profiled=False)
         is_lbfgs = isinstance(optimizer, LBFGS)
         needs_closure = self._module_optimizer_step is not None or self._scaler is not None
-        # torch's optimizers, except LBFGS, call the closure once at the start of step(). Calling it
-        # before step() gives the same results, and is faster.
+        # All of torch's optimizers except LBFGS call the closure once at the start of step().
+        # Calling the closure before step() gives the same results and is faster.
         calls_closure_first = type(optimizer).__module__.startswith("torch.optim.") and not is_lbfgs
         is_simple = (calls_closure_first or not takes_closure(optimizer)) and not needs_closure
         step = self._step_without_closure if is_simple else self._step_with_closure
@@ -324,7 +324,7 @@ class AutomaticOptimization(Optimization):
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your"
                 " `optimizer_step` hook? It could also happen because the"
                 " `optimizer.step(optimizer_closure)` call did not execute it internally."
-                f" {type(self._optimizer).__name__}.step: call the argument closure, or define"
+                f" {type(self._optimizer).__name__}.step: call the closure argument, or define"
                 " step(self) without this argument."
             )
 
@@ -339,7 +339,8 @@ class AutomaticOptimization(Optimization):
         loss = output if isinstance(output, Tensor) else find_loss(run, output)
         if loss is not None:
             if loss.is_leaf or loss._base is not None:
-                # The optimizer changes a parameter in place, so copy a loss that may be one.
+                # Copy a loss that may be a parameter, because the optimizer changes parameters in
+                # place.
                 loss = loss.clone()
             if not loss.requires_grad and not self.is_backward_skipped:
                 raise ConfigurationError(
@@ -455,9 +456,9 @@ class ManualOptimization(Optimization):
         if loss.requires_grad and not self._stepped_optimizers and not has_gradients:
             raise ConfigurationError(
                 "training_step: got several optimizers, but used none of them. With several"
-                " optimizers, the step itself must call loss.backward(), and zero_grad() and step()"
-                " for each optimizer. To let the loop call them, pass one optimizer with all"
-                " parameters."
+                " optimizers, the step itself must call loss.backward(), and must call zero_grad()"
+                " and step() on each optimizer. To let the loop make these calls, pass one"
+                " optimizer with all parameters."
             )
 
     def _count_step(self, index: int, *args: Any) -> None:

@@ -35,11 +35,12 @@ class Plan:
         model: The model passed to the loop, without the wrapper of Fabric or torch.compile.
         module: A LightningModule: the model itself, or an adapter around the model.
         network: The nn.Module that holds the parameters.
-        compile: The ``compile`` option or, if torch.compile has wrapped the model, its compiler.
+        compile: The ``compile`` option, or the compiler of the model's torch.compile wrapper.
         loaders: The loaders passed to the loop, keyed by "train", "val", "test" and "predict".
         source: The datamodule or module with methods such as ``train_dataloader()``.
         optimizer: The ``optimizer`` argument of fit, or None.
-        is_model_given: Whether the call passed a model. If False, ``model`` is from the last call.
+        is_model_given: Whether the call passed a model. If False, ``model`` is from the previous
+            call.
         start: The checkpoint that the call starts from.
     """
 

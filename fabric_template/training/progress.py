@@ -32,7 +32,7 @@ class Progress:
     is_per_process = False
 
     stage: str | None = None
-    """"train", "validate", "sanity_check", "test" or "predict"; None after the run."""
+    """One of "train", "validate", "sanity_check", "test" and "predict", or None after the run."""
     global_step: int = 0
     """The number of optimizer steps."""
     epochs_done: int = 0
@@ -43,7 +43,7 @@ class Progress:
     """The number of training batches in all epochs so far."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """Number of batches that ended with an optimizer step. Loggers use this number as the step."""
+    """The number of batches that ended with an optimizer step. Loggers use it as the step."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
@@ -198,7 +198,7 @@ class Progress:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters to save, which omit the batches that a resumed run will repeat."""
+        """Return the counters to save, without the batches that a resumed run will repeat."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
         if self.phase == "train_batch":
@@ -265,7 +265,7 @@ class StopCondition:
     def is_requested(self) -> bool:
         """Return whether should_stop, a signal or a diverged loss requests the end of training.
 
-        should_stop is ignored before min_epochs and min_steps are reached.
+        should_stop is ignored until min_epochs and min_steps are reached.
         """
         if self.should_stop and self.can_stop_early:
             return True
@@ -323,8 +323,8 @@ class ValidationSchedule:
     """Decides when to validate during training.
 
     Attributes:
-        every_n_batches: The interval in training batches, or infinity if the interval has another
-            unit, such as seconds.
+        every_n_batches: The interval in training batches, or infinity if the interval has a
+            different unit, such as seconds.
     """
 
     is_per_process = True

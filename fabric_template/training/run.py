@@ -33,9 +33,10 @@ SAVED_PARTS += ["plain_state", "checkpoints"]
 class Run:
     """Creates and holds the objects for one call to fit, validate, test or predict.
 
+    Join the process group before you create a Run, because some of the objects need the rank.
+
     Args:
-        plan: The checked arguments of the call. Connect the processes first, because the objects
-            need the rank.
+        plan: The checked arguments of the call.
 
     Attributes:
         config: The current options.
@@ -106,7 +107,7 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def mark_changes(self) -> None:
-        """Save all that on_train_start has changed, because a resumed run calls it again."""
+        """Save what on_train_start has changed, because a resumed run calls the hook again."""
         self.plain_state.mark_changes()
         self.data.mark_changes()
         self.steps.mark_changed_flags(self.optimization.named_parameters())

@@ -186,7 +186,7 @@ def test_each_optimizer_gives_the_same_weights_and_metrics_as_with_trainer(tmp_p
 
 
 def test_an_optimizer_that_ignores_its_closure_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"IgnoresClosure.step: call the argument closure, or define step\(self\)"):
+    with pytest.raises(ValueError, match=r"IgnoresClosure.step: call the closure argument, or define step\(self\)"):
         train(IgnoresClosure, tmp_path)
 
 

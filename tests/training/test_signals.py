@@ -162,7 +162,7 @@ def test_a_script_stopped_by_a_signal_exits_with_the_code_of_the_signal(tmp_path
     assert "after fit" not in done.stdout
     assert ("KeyboardInterrupt" in done.stderr) == (number == "SIGINT")
     assert f"{number}: training stops in epoch 1, after step 8." in done.stderr
-    assert "last.ckpt' is saved: resume='last'" in done.stderr
+    assert "last.ckpt', write resume='last'." in done.stderr
     assert saved_step(tmp_path / "cut") == 8
     assert_resumes(tmp_path, whole, max_epochs=3)
 
