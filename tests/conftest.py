@@ -102,7 +102,7 @@ def freeze_collector():
 @pytest.fixture(scope="session", autouse=True)
 def use_one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # Sums then have a fixed order, so results are equal bit for bit.
+    torch.set_num_threads(1)  # With one thread, sums have a fixed order, so results are bitwise equal.
     yield
     torch.set_num_threads(before)
 

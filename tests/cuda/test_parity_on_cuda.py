@@ -13,7 +13,7 @@ OPTIONS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 3},
     "clipped": {"gradient_clip_val": 0.05},
-    "validation within an epoch": {"val_check_interval": 3, "limit_train_batches": 7},
+    "mid-epoch validation": {"val_check_interval": 3, "limit_train_batches": 7},
 }
 
 

@@ -41,7 +41,7 @@ SAMPLERS = {
     "replacement": lambda data: {"batch_size": 2, "sampler": RandomSampler(data, replacement=True)},
     "distributed": lambda data: {"batch_size": 2, "sampler": DistributedSampler(data, 2, 1)},
     "batch sampler": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 2, False)},
-    "no batches": lambda data: {"batch_size": None, "shuffle": True},
+    "batch_size=None": lambda data: {"batch_size": None, "shuffle": True},
     "workers": lambda data: {"batch_size": 2, "shuffle": True, "num_workers": 2},
 }
 

@@ -90,7 +90,7 @@ STRUCTURES = {
     "nested": lambda: {"a": [ones(4), ones(2, 5)], "b": ones(6, 10)},
     "numbers": lambda: [0, 1, 2],
     "range": lambda: range(3),
-    "no loader of torch": lambda: {"a": {0, 1}, "b": range(2, 5)},
+    "other iterables": lambda: {"a": {0, 1}, "b": range(2, 5)},
 }
 MODES = ("max_size_cycle", "min_size", "max_size")
 
@@ -311,7 +311,7 @@ def train_on_stored(kind, make_loader, take, **options):
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize("name", STORED)
-def test_batches_are_copied_and_moved_on_a_cpu_as_with_trainer(name, precision):
+def test_batches_on_a_cpu_are_copied_and_moved_as_with_trainer(name, precision):
     make, take = STORED[name]
     for make_loader in (lambda: Stores(make), lambda: DataLoader(Stores(make).batches, None, collate_fn=lambda x: x)):
         kinds = (pl.Trainer, FabricLoop, MiniLoop)
@@ -328,7 +328,12 @@ def test_a_batch_that_cannot_be_copied_reaches_the_training_step_with_a_warning(
 
 # Objects that are not loaders
 
-NO_LOADERS = {"None": None, "object": object(), "a list with an object": [1, object()], "a loader": [range(2), None]}
+NO_LOADERS = {
+    "None": None,
+    "object": object(),
+    "list with an object": [1, object()],
+    "list with None": [range(2), None],
+}
 
 
 @pytest.mark.parametrize("call", STAGE_NAMES)

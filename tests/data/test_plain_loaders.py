@@ -193,8 +193,8 @@ LOADERS = {
     "dataset, torch": lambda: noisy(lambda: torch.Generator().manual_seed(3)),
     "dataset, random, workers": lambda: noisy(lambda: random.Random(3), **WORKERS),
     "dataset, counts": lambda: noisy(lambda: random.Random(3), True),
-    "datasets in datasets": lambda: noisy(dataset=nested()),
-    "datasets in datasets, workers": lambda: noisy(dataset=nested(), **WORKERS),
+    "nested datasets": lambda: noisy(dataset=nested()),
+    "nested datasets, workers": lambda: noisy(dataset=nested(), **WORKERS),
     "random_split": lambda: noisy(dataset=random_split(Noisy(), [20, 4], seeded())[0]),
     "collate": lambda: tensors(collate_fn=Mixes(), shuffle=True),
     "collate, workers": lambda: tensors(collate_fn=Mixes(), shuffle=True, **WORKERS),
@@ -205,7 +205,9 @@ LOADERS = {
     "stream, workers": lambda: DataLoader(NoisyStream(), 4, **WORKERS),
     "own loader": OwnLoader,
     "subclass": lambda: SubLoader(TensorDataset(X, Y), 4, shuffle=True),
-    "with a stream": lambda: CombinedLoader([noisy(lambda: random.Random(3), True), OwnLoader(), stream()], "max_size"),
+    "combined with a stream": lambda: CombinedLoader(
+        [noisy(lambda: random.Random(3), True), OwnLoader(), stream()], "max_size"
+    ),
     "cycle": lambda: [noisy(batch_size=8), tensors(sampler=Counts())],
 }
 
@@ -227,7 +229,7 @@ class TakesAll(Classifier):
     "name",
     leave(LOADERS, "sampler, persistent", "lazy sampler, workers", "lazy sampler, persistent",
           "counting sampler, workers", "batch sampler, workers", "dataset, counts", "dataset, random, workers",
-          "datasets in datasets, workers", "stream, workers", "collate, persistent", "collate, workers", "collate, method"),
+          "nested datasets, workers", "stream, workers", "collate, persistent", "collate, workers", "collate, method"),
 )  # fmt: skip
 def test_a_run_with_stateful_samplers_or_datasets_resumes_exactly(tmp_path, name):
     options = {"max_epochs": 3, "save_every_n_steps": 2, "train": LOADERS[name]}

@@ -61,7 +61,7 @@ def seen(folder, stage):
 
 LOADERS = {
     "DataLoader": lambda num, size: DataLoader(numbers(num), batch_size=size),
-    "a given BatchSampler": lambda num, size: DataLoader(
+    "BatchSampler": lambda num, size: DataLoader(
         numbers(num), batch_sampler=BatchSampler(SequentialSampler(range(num)), size, drop_last=False)
     ),
     "TensorLoader": lambda num, size: TensorLoader(torch.arange(float(num))[:, None], batch_size=size),

@@ -33,7 +33,7 @@ class Layer:
 
     def __init__(self, root):
         self.root = os.path.realpath(root)
-        self.paths = {}  # by file descriptor
+        self.paths = {}  # keyed by file descriptor
         self.count = 0
 
     def before(self, operation, path, size):

@@ -38,7 +38,7 @@ class PowerCut(Layer):
 
     def __init__(self, root):
         super().__init__(root)
-        self.contents: dict[int, bytes] = {}  # by inode
+        self.contents: dict[int, bytes] = {}  # keyed by inode
         self.names: dict[str, dict[str, int]] = {self.root: {}}
         self.saved, self._new_path = 0, None
         self.states: dict[tuple, State] = {}

@@ -58,7 +58,7 @@ BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/con
 class Victim(nn.Module):
     """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
 
-    steps = 12  # the total steps of the scheduler
+    steps = 12  # the scheduler's total number of steps
 
     def __init__(self):
         super().__init__()

@@ -165,7 +165,7 @@ def test_the_loop_counters_before_the_first_run_are_the_same_as_in_trainer():
     assert first == second
 
 
-def test_reading_the_attribute_progress_bar_callback_adds_no_callback():
+def test_reading_progress_bar_callback_does_not_add_a_callback():
     loop = FabricLoop(accelerator="cpu", enable_model_summary=False)
     before = list(loop.callbacks)
     assert not loop.progress_bar_callback.is_enabled

@@ -86,7 +86,7 @@ LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predic
 
 @pytest.mark.parametrize("value", [0, 1, 2, 7, 0.0, 0.3, 1.0, 2.0, 5.0, 1.2, 2.5, -1, -0.5, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", [*LIMITS, "val_check_interval", "overfit_batches"])
-def test_limit_options_have_the_same_meaning_as_with_trainer(name, value):
+def test_limit_options_have_the_same_meaning_as_in_trainer(name, value):
     """Floats up to 1.0 are fractions. Larger floats must be whole numbers of batches."""
     results = []
     for kind in (pl.Trainer, FabricLoop):

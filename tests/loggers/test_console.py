@@ -289,7 +289,7 @@ def test_the_message_after_a_signal_starts_on_a_new_line(in_terminal):
 # The printed table
 
 
-def test_each_validation_within_an_epoch_prints_a_line(tmp_path, capsys):
+def test_each_mid_epoch_validation_prints_a_line(tmp_path, capsys):
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 4, "enable_progress_bar": True}
     fit_quietly(tmp_path, Plain, monitor="val_loss", **options)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

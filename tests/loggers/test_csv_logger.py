@@ -60,7 +60,7 @@ def test_metrics_csv_can_contain_numbers_booleans_text_and_empty_cells(logger, m
         logger.log_epoch({"acc": torch.zeros(2)})
 
 
-def test_the_csv_file_is_rewritten_only_for_a_new_column(logger, metrics_csv):
+def test_the_csv_file_is_rewritten_only_when_a_column_is_added(logger, metrics_csv):
     logger.log_epoch(epoch(0, train_loss=1.0, val_loss=2.0))
     # Keep the file open, so that a new file cannot get the same inode.
     with metrics_csv.open("rb") as reader:
@@ -180,7 +180,7 @@ LINES = {
     "three quotes": ('"3","30,0.125,n3', ["3", "30", "0.125", "n3"]),
     "long line": ('"' + "9" * 140_000 + ",30,0.125,n3", ["9" * 140_000, "30", "0.125", "n3"]),
     "missing cell": ("3,30,0.125", ["3", "30", "0.125"]),
-    "more cells": ("3,30,0.125,n3,5,6", ["3", "30", "0.125", "n3"]),
+    "extra cells": ("3,30,0.125,n3,5,6", ["3", "30", "0.125", "n3"]),
     "zero bytes": ("3,3\0\0\0000,0.125,n3", ["3", "30", "0.125", "n3"]),
     "text": ("look here!", ["look here!"]),
 }

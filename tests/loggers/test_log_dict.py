@@ -47,8 +47,8 @@ def test_log_dict_with_an_epoch_key_adds_values_to_the_row_of_that_epoch(tmp_pat
 
 
 @pytest.mark.parametrize("hook", [*HOOKS[1:3], "on_train_start", "on_train_end"])
-def test_log_dict_without_the_key_epoch_writes_to_steps_csv(tmp_path, hook):
-    """Outside of an epoch, values with the key "epoch" are written to steps.csv, too."""
+def test_log_dict_without_an_epoch_key_writes_to_steps_csv(tmp_path, hook):
+    """Outside an epoch, even values with the key "epoch" are written to steps.csv."""
     values = {"mine": 3.0} if hook in HOOKS else EPOCH
     fit(tmp_path, Plain, val=val_loader, max_epochs=1, num_sanity_val_steps=0, callbacks=[Logs(hook, **values)])
     (row,) = rows(tmp_path / "logs/run/version_0/metrics.csv")

@@ -78,7 +78,7 @@ class Silent(Classifier):
 
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
-def test_validations_within_an_epoch_write_rows_to_steps_csv(tmp_path, make):
+def test_mid_epoch_validations_write_rows_to_steps_csv(tmp_path, make):
     """The values of the last validation of an epoch are also in metrics.csv."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()

@@ -226,7 +226,7 @@ def test_an_epoch_resets_torchmetrics_objects_that_only_earlier_epochs_have_logg
 
 
 class Listed(nn.Module):
-    """Logs a metric in a list in one batch of each epoch, and one in a dict in even epochs."""
+    """Logs a metric from a list in one batch of each epoch, and a metric from a dict in even epochs."""
 
     def __init__(self):
         super().__init__()

@@ -215,7 +215,7 @@ def test_read_logs_splits_a_csv_file_into_runs_by_columns_such_as_fold(columns, 
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
 
 
-def test_plot_logs_draws_separate_curves_if_runs_in_two_files_have_equal_names():
+def test_plot_logs_draws_separate_curves_if_runs_in_two_files_have_the_same_name():
     Path("exports").mkdir()
     for name, loss in (("a", 1), ("b", 5)):
         write(f"fold,epoch,val_loss\n0,0,9\n0,1,{loss}\n1,0,8\n1,1,{loss}\n", f"exports/{name}.csv")

@@ -89,10 +89,10 @@ PLACES = [
     ("on_train_epoch_end", 2),
 ]
 OPTIONS = {
-    "by epochs": {},
+    "each epoch": {},
     "each step": {"save_every_n_steps": 1},
     "accumulation": {"save_every_n_steps": 2, "accumulate_grad_batches": 2},
-    "validation within an epoch": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "mid-epoch validation": {"accumulate_grad_batches": 4, "val_check_interval": 3},
 }
 
 
