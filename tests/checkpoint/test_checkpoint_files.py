@@ -29,7 +29,7 @@ def flip(path):
 
 DAMAGES = {
     "flipped": flip,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:1000]),
     "empty": lambda path: path.write_bytes(b""),
     "replaced": lambda path: path.write_bytes(b"no checkpoint"),
 }

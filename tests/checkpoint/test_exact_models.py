@@ -1,4 +1,4 @@
-"""Test exact resume with optimizers, hooks and attributes that share objects or are large."""
+"""Test exact resume with large attributes, attributes that contain weights, and unusual optimizers."""
 
 import csv
 import warnings

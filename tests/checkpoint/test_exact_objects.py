@@ -1047,7 +1047,7 @@ def test_resume_warns_about_dict_keys_that_are_neither_strings_nor_integers(tmp_
 
 
 class CreatesMeter(Model):
-    """Creates an object in its first batch, so a new model does not have it."""
+    """Creates an object in its first batch, so a newly created model does not have this object yet."""
 
     def training_step(self, batch, batch_idx):
         if not hasattr(self, "meter"):

@@ -155,7 +155,7 @@ CROSSING = [(WithCopies, *LOOPS), (WithCopies, *LOOPS[::-1]), (WithOptimizer, Mi
 
 
 @pytest.mark.parametrize(("make", "first", "second"), CROSSING)
-def test_each_loop_restores_the_attributes_that_the_other_loop_saved(tmp_path, first, second, make):
+def test_each_loop_restores_the_attributes_saved_by_the_other_loop(tmp_path, first, second, make):
     expected = train(second, tmp_path / "whole", make)
     with pytest.raises(Stop):
         train(first, tmp_path / "cut", make, stops_at=7)
@@ -170,7 +170,7 @@ def test_unchanged_dicts_of_parameter_ids_cause_no_warning(tmp_path, loop_class)
     assert not [warning for warning in found if "neither saved nor restored" in str(warning.message)]
 
 
-def test_mini_loop_refuses_modules_that_configure_optimizers_creates(tmp_path):
+def test_mini_loop_refuses_modules_created_in_configure_optimizers(tmp_path):
     class Grows(Lit):
         def configure_optimizers(self):
             self.head = nn.Linear(6, 3, bias=False)

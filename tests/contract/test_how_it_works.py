@@ -221,7 +221,7 @@ def test_each_diff_on_the_how_it_works_page_applies_and_changes_at_most_two_file
     changed = set()
     for name, old, new in edits(title):
         text = (copy / name).read_text(encoding="utf-8")
-        assert text.count(f"{old}\n") == 1, f"{name} has not exactly one of:\n{old}"
+        assert text.count(f"{old}\n") == 1, f"{name} does not contain exactly one copy of:\n{old}"
         (copy / name).write_text(text.replace(f"{old}\n", f"{new}\n"), encoding="utf-8")
         changed.add(name)
     assert 1 <= len(changed) <= 2

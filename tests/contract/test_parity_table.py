@@ -102,7 +102,7 @@ def test_weights_and_metrics_are_the_same_as_with_trainer(name, tmp_path):
 def test_a_run_with_a_datamodule_can_switch_between_trainer_and_fabric_loop(ours_first, tmp_path):
     """A run that switches to the other loop matches a run with Trainer alone, bit for bit."""
     if not (ours_first or HAS_EXACT_TRAINER):
-        pytest.skip("this Trainer draws other random numbers when it resumes")
+        pytest.skip("this Trainer draws different random numbers when it resumes")
     first, second = (FabricLoop, pl.Trainer) if ours_first else (pl.Trainer, FabricLoop)
     results = []
     for kinds in ((pl.Trainer, pl.Trainer), (first, second)):

@@ -271,7 +271,7 @@ CASES = {
     # ---- resume and load
     "resume_true": fit(resume=True),
     "resume_number": fit(resume=3),
-    "resume_word": fit(resume="latest"),
+    "resume_unknown_text": fit(resume="latest"),
     "resume_bytes": fit(resume=b"last.ckpt"),
     "resume_dict": fit(resume={"state_dict": {}}),
     "resume_missing": fit(resume="checkpoints/no.ckpt"),
