@@ -43,7 +43,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "S
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Disable Hypothesis's deadline, because a first call may import torch. Its database would be a folder in the repository.
+# Disable Hypothesis's deadline, because the first call may import torch. Disable its database, which would be a
+# folder in the repository.
 settings.register_profile("suite", deadline=None, database=None, derandomize=True)
 settings.load_profile("suite")
 

@@ -1,4 +1,4 @@
-"""Test that a training step does not wait for the GPU, except for logs, saves and epoch ends."""
+"""Test that a training step does not wait for the GPU, except to log, to save, or at the end of an epoch."""
 
 import pytest
 import torch

@@ -571,7 +571,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
     assert bool(recorded) == (stage == "fit")
 
 
-# Objects that fit and predict do not change
+# Prediction, and worker processes that must end
 
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])

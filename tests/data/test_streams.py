@@ -48,7 +48,7 @@ class Sticky(StreamOfIndices):
 
 
 class StickyWithPosition(StreamOfIndices):
-    """Sets its position already in load_state_dict(), before it yields a sample."""
+    """Sets ``position`` in load_state_dict(), not only when it yields a sample."""
 
     def load_state_dict(self, state):
         self.start = self.position = state["position"]
@@ -80,7 +80,7 @@ class KeepsState(StreamOfIndices):
 
 
 class Resets(StreamOfIndices):
-    """Starts the pass after the resumed pass from the beginning."""
+    """Starts later passes from the beginning, not at the loaded position."""
 
     def indices(self):
         start, self.start = self.start, 0
@@ -253,7 +253,7 @@ def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later
 
 
 class StreamOfPositions(StreamOfIndices):
-    """Starts each pass after the resumed pass from the beginning."""
+    """Starts all passes after the resumed one from the beginning."""
 
     first = 0
 

@@ -329,7 +329,7 @@ def fit_with_rates(rank, kind, cause):
 @both_loops
 @pytest.mark.parametrize("cause", ["unsynced metric", "hook", "none"])
 def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
-    """Otherwise, the processes would have different weights, and a resumed run only the weights of rank 0."""
+    """Otherwise, the processes' weights would differ, and a resumed run would restore only those of rank 0."""
     codes, errors = run_processes(fit_with_rates, kind, cause)
     if cause == "none":
         assert codes == [0, 0], errors

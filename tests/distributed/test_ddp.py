@@ -296,7 +296,7 @@ def stateful():
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", keep([weighted, stateful], stateful))
 def test_a_ddp_run_resumed_mid_epoch_matches_an_uninterrupted_run(tmp_path, train):
-    """The first run stops in its third epoch. The second is saved in the middle of an accumulation window."""
+    """The first run stops in its third epoch. The second run is saved in an accumulation window."""
     options = {"max_epochs": 3, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val, **options)

@@ -143,7 +143,7 @@ def length_of(pids):
 
 
 def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
-    """Run rounds until `kills` kills have hit a running process. Return the figures."""
+    """Run rounds until the run has been killed `kills` times. Return the results."""
     figures, draw, start_time = Figures(seed, ranks), random.Random(seed), time.monotonic()
     workspace = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     log = workspace / "log"
@@ -201,7 +201,7 @@ def _difference(whole, root):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=30, help="number of kills that must hit a running process")
+    parser.add_argument("--kills", type=int, default=30, help="number of times to kill a running process")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes; several communicate through gloo")
     parser.add_argument(
         "--seed", type=int, default=None, help="seed for the kill times; drawn and printed if not given"

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 def run(script, *options):
-    """Run a script, check that no saved state was lost, and return its figures."""
+    """Run a script, check that no saved state was lost, and return the results."""
     command = fork_command([sys.executable, str(FOLDER / f"{script}.py"), *map(str, options)])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -37,7 +37,7 @@ class Manual(pl.LightningModule):
 
 
 class Gan(Manual):
-    """Has two networks with their own backward passes. The second trains in every second batch."""
+    """Has two networks with separate backward passes. The second network trains in every second batch."""
 
     def __init__(self, toggles=False, **options):
         super().__init__(**options)

@@ -128,7 +128,7 @@ def test_init_module_creates_weights_in_the_given_precision():
 
 
 def test_setup_and_teardown_get_the_same_stage_as_with_trainer():
-    """The stage is a TrainerFn, which equals a string such as "fit"."""
+    """The stage is a TrainerFn, an enum member that equals a string such as "fit"."""
     received = []
 
     class Stages(pl.Callback):

@@ -1,4 +1,4 @@
-"""Test that loggers get the same calls as from Trainer."""
+"""Test that loggers receive the same calls as with Trainer."""
 
 import pytest
 from both import LOOPS

@@ -99,7 +99,7 @@ def test_resuming_keeps_the_csv_rows_before_and_after_a_damaged_row(cut, whole, 
 
 
 def test_resuming_removes_rows_after_the_checkpoint_even_if_a_user_edited_the_csv_file(cut, whole):
-    """The user has deleted a row of metrics.csv, and copied rows in steps.csv."""
+    """The user has deleted a row from metrics.csv and duplicated rows in steps.csv."""
     folder = cut / "logs/run/version_0"
     for name in ("metrics.csv", "steps.csv"):
         lines = (folder / name).read_text().split("\n")

@@ -1,4 +1,4 @@
-"""Test rows, new columns, rewinding, full disks and versions of CSVLogger."""
+"""Test CSVLogger's rows, new columns, rewinding and versions, and its behavior on a full disk."""
 
 import errno
 import math

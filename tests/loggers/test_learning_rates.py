@@ -1,4 +1,4 @@
-"""Test that the column lr contains the learning rate of each optimizer step, even if hooks change it."""
+"""Test that the lr column contains the learning rate of each optimizer step, even if hooks change it."""
 
 import pytest
 import torch

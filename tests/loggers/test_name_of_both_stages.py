@@ -74,7 +74,7 @@ def test_a_metric_logged_in_training_and_validation_has_the_same_values_as_with_
 
 
 def test_hooks_of_a_resumed_run_read_the_same_metrics_as_in_an_uninterrupted_run(tmp_path):
-    """The checkpoint is saved at the end of the validation after the last batch of an epoch."""
+    """The checkpoint is saved at the end of the validation that follows an epoch's last batch."""
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     (first, whole), (second, resumed) = recorder(), recorder()
     options = quiet(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Test that the history contains epoch means of returned values and of logged values."""
+"""Test that the history contains epoch means of both returned and logged values."""
 
 import lightning.pytorch as pl
 import pytest
@@ -79,7 +79,7 @@ class Silent(Classifier):
 
 @pytest.mark.parametrize("make", [Plain, Half, Silent, HalfLit])
 def test_mid_epoch_validations_write_rows_to_steps_csv(tmp_path, make):
-    """The values of the last validation of an epoch are also in metrics.csv."""
+    """metrics.csv also contains the values of an epoch's last validation."""
     options = {"val": val_loader, "max_epochs": 1, "val_check_interval": 2, "limit_train_batches": 5}
     notes = Notes()
     fit(tmp_path, make, **options)

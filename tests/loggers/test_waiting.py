@@ -1,4 +1,4 @@
-"""Test the column "waiting", the fraction of a row's time that is spent waiting for batches."""
+"""Test the "waiting" column, which contains the fraction of a row's time spent waiting for batches."""
 
 import re
 from pathlib import Path

@@ -96,7 +96,7 @@ class Classifier(pl.LightningModule):
 
 
 class Gan(pl.LightningModule):
-    """A GAN whose generator is updated in each batch, and whose critic accumulates two batches."""
+    """A GAN whose generator steps in each batch, and whose critic accumulates two batches."""
 
     def __init__(self, toggles=True, every=2):
         super().__init__()
@@ -135,7 +135,7 @@ class Gan(pl.LightningModule):
 
 
 def quiet(**options):
-    """Return options with which Trainer and FabricLoop write no files and print nothing."""
+    """Return options that make Trainer and FabricLoop write no files and print nothing."""
     return {
         "accelerator": "cpu",
         "logger": False,

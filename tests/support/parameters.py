@@ -25,7 +25,7 @@ def sample(step, *tables):
 def halve(*tables):
     """Return all combinations of values from the tables. Every second one gets the mark `soak`.
 
-    With three tables or more, each pair of values from two tables is still in a combination without the mark.
+    With three or more tables, each pair of values from two tables still occurs in an unmarked combination.
     """
     cases = []
     for places in itertools.product(*(enumerate(table) for table in tables)):
@@ -38,7 +38,7 @@ def halve(*tables):
 def once(*tables):
     """Return all combinations of values from the tables. All but one per value of the longest table get the mark `soak`.
 
-    The values of the other tables alternate in the combinations without the mark.
+    In the unmarked combinations, the values of the other tables alternate.
     """
     longest = max(range(len(tables)), key=lambda index: len(tables[index]))
     cases = []

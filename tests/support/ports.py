@@ -18,7 +18,7 @@ def _range():
 
 
 def free_port():
-    """Return a free port. Each process starts its search at a different port, to find a different one."""
+    """Return a free port. To avoid conflicts, each process starts its search at a different port."""
     ports = _range()
     while True:
         port = ports[(os.getpid() * 1009 + next(_COUNT)) % len(ports)]

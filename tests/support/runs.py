@@ -24,7 +24,7 @@ TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
 def with_files(root=".", **options):
-    """Return options with which a loop writes its files, but prints nothing."""
+    """Return options that make a loop write its files but print nothing."""
     return {
         "accelerator": "cpu",
         "default_root_dir": str(root),
@@ -106,7 +106,7 @@ def logs_of(root, version=0, name="run"):
 
 
 def tree(root):
-    """Return the paths of all files and empty folders under a folder, but not the .lock files."""
+    """Return the paths of all files and empty folders under a folder, except .lock files."""
     paths = (path for path in Path(root).rglob("*") if path.is_file() or not any(path.iterdir()))
     paths = (path for path in paths if path.name != ".lock")
     return sorted(path.relative_to(root).as_posix() for path in paths)

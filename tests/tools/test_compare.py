@@ -350,7 +350,7 @@ def test_compare_explains_each_porting_mistake(tmp_path, first, second, options,
     training = script.by_hand if options is None else lambda: script.with_fit(tmp_path, **options)
     result = compare(first().by_hand, training)
     assert not result.is_equal
-    # The step in which rounding appears depends on the processor.
+    # The step at which rounding differences appear depends on the processor.
     assert step in (None, result.step)
     assert (result.quantity, result.values[0] == result.values[1]) == (quantity, False)
     assert reason in result.reason
@@ -474,7 +474,7 @@ def test_compare_detects_that_only_one_script_changes_weights_after_the_last_ste
     result = compare(lambda: train(False), lambda: train(True), steps)
     assert (result.step, result.quantity) == (steps - 1, "norm of a weight after the last step")
     assert "2.bias" in result.reason
-    # With one step less, the change comes after the compared steps.
+    # With one step fewer, the change comes after the compared steps.
     assert compare(lambda: train(False), lambda: train(True), steps - 1).is_equal
 
 

@@ -1,4 +1,4 @@
-"""Test that CSV files of other tools are read, plotted and ranked. The numbers in them are made up."""
+"""Test that CSV files of other tools are read, plotted and ranked. The numbers in these files are made up."""
 
 from pathlib import Path
 
@@ -172,7 +172,7 @@ def test_read_logs_reads_a_csv_file_with_a_second_and_longer_header_row():
     assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
 
 
-# Forms of tables
+# Table layouts
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_plot_logs_draws_only_the_given_file_of_a_folder():
     assert labels == {"results": 2, f"{Path.cwd().name}/a": 2}
 
 
-# Names of columns
+# Column names
 
 
 @pytest.mark.parametrize(

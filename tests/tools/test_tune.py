@@ -68,7 +68,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
     assert failure_of(lambda: time.sleep(600)) == "no result within 0.1 seconds, exit code -9"
 
 
-# The choice of settings
+# Choosing settings
 
 
 def test_tune_reports_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):

@@ -251,7 +251,7 @@ def test_all_processes_of_a_script_end_if_one_process_fails(tmp_path):
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # A thread of gloo may abort when Python exits. test_signals.py has a link.
+    # A gloo thread may abort when Python exits. test_signals.py links to the issue.
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr
     assert "only here" in done.stderr

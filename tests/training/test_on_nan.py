@@ -126,7 +126,6 @@ def test_fit_warns_only_once_about_nan_losses_if_on_nan_is_warn(tmp_path, on_nan
 
 @pytest.mark.filterwarnings("ignore:on_nan")
 def test_an_infinite_loss_in_one_process_ends_both_processes_if_on_nan_is_stop(tmp_path, monkeypatch):
-    """Only the loss of one process is infinite."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     net = nn.Linear(4, 1)
     loader = TensorLoader(torch.arange(80.0).reshape(20, 4), batch_size=2)

@@ -188,7 +188,7 @@ fit({root!r}, SignalsGroup, train=lambda: make_loader(80, **options), max_epochs
     [("fork", "SIGTERM", (143,)), pytest.param("spawn", "SIGINT", (130, -2), marks=pytest.mark.soak)],
 )
 def test_a_signal_to_the_whole_process_group_does_not_end_the_workers(tmp_path, context, number, codes):
-    """The timeout command and Ctrl-C in a terminal send such a signal."""
+    """The timeout command and Ctrl-C in a terminal send signals to the whole process group."""
     code = SIGNALS_GROUP.format(root=str(tmp_path / "cut"), context=context, number=number)
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "start_new_session": True}
     command = [sys.executable, "-c", python_command("", __file__)[-1] + code]
