@@ -46,8 +46,8 @@ class LoopConfig:
 
     # Training length
     max_epochs: int | None = None
-    """Stop after this many epochs. -1 means no limit. If neither max_epochs nor max_steps nor
-    max_time is set, training stops after 1000 epochs."""
+    """Stop after this many epochs. -1 means no limit. If max_epochs, max_steps and max_time
+    are all unset, training stops after 1000 epochs."""
     min_epochs: int | None = None
     """Train for at least this many epochs, even if a callback sets should_stop earlier."""
     max_steps: int = -1
@@ -55,7 +55,7 @@ class LoopConfig:
     min_steps: int | None = None
     """Train for at least this many optimizer steps, even if a callback sets should_stop earlier."""
     max_time: Duration | None = None
-    """Stop after a duration, such as "DD:HH:MM:SS", a timedelta, or {"minutes": 30}."""
+    """Stop after this duration: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
 
     # Amount of data
     limit_train_batches: int | float | None = None
@@ -105,7 +105,7 @@ class LoopConfig:
 
     # Execution
     deterministic: bool | str | None = None
-    """Use deterministic algorithms only. "warn" allows other algorithms, with a warning."""
+    """Use only deterministic algorithms. "warn" allows other algorithms but issues a warning."""
     benchmark: bool | None = None
     """Set torch.backends.cudnn.benchmark to this value. None leaves
     cudnn.benchmark unchanged, or turns it off if deterministic=True."""
@@ -153,19 +153,20 @@ class LoopConfig:
     save_last: bool = True
     """Save last.ckpt at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
-    """Save last.ckpt every N optimizer steps, and not only after epochs and validations."""
+    """Save last.ckpt every N optimizer steps, in addition to the saves after epochs and
+    validations."""
     seed: int | None = None
-    """The loop seeds Python, NumPy and PyTorch when it is created, and at the start of each fit.
+    """Seed Python, NumPy and PyTorch when the loop is created and at the start of each fit.
 
-    With `seed`, this loop and all later loops in the process seed their DataLoader workers, as
-    after `seed_everything(workers=True)`.
+    With `seed`, this loop and all later loops in the process also seed their DataLoader workers,
+    as after `seed_everything(workers=True)`.
     """
     compile: bool | str | dict[str, Any] = False
     """Compile each step method with torch.compile. Pass True, a mode such as "reduce-overhead", or
     a dict of arguments for torch.compile."""
     hparams: Mapping[str, Any] | None = None
     """Your own settings, such as {"lr": 0.1}, which the loop writes to hparams.yaml and sends to
-    the loggers. list_runs lists the settings that differ between runs of the same name."""
+    the loggers. list_runs shows the settings that differ between runs of the same name."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -480,11 +481,11 @@ class LoopArguments(LoopConfig):
     num_nodes: int = 1
     """The number of machines."""
     precision: Any = None
-    """Compute in this Fabric precision, such as "32-true", "bf16-mixed" or "16-mixed"."""
+    """The precision of the computation, such as "32-true", "bf16-mixed" or "16-mixed"."""
     plugins: Any = None
     """Fabric plugins for precision, the cluster environment or checkpoint files."""
     callbacks: Any = None
-    """Lightning's callbacks, or objects with methods such as on_fit_start."""
+    """Lightning callbacks, or objects with methods such as on_fit_start."""
     loggers: Any = None
     """An alias of the logger option. Do not pass both logger and loggers."""
 

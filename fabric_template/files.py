@@ -49,7 +49,8 @@ def local_path(path: str | Path) -> str:
     """Return a local path as a string, or raise an error for a URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        # Import errors.py only here, because it imports Lightning, which delays the plot command.
+        # Import errors.py only here, because it imports Lightning and would slow down the plot
+        # command.
         from .errors import CheckpointError
 
         raise CheckpointError(
@@ -93,8 +94,8 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit symbolic links last, because each folder is yielded only once, preferably by its
-        # real path.
+        # Visit symbolic links last, because each folder is yielded only once, preferably with
+        # its real path.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen

@@ -78,7 +78,7 @@ class FabricLoop(TrainerAPI):
     Args:
         fabric: A lightning.Fabric object, to use instead of the next six arguments.
         accelerator, strategy, devices, num_nodes, precision, plugins: See lightning.Fabric.
-        callbacks: Lightning's callbacks, or objects with methods such as on_fit_start.
+        callbacks: Lightning callbacks, or objects with methods such as on_fit_start.
         loggers: An alias of the ``logger`` option, as in lightning.Fabric.
         **options: The fields of LoopConfig, such as max_epochs=10.
 

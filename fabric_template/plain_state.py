@@ -102,7 +102,7 @@ class Part:
         """Set an attribute or a buffer to a restored value.
 
         Args:
-            is_in_place: Whether to change the current tensor or container if possible.
+            is_in_place: Whether to change the current tensor or container in place if possible.
         """
         namespace = self.namespace()
         if self.has_buffers and name not in namespace:
@@ -123,11 +123,11 @@ class ListItem(SimpleNamespace):
 def find_objects(
     parts: dict[str, Part], known: set[int], network: nn.Module | None = None
 ) -> dict[str, Part]:
-    """Return the objects in attributes of the given objects, keyed by paths such as "model.pool".
+    """Return the objects in the given objects' attributes, keyed by paths such as "model.pool".
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
-        network: The run's network, to also find modules outside the network.
+        network: The run's network. If it is given, modules outside the network are also found.
     """
     found: dict[str, Part] = {}
     known = known | {id(part.instance) for part in parts.values() if not part.has_buffers}
@@ -179,7 +179,7 @@ def is_own_object(value: Any) -> bool:
 
 
 def is_hparams(kind: type) -> bool:
-    """Return whether a class is the AttributeDict of Lightning, the class of ``self.hparams``."""
+    """Return whether a class is Lightning's AttributeDict, the class of ``self.hparams``."""
     return issubclass(kind, dict) and kind.__name__ == "AttributeDict"
 
 
@@ -191,7 +191,7 @@ def is_installed(kind: type) -> bool:
 
 
 def is_library_iterator(value: Any) -> bool:
-    """Return whether a value is an iterator of Python or torch, such as ``iter(loader)``."""
+    """Return whether a value is an iterator from Python or torch, such as ``iter(loader)``."""
     is_other = isinstance(value, count | io.IOBase) or is_own_object(value)
     return isinstance(value, Iterator) and not is_other
 
@@ -282,8 +282,8 @@ class PlainState:
         digests, ids = self.digests(), self._ids_in_network()
         for place, value in self.attributes():
             is_compared = place[0] in parts and not is_always_saved
-            # configure_optimizers creates a dict of ids again in a resumed run, so warn only if
-            # training changes this dict.
+            # A dict may be keyed by ids of parameters. A resumed run creates this dict again in
+            # configure_optimizers, so warn only if training changes the dict.
             if place in digests and (is_compared or refers_to(value, ids)):
                 self._at_start[place] = digests[place]
 
@@ -331,7 +331,7 @@ class PlainState:
     def generators(self) -> dict[str, Any]:
         """Return the random generators, keyed by a path such as "object.attribute".
 
-        If several objects share a random generator, the returned dict contains that generator once.
+        If several objects share a random generator, the returned dict contains it only once.
         """
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self._parts.items():
@@ -360,8 +360,8 @@ class PlainState:
         """
         self._find_objects()
         saved = self.changed_attributes(is_small) if has_attributes else {}
-        # A resumed run must not change the objects in these attributes in place, because others may
-        # refer to the objects.
+        # The run has assigned new objects to these attributes. A resumed run must also assign new
+        # objects, because other objects may refer to the old ones.
         current = self.attributes() if saved else ()
         rebound = [place for place, v in current if place in saved and self._is_rebound(place, v)]
         return {"generators": self.generator_states(), "attributes": saved, "rebound": rebound}
@@ -382,8 +382,8 @@ class PlainState:
                 if ids and refers_to(value, ids):
                     raise TypeError("it contains ids of modules or parameters, which change")
                 changed[place] = self._encode(value, weights)
-        # A resumed run restores an earlier value of an attribute that a checkpoint has contained.
-        # Save the attribute in later checkpoints, too, even if training changes it back.
+        # If an attribute has been saved once, always save it, even if training changes it back to
+        # its value from the start. Otherwise, a resumed run could keep the value saved earlier.
         self._at_start |= dict.fromkeys(changed, ALWAYS_SAVED)
         return changed
 
@@ -411,7 +411,7 @@ class PlainState:
         return "state", encode(state, self._device, weights), flags
 
     def _is_state(self, value: Any) -> bool:
-        """Return whether to save an attribute's state_dict, as for a scheduler or a teacher."""
+        """Return whether to save an attribute's state_dict, such as that of a teacher model."""
         if self._network is None or id(value) in self._saved:
             return False
         is_module = isinstance(value, nn.Module)
@@ -429,7 +429,7 @@ class PlainState:
         if self._network is None:
             return found
         # Leave out temporary tensors, such as the result of get_extra_state(), because another
-        # tensor may get their address.
+        # tensor may later have the same address.
         kept = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
         for name, value in self._network.state_dict(keep_vars=True).items():
             if id(value) in kept and type(value) in TENSORS and is_plain_tensor(value):
@@ -445,8 +445,8 @@ class PlainState:
         self._find_objects()
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"], set(state["rebound"]))
-        # The next checkpoint must contain the restored attributes again, even if their values are
-        # those from the start of this run, for example because an earlier fit has set them.
+        # The next checkpoint must contain the restored attributes, even if this run started with
+        # the same values, for example because an earlier fit has set them.
         self._at_start |= dict.fromkeys(state["attributes"], ALWAYS_SAVED)
         for place in state["rebound"]:
             self._start_objects.pop(place, None)
@@ -455,8 +455,8 @@ class PlainState:
         """Restore the attributes of objects such as the model from a checkpoint.
 
         Args:
-            rebound: The attributes to which the saved run has assigned new objects. They get new
-                objects again, because others may refer to the old ones.
+            rebound: The attributes to which the saved run has assigned new objects. New objects are
+                assigned again, because other objects may refer to the current ones.
         """
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
@@ -484,7 +484,7 @@ class PlainState:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Suppress errors in a `with` block that saves or restores the object ``what``."""
+        """Turn errors into warnings in a `with` block that saves or restores ``what``."""
         try:
             yield
         except (NotPlainError, RecursionError):

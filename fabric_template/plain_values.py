@@ -40,7 +40,7 @@ MOST_SEARCHED = 500
 
 
 class NotPlainError(Exception):
-    """Raised if a value cannot be saved, because its type is not supported."""
+    """Raised if a value cannot be saved because its type is not supported."""
 
 
 class TooLargeError(Exception):
@@ -73,8 +73,8 @@ def digest(value: Any, most: int = 10_000) -> Any:
         raise NotPlainError
     items = _items_of(value)
     if _is_simple(items):
-        # marshal refuses types such as deque. Use its format 2. In later formats, equal lists can
-        # give different bytes.
+        # marshal rejects types such as deque. Use format 2, because equal lists can give different
+        # bytes in later formats.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
     # In the items of a dict, keys and values alternate, so an even step would select only keys.
@@ -197,7 +197,7 @@ def encode(
     """Encode a value as a tuple such as ("list", [1, 2]).
 
     Args:
-        device: The run's device. A resumed run moves the tensors of this device to its own device.
+        device: The run's device. A resumed run moves tensors from this device to its own device.
         weights: The memory addresses and names of the tensors in the network's state_dict.
 
     Raises:
@@ -350,7 +350,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def requires_grad_of(value: Any) -> dict[str, bool]:
-    """Return whether each parameter requires a gradient, or {} for an object without parameters."""
+    """Return the requires_grad flag of each parameter, or {} if the value is not a module."""
     parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
     return {name: parameter.requires_grad for name, parameter in parameters}
 
@@ -361,10 +361,10 @@ def load_object(
     """Load a saved state into an existing object.
 
     Args:
-        requires_grad: For a module, whether each parameter requires a gradient.
+        requires_grad: The requires_grad flag of each parameter of a module.
     """
     if not (is_stateful(current) or isinstance(current, nn.Module)):
-        raise ValueError("the saved run created an object that is missing in this run")
+        raise ValueError("the saved run had an object with a state_dict here, this run has none")
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
     else:

@@ -62,7 +62,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards, without raising an error if this is impossible."""
+    """Remove a checkpoint file and its shards, and ignore errors."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)

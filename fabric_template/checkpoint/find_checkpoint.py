@@ -49,7 +49,7 @@ def find_start_point(
     Args:
         given: The values of the ``resume``, ``load`` and ``ckpt_path`` arguments. ``resume`` also
             restores optimizers and counters, and ``load`` reads only the weights. ``ckpt_path``
-            acts like ``resume`` in fit, and like ``load`` in other calls.
+            acts like ``resume`` in fit, and like ``load`` in the other methods.
     """
     loop = plan.loop
     name, keyword = choose_argument(plan.stage, given)
@@ -101,7 +101,7 @@ def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
     if len(given) > 1:
         values = " and ".join(f"{name}={describe(value)}" for name, value in given.items())
         raise ConfigurationError(
-            f"{stage}: got {values}, expected only one of the two. resume= continues a run, and"
+            f"{stage}: got {values}, expected only one of them. resume= continues a run, and"
             " load= reads only the weights of a checkpoint."
         )
     name, value = next(iter(given.items()), ("ckpt_path", None))
@@ -224,7 +224,7 @@ def read_newest(
                 if version.name and index > 0 and versions[0].time > version.time:
                     rank_zero_warn(
                         f"{argument}: {versions[0].name} was started later but has no checkpoint,"
-                        f" so {version.name} continues. To continue another run, pass version= or"
+                        f" so {version.name} is used. To use a different run, pass version= or"
                         " the path of a checkpoint."
                     )
                 return path, checkpoint
@@ -367,11 +367,11 @@ def report_missing(
 ) -> None:
     """Raise an error if no checkpoint was found, or only warn for "auto" and ckpt_path="last"."""
     if keyword == "auto":
-        # Files of a ModelCheckpoint that this run does not have.
+        # The run in ``logs`` may have used a ModelCheckpoint that this run does not have.
         found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)
         if found is not None and not find_callbacks(callbacks, "Checkpoint"):
             rank_zero_warn(
-                f"{argument}: a new run starts. To continue the run of {found}, pass its"
+                f"{argument}: a new run starts. To continue the run that saved {found}, pass its"
                 " ModelCheckpoint in callbacks=, or the path of the file."
             )
     elif (argument, keyword) == ("ckpt_path", "last"):

@@ -81,7 +81,7 @@ class CheckpointManager:
     @property
     def _metric(self) -> tuple[str | None, str]:
         """The name of the monitored metric and its mode, such as ("val_loss", "min")."""
-        # Without monitor=, a resumed run uses the metric that the checkpoint names.
+        # Without monitor=, a resumed run uses the metric that is named in the checkpoint.
         if self.config.monitor is None:
             return self._resumed_metric
         return self.config.monitor, self.config.mode
@@ -108,7 +108,7 @@ class CheckpointManager:
             self.save_last(run)
 
     def save_after_validation(self, run: Run) -> None:
-        """After a validation in the middle of an epoch, save checkpoints."""
+        """Save checkpoints after a validation in the middle of an epoch."""
         self._is_validated = self.folder is not None
         if run.progress.is_epoch_complete:
             return
@@ -135,7 +135,7 @@ class CheckpointManager:
             self._check_monitor(run)
 
     def _check_monitor(self, run: Run) -> None:
-        """Raise an error if the monitored metric is not logged."""
+        """Raise an error if the monitored metric has not been logged."""
         monitor, metrics = self.config.monitor, run.results.monitored_metrics()
         if self.folder is None or monitor is None or monitor in metrics or self._best_scores:
             return
@@ -145,7 +145,7 @@ class CheckpointManager:
         names = ", ".join(sorted(metrics)) or "none"
         raise ConfigurationError(
             f"monitor: got {monitor!r}, which is not logged. Logged metrics: {names}. Return the"
-            f" loss from {step}, or log the metric in it, and continue with resume='last'."
+            f" loss from {step} or log the metric there. Then continue with resume='last'."
         )
 
     def save_last(self, run: Run) -> None:
@@ -161,8 +161,8 @@ class CheckpointManager:
     def replace_last(self, run: Run) -> None:
         """Replace last.ckpt with the checkpoint from which the run continues, such as best.ckpt.
 
-        Replace last.ckpt before the newest CSV rows are removed, because the old last.ckpt may
-        refer to these rows.
+        Call this method before the newest CSV rows are removed, because the old last.ckpt may refer
+        to these rows.
         """
         if not self._is_continued or not run.fabric.is_global_zero:
             return
@@ -194,7 +194,7 @@ class CheckpointManager:
             self._save_among_best(run, float(value))
 
     def _save_among_best(self, run: Run, value: float) -> None:
-        """If the monitored metric is among the save_top_k best, save a checkpoint."""
+        """Save a checkpoint if ``value`` is among the save_top_k best values so far."""
         k, previous = self.config.save_top_k, self._best_scores
         path = str(self._best_path(run, value))
         ranked = sorted(previous, key=self._rank)

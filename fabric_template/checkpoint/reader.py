@@ -74,7 +74,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class PartialCheckpoint(dict[Any, Any]):
-    """A checkpoint that raises an error if you read a value with an unsupported object.
+    """A checkpoint that raises an error when a value with an unsupported object is read.
 
     Args:
         values: The checkpoint.
@@ -229,8 +229,9 @@ def check_start(file: IO[bytes], path: str | Path) -> None:
     start = file.read(4)
     if start[:1] == b"\x80":
         raise CheckpointError(
-            f"{path}: got a file in the format of torch before 1.6, expected a zip archive. To"
-            " convert the file, run torch.save(torch.load(path, weights_only=True), path)."
+            f"{path}: got a file in the format that torch used before version 1.6, expected a zip"
+            " archive. To convert the file, run torch.save(torch.load(path, weights_only=True),"
+            " path)."
         )
     if start != b"PK\x03\x04":
         given = f"a file that starts with {start!r}" if start else "an empty file"
@@ -244,10 +245,10 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
         is_inside = info.header_offset + info.compress_size <= size
         is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if not is_inside or not is_plain or info.external_attr & _FOLDER:
-            raise ValueError("An entry is compressed, or extends beyond the file.")
+            raise ValueError("An entry is compressed, or extends beyond the end of the file.")
     # Reject a zip archive with overlapping entries, because reading them all could fill the memory.
     if sum(info.file_size for info in infos) > size:
-        raise ValueError("The entries are larger than the file.")
+        raise ValueError("The entries are larger in total than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
     if len(names) < len(infos) or "data.pkl" not in names or "constants.pkl" in names:
         raise ValueError("The file has entries that torch.save does not write.")
@@ -331,8 +332,7 @@ def encode_text(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-# Some modules have different names in Python 2 or 3.13, so map these names to the names in Python
-# 3.12.
+# Some modules have different names in Python 2 or 3.13, so map these names to those in Python 3.12.
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 # The types and constants that a pickle may refer to, keyed by their full names.
 VALUES: dict[str, Any] = {

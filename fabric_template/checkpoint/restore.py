@@ -197,14 +197,14 @@ def is_weight(name: Any, value: Any) -> bool:
 
 
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
-    """Rename saved weights to match a model with other wrappers, such as torch.compile."""
+    """Rename saved weights to match a model with different wrappers, such as torch.compile."""
     own = list(target.state_dict())
     if weights.keys() == set(own):
         return weights
     # Wrappers such as DistributedDataParallel add components such as "module" to the names of
     # weights. Compare names without these components.
     own_names = {plain_name(name): name for name in own}
-    # If two names are equal without the components of wrappers, rename no weights.
+    # If two names are the same without these components, rename no weights.
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
@@ -233,8 +233,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
     if run.hooks.callbacks_of("ModelPruning"):
         raise CheckpointError(
-            "resume: got ModelPruning, whose masks a checkpoint does not contain. Leave it out, or"
-            " use load= to start a new run from the weights."
+            "resume: got the callback ModelPruning, but checkpoints do not contain its masks. Leave"
+            " it out, or use load= to start a new run from the weights."
         )
     check_dtypes(run, checkpoint)
     restore_optimizers(run, checkpoint)
@@ -363,7 +363,8 @@ def restore_states(run: Run) -> dict[str, Any] | None:
         restore_network(run, own["flags"], of_process["gradients"])
         of_process["results"] = move_data_to_device(of_process["results"], run.fabric.device)
         load_states(run, of_process)
-    # Restore the RNG states last, because on_train_start and the code above may draw numbers.
+    # Restore the RNG states last, because on_train_start and the code above may draw random
+    # numbers.
     restore_rng_state(of_process["rng"])
     if rank >= len(own["ranks"]):
         # If this run has more processes than the saved run, each additional process gets its own
@@ -380,7 +381,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     current = run_settings(run)
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
     skipped = [name for name in ("batch size", "num_workers") if not saved.get(name)]
-    # check_schedulers has compared the schedulers.
+    # check_schedulers has already compared the schedulers.
     skipped.append("schedulers")
     changed = [name for name in saved if name not in skipped and saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
@@ -388,23 +389,24 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     for name in ("number of processes", "batch size"):
         if is_in_epoch and name in changed and has_same_loaders:
             raise CheckpointError(
-                f"{run.plan.start.path}: this checkpoint is from the middle of an epoch of a run"
-                f" whose {name} was {saved[name]}. Now the {name} is {current[name]}. FabricLoop"
+                f"{run.plan.start.path}: this checkpoint was saved in the middle of an epoch, when"
+                f" the {name} was {saved[name]}. Now the {name} is {current[name]}. FabricLoop"
                 f" cannot convert the position in the epoch. Use the value {saved[name]} or a"
-                " checkpoint from the end of an epoch, or use load= to start a new run from the"
-                " weights."
+                " checkpoint saved at the end of an epoch, or use load= to start a new run from"
+                " the weights."
             )
     if changed:
         texts = [f"{name} was {saved[name]} and is now {current[name]}" for name in changed]
         run.warn_once(
-            f"resume: {', '.join(texts)}. The run continues, but its results will differ from the"
-            " results of an uninterrupted run."
+            f"resume: {', '.join(texts)}. The run continues, but its results will differ from"
+            " those of an uninterrupted run."
         )
     has_buffers = next(run.network.buffers(), None) is not None
     if has_buffers and not getattr(run.steps.ddp, "broadcast_buffers", True):
         run.warn_once(
             "resume: got broadcast_buffers=False, but a checkpoint contains only the buffers of the"
-            " first process. A resumed run may differ. Leave out broadcast_buffers."
+            " first process. The results of a resumed run may differ. Leave out"
+            " broadcast_buffers."
         )
 
 
@@ -455,7 +457,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def check_schedulers(run: Run, num_saved: int) -> None:
-    """Raise an error if the class or the interval of a scheduler differs from the saved run.
+    """Raise an error if a scheduler has a different class or interval from the saved run.
 
     Args:
         num_saved: The number of schedulers whose state is restored.
@@ -488,7 +490,7 @@ def add_missing_groups(run: Run, states: list[Any]) -> None:
 
 
 def check_parameter_order(run: Run) -> None:
-    """Raise an error if an optimizer has the parameters in a different order than in the saved run.
+    """Raise an error if the order of an optimizer's parameters differs from the saved run.
 
     torch matches optimizer states to parameters by position, because the states contain no names.
     """
@@ -502,9 +504,9 @@ def check_parameter_order(run: Run) -> None:
             if found != expected and (expected in known or expected.startswith("optimizer.")):
                 raise CheckpointError(
                     f"resume: got {found!r} as parameter {index} of the optimizer, expected"
-                    f" {expected!r} as in the saved run. Create the layers, and pass the parameters"
-                    " to the optimizer, in the order of the saved run, or use load= to start a new"
-                    " run from the weights."
+                    f" {expected!r} as in the saved run. Create the layers and pass the parameters"
+                    " to the optimizer in the same order as in the saved run, or use load= to start"
+                    " a new run from the weights."
                 )
 
 
@@ -531,7 +533,7 @@ def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:
-    """Restore parameters that an optimizer trains, but that do not belong to the network."""
+    """Restore parameters that an optimizer trains but that are not part of the network."""
     with torch.no_grad():
         for name, parameter in run.optimization.outside_parameters().items():
             if name in saved:

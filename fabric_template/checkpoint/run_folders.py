@@ -250,7 +250,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             raise folder_error(folder, error) from error
         warnings.warn(
             f"{folder}: this folder cannot be locked ({error}), so a second run could overwrite its"
-            " files. Set another name or version for each run.",
+            " files. Set a different name or version for each run.",
             stacklevel=2,
         )
         return None
@@ -265,8 +265,8 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             numbers = [line for line in file.read().splitlines() if line.isdigit()]
             raise CheckpointError(
                 f"{folder}: another run is writing to this folder (process"
-                f" {numbers[-1] if numbers else '?'}). Set another name or version, or stop the"
-                " other run."
+                f" {numbers[-1] if numbers else '?'}). Set a different name or version, or stop"
+                " the other run."
             ) from None
         # Lightning's ModelCheckpoint saves to the "checkpoints" subfolder of the log folder.
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:

@@ -1,6 +1,6 @@
 """Hold the checkpoint from which a run starts, with its content in FabricLoop's layout.
 
-The value of "writer" is the class that saved the checkpoint: FabricLoop, MiniLoop or Trainer.
+The "writer" entry names the class that saved the checkpoint: FabricLoop, MiniLoop or Trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StartPoint:
 
     Attributes:
         path: The path of the checkpoint.
-        keyword: The argument of the call, such as "last" or a path.
+        keyword: The keyword or path that selects the checkpoint, such as "last".
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file was read without running its code.
         error: The error that was raised if this process found no checkpoint.
@@ -120,8 +120,8 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     if progress["is_in_epoch"]:
         raise CheckpointError(
             f"resume: got {path}, which MiniLoop saved in the middle of an epoch, expected a"
-            " checkpoint from the end of an epoch. Resume with MiniLoop, or use load= to start a"
-            " new run from the weights."
+            " checkpoint saved at the end of an epoch. Resume with MiniLoop, or use load= to start"
+            " a new run from the weights."
         )
     step = progress["global_step"]
     row = {
@@ -148,10 +148,10 @@ def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
     if epoch["started"] > epoch["processed"] and not is_after_last_batch:
         raise CheckpointError(
             f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected a checkpoint from the end of an epoch. Trainer does"
-            " not save the position in the loader. Use a checkpoint that Trainer saved at the end"
-            f" of an epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}' to"
-            " start a new run from the weights."
+            f" {epoch['processed']}, expected a checkpoint saved at the end of an epoch. Trainer"
+            " does not save the position in the loader. Use a checkpoint that Trainer saved at the"
+            f" end of an epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}'"
+            " to start a new run from the weights."
         )
 
 
@@ -178,8 +178,8 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
     # epoch.
     progress["epochs_done"] += 1
-    # Trainer increments the loggers' step at the end of a batch, so a checkpoint from within a
-    # batch lacks this increment.
+    # Trainer increments the loggers' step at the end of a batch, so a checkpoint saved during
+    # a batch lacks this increment.
     progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
     return own
 

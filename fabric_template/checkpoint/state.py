@@ -110,7 +110,7 @@ def training_state(run: Run) -> dict[str, Any]:
 
 
 def check_learning_rates(run: Run) -> None:
-    """Raise an error if learning rates differ between processes, because weights would, too."""
+    """Raise an error if learning rates, and therefore weights, differ between processes."""
     groups = [group for item in run.optimization.optimizers for group in item.param_groups]
     rates = [group.get("lr") for group in groups]
     found = gather_objects(
@@ -118,8 +118,8 @@ def check_learning_rates(run: Run) -> None:
     )
     if found.count(found[0]) != len(found):
         raise ConfigurationError(
-            f"optimizer: got the learning rates {', '.join(found)} in the processes, expected equal"
-            " values, because the weights of the processes would differ. If ReduceLROnPlateau"
+            f"optimizer: got the learning rates {', '.join(found)} in the processes, expected the"
+            " same values in each. Otherwise, their weights would differ. If ReduceLROnPlateau"
             " monitors a metric, log this metric with sync_dist=True. If the script draws random"
             " hyperparameters, pass devices=1."
         )
@@ -143,8 +143,8 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the state that Trainer does not save, such as RNG states and loader positions."""
     if run.progress.phase == "validate":
         run.warn_once(
-            "save_checkpoint: got a call during a validation. A resumed run repeats the validation,"
-            " but draws other random numbers. To resume exactly, call save_checkpoint() in"
+            "save_checkpoint: called during a validation. A resumed run repeats the validation, but"
+            " draws different random numbers. To resume exactly, call save_checkpoint() in"
             " on_validation_end."
         )
     of_process = {
@@ -370,8 +370,8 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
         # does not train.
         raise CheckpointError(
             "scheduler: got a state_dict() that contains parameters of the optimizer, expected a"
-            " state without parameters. Write self.optimizer.param_groups in the scheduler, instead"
-            " of keeping the groups in another attribute."
+            " state without parameters. Use self.optimizer.param_groups in the scheduler, instead"
+            " of storing the groups in another attribute."
         )
 
 
@@ -387,8 +387,8 @@ def check_optimizer_states(run: Run) -> None:
             # Saved ids are useless in a resumed run, because its parameters have different ids.
             raise CheckpointError(
                 "optimizer: got a state that contains parameters or their ids, which a resumed"
-                " run cannot restore. Write self.state[p] with tensors of its own, such as"
-                " p.detach().clone()."
+                " run cannot restore. In self.state[p], store copies such as"
+                " p.detach().clone() instead."
             )
 
 
@@ -448,7 +448,7 @@ def make_plain_state(run: Run) -> PlainState:
 
 
 def record_optimizer_attributes(run: Run) -> None:
-    """Record the attributes of the optimizers, because checkpoints contain their changes."""
+    """Record the attributes of the optimizers, so that checkpoints contain later changes."""
     optimization = run.optimization
     optimizers = optimization.optimizers
     parts = {

@@ -67,7 +67,7 @@ def find_stateful_part(loader: Any) -> Any:
 
 
 def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
-    """Return the objects that determine the order of the samples, and those that create them."""
+    """Return the objects that determine the order of the samples or create the samples."""
     dataset, collate_fn = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     samples = parts_of_samples(dataset, collate_fn, is_stateful=has_state(loader))
     samplers = samplers_of(loader)
@@ -77,7 +77,7 @@ def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
     parts = {"loader": Part(instance, _ATTRIBUTES_OF_DATALOADER, has_attributes)}
     for index, sampler in enumerate(samplers):
         ignored = _ATTRIBUTES_SET_BY_LOOP if is_of_library(sampler) else ()
-        # A loader with state saves the states of its sampler and its dataset itself.
+        # A loader with a state_dict saves the states of its sampler and its dataset itself.
         is_saved = has_state(loader) and has_state(sampler)
         parts[f"sampler {index}"] = Part(as_object(sampler), ignored, has_attributes=not is_saved)
     known = {id(part.instance) for part in samples.values()}
@@ -93,7 +93,7 @@ def parts_of_samples(dataset: Any, collate_fn: Any, is_stateful: bool = False) -
     """Return the objects that create the samples and batches, such as datasets and transforms.
 
     Args:
-        is_stateful: Whether the loader has a ``state_dict``, which contains that of the dataset.
+        is_stateful: Whether the loader has a ``state_dict``, which includes the dataset's state.
     """
     is_saved = is_stateful or isinstance(dataset, IterableDataset)
     found: dict[str, Any] = {"dataset": dataset}
@@ -127,7 +127,7 @@ def may_read_model(loader: Any) -> bool:
     samplers = samplers_of(loader)
     samplers += [part.given_sampler for part in samplers if hasattr(part, "given_sampler")]
     dataset = getattr(loader, "dataset", None)
-    # A class of the user may choose the samples by the model's attributes.
+    # A user's class may choose the samples based on the model's attributes.
     is_known = all(map(is_of_library, [loader, *samplers]))
     if isinstance(dataset, IterableDataset) or not is_known:
         return True
@@ -137,7 +137,7 @@ def may_read_model(loader: Any) -> bool:
 def refers_to_module(dataset: Any, collate_fn: Any) -> bool:
     """Return whether a dataset or collate_fn refers to a module, which workers then copy."""
     if getattr(collate_fn, "__closure__", None):
-        # The local variables that a function uses may refer to a module.
+        # The function may use a local variable that refers to a module.
         return True
     parts = parts_of_samples(dataset, collate_fn).values()
     values = chain.from_iterable([part.instance, *part.namespace().values()] for part in parts)
@@ -145,7 +145,7 @@ def refers_to_module(dataset: Any, collate_fn: Any) -> bool:
 
 
 def find_iterators(loader: Any) -> dict[str, Any]:
-    """Return each iterator that is the loader, its sampler or dataset, or inside one of these."""
+    """Return the iterators among a loader, its samplers, its dataset and their attributes."""
     parts = {"loader": loader}
     parts |= {f"sampler {index}": part for index, part in enumerate(samplers_of(loader))}
     if not getattr(loader, "num_workers", 0):
@@ -160,7 +160,7 @@ def find_iterators(loader: Any) -> dict[str, Any]:
 
 
 def iterators_in(part: Any, path: str, depth: int = 6) -> dict[str, Any]:
-    """Return the iterators in an object's attributes, and in the iterable objects in these."""
+    """Return the iterators in an object's attributes and, recursively, in iterable attributes."""
     found: dict[str, Any] = {}
     for attribute, value in getattr(part, "__dict__", {}).items():
         place = f"{path}.{attribute}"
@@ -183,8 +183,8 @@ class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
     Some streams start not only the resumed epoch, but also all later epochs, at the position that
-    load_state_dict() has set. After the resumed epoch, reset such attributes to the values that
-    they had in the saved run.
+    load_state_dict() has set. After the resumed epoch, the attributes that load_state_dict() has
+    changed are therefore reset to the values that they had in the saved run.
     """
 
     def __init__(self, loader: Any, stream: Any) -> None:
@@ -198,8 +198,7 @@ class StreamState:
         self._start_values = dict(self._plain.attributes())
         self._start_digests = self._plain.digests()
         self._saved_attributes: dict[Place, Any] = {}
-        # Digests of attributes to which load_state_dict() has assigned other values than the saved
-        # run.
+        # Digests of the attributes whose values differ from the saved run after load_state_dict().
         self._to_reset: dict[Place, Any] = {}
         # Holds the loader's saved state_dict until the first batch is requested.
         self._loaded: Any = None

@@ -2,13 +2,13 @@
 
 How a loader is restored depends on its type:
 
-- A loader with ``state_dict`` and ``load_state_dict``, as in torchdata, restores its own position.
+- A loader with ``state_dict`` and ``load_state_dict`` methods restores its own position.
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads and drops the batches that were already used.
 
-A resumed run has new objects. At the points of an epoch at which the saved run recorded the RNG
-states and the loader's changed attributes, the resumed run restores them: before set_epoch(),
-before iter(loader), and before the first batch.
+A run records the RNG states and the loader's changed attributes at three points of each epoch:
+before set_epoch(), before iter(loader), and before the first batch. A resumed run has new loader
+objects, and restores the recorded values at the same points.
 
 If all epochs of a loader read from one Python generator, a run cannot resume after the first epoch.
 If a sampler draws random numbers between batches, a resumed run may read different samples.
@@ -45,12 +45,12 @@ from .tensor_loader import TensorLoader
 
 END: Any = object()
 STICKY_POSITION = (
-    "The loader's load_state_dict() seems to change the start of every later epoch, too. Reset the"
-    " restored position at the end of __iter__."
+    "The loader seems to start every later epoch at the position that load_state_dict() has set."
+    " Reset this position at the end of __iter__."
 )
 _DRAWING_SAMPLER = "Draw all random numbers in __iter__ before the first yield."
 _DRAWING_STREAM = (
-    "If random numbers choose the samples, use a random generator that is an attribute."
+    "If the samples are chosen at random, use a random generator that is stored in an attribute."
 )
 
 
@@ -58,10 +58,10 @@ class ResumableLoader:
     """Iterates over a loader, and continues after the last finished batch when a run resumes.
 
     Args:
-        is_saved: Whether checkpoints contain the position. If False, do not record the loader's
-            attributes, which may take seconds for a large dataset.
-        find_model_state: Returns the attributes of the model, which the loader may read. Small ones
-            are recorded and restored like the loader's attributes.
+        is_saved: Whether checkpoints contain the position. If False, the loader's attributes are
+            not recorded, because recording a large dataset may take seconds.
+        find_model_state: Returns the attributes of the model, which the loader may read. Small
+            attributes are recorded and restored like those of the loader.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -85,7 +85,7 @@ class ResumableLoader:
         self.passes = self.batches = 0
         self.is_finished = False
         self.restart_problem = ""
-        # The loader's iterators before iter(loader), which replaces most of them.
+        # The iterators found in the loader. iter(loader) replaces most of them.
         self._iterators = find_iterators(loader)
         # A subclass of DataLoader with its own __iter__ may ignore a new sampler or collate_fn.
         is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
@@ -100,7 +100,7 @@ class ResumableLoader:
         # The index of the worker that loads the first batch. With two workers, for example, a run
         # that resumes after three batches starts with worker 1.
         self._first_worker = 0
-        # The states recorded before set_epoch(), iter(loader) and the first batch, with the keys
+        # The states recorded before set_epoch(), iter(loader) and the first batch, keyed by
         # "set_epoch", "iter" and "first_batch".
         self._snapshots: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class ResumableLoader:
         self._reader: Generator[Any] | None = None
         stream = find_stateful_part(loader)
         self._stream = None if stream is None else StreamState(loader, stream)
-        # The number of batches to skip in the resumed epoch, and None in other epochs.
+        # The number of batches to skip in the resumed epoch, or None in other epochs.
         self._resumed_at: int | None = None
         # The number of batches in the resumed epoch, and how many of them were read after resuming.
         self._resumed: tuple[int, int] | None = None
@@ -165,8 +165,8 @@ class ResumableLoader:
             return
         if next(reader, END) is not END:
             warnings.warn(
-                f"The loader yielded more batches than its len(), which is {number}. The next batch"
-                " was skipped. Return the correct length in __len__.",
+                f"The loader yielded more batches than its len(), which is {number}. The additional"
+                " batch was skipped. Return the correct length in __len__.",
                 stacklevel=2,
             )
 
@@ -201,7 +201,7 @@ class ResumableLoader:
         self._early_iterator = self._create_resumed_iterator(state["batches"])
 
     def mark_changes(self) -> None:
-        """Save all that on_train_start has changed in the loader, as ``Run.mark_changes`` does."""
+        """Always save the loader attributes that on_train_start has changed."""
         for part in self._plain_states.values():
             part.mark_changes()
 
@@ -254,7 +254,8 @@ class ResumableLoader:
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and"
                 " dropped. To avoid this, use a loader with state_dict() and load_state_dict(),"
-                " such as torchdata's StatefulDataLoader. Its samplers need both methods, too.",
+                " such as torchdata's StatefulDataLoader. The loader's samplers need both methods,"
+                " too.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
@@ -281,8 +282,8 @@ class ResumableLoader:
                 self.batches += 1
                 yield batch
         except Exception:
-            # Shut down the workers explicitly, because the exception's traceback refers to their
-            # iterator and thereby keeps the workers alive.
+            # Shut down the workers explicitly. Otherwise, they would stay alive, because the
+            # exception's traceback refers to their iterator.
             if self.workers and not self._is_persistent:
                 iterator._shutdown_workers()
             raise
@@ -322,7 +323,7 @@ class ResumableLoader:
             vars(clone)["drop_last"] = False
         if clone._iterator is not None:
             # With persistent_workers=True, DataLoader reuses its iterator, so also replace the
-            # sampler of the iterator.
+            # iterator's sampler.
             clone._iterator._index_sampler = indices
         iterator = iter(clone)
         self.loader._iterator, clone._iterator = clone._iterator, None
@@ -345,7 +346,7 @@ class ResumableLoader:
 
         Args:
             is_in_pass: Whether a resumed run continues with the epoch's remaining batches.
-            is_per_batch: Omit attributes if possible, because the loop calls this for each batch.
+            is_per_batch: Omit attributes if possible, because the loop calls this method per batch.
         """
         if self._restored is not None:
             return self._restored
@@ -371,7 +372,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add to a saved position the loader's attributes that have changed during the run."""
+        """Return a saved position with the loader attributes that have changed during the run."""
         if self._stream is None or "stream" not in state:
             return state
         return {
@@ -424,7 +425,7 @@ class ResumableLoader:
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
     def _find_restart_problem(self) -> None:
-        """Find iterators that iter(loader) has not replaced, because they are not saved."""
+        """Find iterators that iter(loader) does not replace. Their positions are not saved."""
         if self._stream is not None or not self.is_used:
             return
         kind, iterators = type(self.loader).__name__, find_iterators(self.loader)
@@ -455,9 +456,9 @@ class ResumableLoader:
 
 def describe_iterators(loader: Any, names: Iterable[str]) -> str:
     return (
-        f"{type(loader).__name__} contains an iterator that continues in each epoch"
-        f" ({', '.join(names)}), and the iterator's position is not saved. Create the iterator in"
-        " __iter__, or define state_dict() and load_state_dict() in the loader or its dataset"
+        f"{type(loader).__name__} contains an iterator that continues across epochs"
+        f" ({', '.join(names)}), and its position is not saved. Create the iterator in __iter__, or"
+        " define state_dict() and load_state_dict() in the loader or its dataset"
     )
 
 
@@ -471,8 +472,8 @@ def skip_indices(iterator: Any, done: int, loader: Any) -> None:
     if done:
         skip_items(indices, done, describe_sampler(loader), _DRAWING_SAMPLER)
         return
-    # Samplers such as RandomSampler shuffle when the first index is requested, so request it now,
-    # while the saved RNG state is set.
+    # Samplers such as RandomSampler shuffle when the first index is requested, so request this
+    # index now, while the saved RNG state is set.
     iterator._sampler_iter = chain(list(islice(indices, 1)), indices)
 
 
@@ -493,7 +494,7 @@ def skip_items(items: Iterator[Any], number: int, what: str, advice: str) -> Non
     if any(current[name] != before[name] for name in ("torch", "python", "numpy")):
         warnings.warn(
             f"resume: {what} draws random numbers during the epoch, so the rest of this epoch may"
-            f" have different samples. {advice}",
+            f" contain different samples. {advice}",
             stacklevel=2,
         )
 
@@ -545,8 +546,8 @@ class WorkerRecorder:
             os.setpgid(0, 0)
         self._worker = (worker + self._first) % len(self._states)
         info: Any = get_worker_info()
-        # In a resumed run, this worker has the id of the worker whose batches it loads. WorkerInfo
-        # forbids assignments.
+        # In a resumed run, this worker gets the id of the worker whose batches it loads. Assign the
+        # values through object.__setattr__, because WorkerInfo forbids assignments.
         object.__setattr__(info, "seed", info.seed + self._worker - worker)
         object.__setattr__(info, "id", self._worker)
         if self._worker_init_fn is not None:

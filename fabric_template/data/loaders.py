@@ -52,7 +52,7 @@ _IMMUTABLE_TYPES = frozenset([type(None), bool, int, float, str, bytes, range])
 # A list of objects that have one of these attributes is a list of loaders.
 _NAMES_IN_LOADERS = ("batch_size", "dataset", "sampler", "batch_sampler", "__next__")
 _USED_UP = (
-    "An iterator yields its batches only once. Pass an object that starts again with each iter(),"
+    "An iterator yields its batches only once. Pass an object that can be iterated several times,"
     " such as a DataLoader or a list."
 )
 
@@ -72,12 +72,12 @@ class DataConnector:
         self.run, self.given, self.source = run, run.plan.loaders, run.plan.source
         self.created: dict[str, StageLoaders] = {}
         self.predictions = Predictions()
-        # The seconds that the run spent waiting for batches in all stages.
+        # The number of seconds that the run has waited for batches, over all stages.
         self.seconds_waited = 0.0
         self._common_seed: int | None = None
         self._is_train_started = self._is_epoch_set = False
-        # Maps each stage to the RNG states and the model's attributes just before the stage's
-        # loaders were created.
+        # Maps each stage to the RNG states and the model attributes that were recorded just before
+        # the stage's loaders were created.
         self._loads: dict[str, Any] = {}
         self._restored_loads: dict[str, Any] = {}
 
@@ -93,7 +93,7 @@ class DataConnector:
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
-        """Return the seed that all processes use to shuffle, preferably the checkpoint's seed."""
+        """Return the shuffling seed of all processes. A resumed run uses the checkpoint's seed."""
         if self._common_seed is None:
             saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
@@ -125,7 +125,7 @@ class DataConnector:
             if stage == "predict" and combined_mode(combined) != "sequential":
                 raise ConfigurationError(
                     '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")`'
-                    ' mode. Write CombinedLoader(loaders, "sequential"), or call predict for each'
+                    ' mode. Write CombinedLoader(loaders, "sequential"), or call predict once per'
                     " loader."
                 )
             if stage == "val" and self.run.stage == "fit":
@@ -133,7 +133,8 @@ class DataConnector:
                 if not self.run.is_lightning_module:
                     check_loader_names(combined)
             for loader in combined.flattened if self.run.is_lightning_module else ():
-                # Some loaders draw random numbers in iter(loader). Trainer calls iter(loader) here.
+                # Like Trainer, call iter(loader) here, because some loaders draw random numbers in
+                # __iter__.
                 if not isinstance(loader, DataLoader | TensorLoader):
                     iter(loader)
         loaders = StageLoaders(self.run, stage, combined, previous=self.created.get(kind))
@@ -141,7 +142,7 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error for generators, because the sanity check would consume them."""
+        """Raise an error for iterators such as generators, which the sanity check would consume."""
         config = self.run.config
         is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
         if is_limited or config.num_sanity_val_steps == 0:
@@ -153,14 +154,15 @@ class DataConnector:
             if is_built_in and isinstance(loader, Iterator):
                 raise ConfigurationTypeError(
                     f"val_dataloaders: got a {type(loader).__name__}, which can be read only once,"
-                    " expected a loader for several validations. Pass a DataLoader or a list."
+                    " expected a loader that each validation can read again. Pass a DataLoader or a"
+                    " list."
                 )
 
     @contextmanager
     def _state_of_load(self, stage: str) -> Iterator[None]:
         """Before a hook creates loaders, record the state on which the loaders may depend.
 
-        The hook may split the data at random. A resumed run restores the state of the saved run.
+        The hook may split the data at random. A resumed run restores the recorded state.
         """
         if stage in self.given:
             yield
@@ -179,13 +181,13 @@ class DataConnector:
             yield
 
     def _saved_state(self) -> dict[str, Any]:
-        """Return the state that this process saved, or {} if it is restored or there is none."""
+        """Return this process's saved state, or {} if there is none or it is already restored."""
         start = self.run.plan.start
         state: dict[str, Any] = start.state_of_process(self.run.fabric.global_rank).get("data", {})
         return state
 
     def _saved_loads(self) -> dict[str, Any]:
-        """Return the RNG states that the saved run recorded just before it created its loaders."""
+        """Return the states that the saved run recorded just before it created its loaders."""
         return self._restored_loads or self._saved_state().get("loads", {})
 
     def setup_train_loader(self) -> None:
@@ -214,7 +216,7 @@ class DataConnector:
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
-            # continues the saved epoch. In these cases, start_train_batches() calls it again.
+            # continues the saved epoch. In these cases, start_train_batches() does so again.
             self._is_train_started = (is_first or is_resumed) and not restarts_epoch
 
     def _create_iterators_early(self) -> None:
@@ -240,7 +242,7 @@ class DataConnector:
                 loader.mark_changes()
 
     def set_train_epoch(self) -> None:
-        """Call set_epoch() of the training samplers, unless setup_train_loader() has called it."""
+        """Call set_epoch() on the training samplers, unless setup_train_loader() already has."""
         if not self._is_epoch_set:
             self.train.set_epoch()
         self._is_epoch_set = False
@@ -267,7 +269,7 @@ class DataConnector:
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them."""
-        # In a resumed run, an additional call to val_dataloader() might draw random numbers, and
+        # In a resumed run, an additional call to val_dataloader() might draw random numbers and so
         # change the training. Call val_dataloader() here only if the saved run had called it.
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
@@ -300,7 +302,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_iterators(self, names: list[str]) -> None:
-        """Raise an error if MiniLoop found iterators whose positions its checkpoint lacks."""
+        """Raise an error if MiniLoop's checkpoint lists iterators whose positions it lacks."""
         if names:
             raise make_restart_error(describe_iterators(self.train.loaders[0], names))
 
@@ -327,17 +329,17 @@ def check_loaders(source: Any, found: str) -> None:
     """Raise an error if a loader is not an iterable of batches.
 
     Args:
-        found: The start of the error message, in which a description of the loader replaces {}. An
-            example is "val_dataloaders: got {}, expected a loader".
+        found: The start of the error message, such as "val_dataloaders: got {}, expected a loader".
+            A description of the loader replaces {}.
     """
     loaders = combine_loaders(source).flattened
     if isinstance(source, list | tuple) and loaders and all(map(_could_be_batch, loaders)):
         name = type(loaders[0]).__name__
         raise ConfigurationTypeError(
             f"{found.format(f'a {type(source).__name__} of {name} objects')} A {name} could be a"
-            " batch or a loader. For batches, pass DataLoader(batches, batch_size=None). For"
-            ' loaders, pass CombinedLoader(loaders, mode), with the mode "max_size_cycle" for'
-            ' training, and "sequential" otherwise.'
+            " batch or a loader. If the objects are batches, pass DataLoader(batches,"
+            " batch_size=None). If they are loaders, pass CombinedLoader(loaders, mode), with the"
+            ' mode "max_size_cycle" for training and "sequential" for all other stages.'
         )
     for loader in loaders:
         problem = find_problem(loader)
@@ -352,8 +354,8 @@ def check_loader_names(loaders: Any) -> None:
     if "train" in names or doubled:
         name, source = (doubled[0], "another loader's") if doubled else ("train", "the training")
         raise ConfigurationError(
-            f"val_dataloaders: got the key {name!r}, expected another key, because {source} loss"
-            f" has the name {name}_loss. For example, write {name + '_2'!r}."
+            f"val_dataloaders: got the key {name!r}, expected a different key, because {source}"
+            f" loss is also named {name}_loss. For example, write {name + '_2'!r}."
         )
 
 
@@ -427,7 +429,7 @@ class StageLoaders:
         self.loaded_in_epoch: float = run.progress.epochs_done if has_reloads else 0
         self._num_given = 0
         self.iterator: Any = None
-        # If a training loader has no length, prefetch the next batch to detect the epoch's end.
+        # If a training loader has no length, prefetch the next batch to detect the last batch.
         is_training = stage == "train"
         self._is_prefetching = is_training and self.num_batches == math.inf
         # Without a check before each batch, a process that has batches left would wait forever for
@@ -440,7 +442,7 @@ class StageLoaders:
         self._restored_rng: dict[str, Any] | None = None
 
     def _find_model_state(self) -> PlainState:
-        # The run replaces its PlainState before training.
+        # Look up plain_state in each call, because the run replaces it before training.
         return self.run.plain_state
 
     @property
@@ -458,7 +460,7 @@ class StageLoaders:
         return min(limits) if self._mode == "min_size" else max(limits)
 
     def set_epoch(self) -> None:
-        """Set the epoch of every sampler, so that each epoch has a different order."""
+        """Set the epoch of every sampler, so that the order differs from epoch to epoch."""
         for loader, resumable in zip(self.loaders, self.resumable, strict=True):
             if self.stage == "train":
                 resumable.prepare_set_epoch()
@@ -491,8 +493,8 @@ class StageLoaders:
             items = self._until_first_end(items)
         if self._is_prefetching:
             items = self._with_prefetch(items)
-        # CombinedLoader applies options such as limit_train_batches only in sequential mode, so use
-        # islice.
+        # CombinedLoader applies options such as limit_train_batches only in sequential mode, so
+        # apply them here with islice.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
         now = perf_counter
         requested = now()
@@ -520,7 +522,7 @@ class StageLoaders:
             if has_item:
                 self.run.warn_once(
                     "train_dataloaders: the processes have different numbers of batches. Each epoch"
-                    " ends as soon as one process has no batch left."
+                    " ends as soon as one process has no batches left."
                 )
             return
 
@@ -548,7 +550,7 @@ class StageLoaders:
             if loader.batches or not limit:
                 continue
             name = type(loader.loader).__name__
-            message = f"The {self.stage} loader ({name}) yielded no batch in this epoch. "
+            message = f"The {self.stage} loader ({name}) yielded no batches in this epoch. "
             message += STICKY_POSITION if loader.is_sticky else _USED_UP
             is_used_up = isinstance(loader.loader, Iterator) or loader.is_sticky
             if self.stage == "train" and (is_used_up or self.run.stop.max_epochs == -1):
@@ -593,12 +595,12 @@ class StageLoaders:
             rng_state = self._restored_rng
         for loader in self.resumable if self.stage == "train" else ():
             if loader.restart_problem:
-                problem = f"{loader.restart_problem}, to resume this run after its first epoch."
-                self.run.warn_once(f"train_dataloaders: {problem}")
+                advice = "Otherwise, this run cannot be resumed after its first epoch."
+                self.run.warn_once(f"train_dataloaders: {loader.restart_problem}. {advice}")
         are_known = True
         if dropped:
             # If one of several loaders has ended or restarted in this epoch, moving the positions
-            # back would be wrong. A resumed run then raises an error.
+            # back would be wrong. In this case, resuming from the checkpoint raises an error.
             are_known = len(positions) == 1 or all(map(self._is_in_first_pass, positions))
             self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]
@@ -615,8 +617,8 @@ class StageLoaders:
 
     def _warn_of_repeated_batches(self) -> None:
         self.run.warn_once(
-            "save_checkpoint: got a call during a batch. A resumed run repeats the batches since"
-            " the last optimizer step, but draws other random numbers for dropout and for random"
+            "save_checkpoint: called during a batch. A resumed run repeats the batches since the"
+            " last optimizer step, but draws different random numbers for dropout and for random"
             " samples. To resume exactly, call save_checkpoint() in on_train_batch_end."
         )
 
@@ -650,10 +652,10 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by a number of batches."""
-    # The last next() call of a finished loader yields no batch. Count this call like a batch.
+    # The last next() call on a finished loader yields no batch, but it counts as one here.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
-    # A resumed run runs the samplers from the start of the epoch, so omit their later states. If
-    # the loader cannot skip batches by index, omit the dataset's state for the same reason.
+    # A resumed run restarts the samplers at the start of the epoch, so omit their later states.
+    # If the loader cannot skip batches by index, omit the dataset's state for the same reason.
     repeated = ("order",) if position["is_indexed"] else ("order", "samples")
     kept = {name: value for name, value in position.items() if name not in repeated}
     return {**kept, "batches": done, "is_finished": False}
@@ -680,19 +682,19 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 
 
 def _can_only_be_batch(value: Any) -> bool:
-    """Return whether a value is an instance of a custom class that cannot be a loader."""
+    """Return whether a list item must be a batch, because it cannot be a loader."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
     if is_plain or isinstance(value, DataLoader | Dataset):
         return False
     if isinstance(value, Mapping) and any(map(_is_array, value.values())):
         return True
     is_iterable = isinstance(value, Iterable) or hasattr(value, "__getitem__")
-    # Only a batch has to be moved to the device.
+    # A to() method marks a batch, because only batches are moved to the device.
     return not is_iterable or callable(getattr(value, "to", None))
 
 
 def _could_be_batch(value: Any) -> bool:
-    """Return whether an iterable object contains tensors, and lacks attributes of a loader."""
+    """Return whether an iterable object contains tensors but lacks the attributes of a loader."""
     if isinstance(value, Dataset) or any(hasattr(value, name) for name in _NAMES_IN_LOADERS):
         return False
     parts = list(getattr(value, "__dict__", {}).values())
@@ -744,7 +746,7 @@ def check_lengths(run: Run, lengths: list[int | float], stage: str) -> None:
         if is_strict and len(set(found)) > 1:
             raise ConfigurationError(
                 f"{stage}_dataloader: got {list(found)} batches in the processes, expected the same"
-                f" number in each. Write limit_{stage}_batches={min(found)}, or leave out the"
+                f" number in each. Write limit_{stage}_batches={min(found)}, or do not pass a"
                 " sampler."
             )
 
@@ -801,7 +803,7 @@ def move_to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
-    """Copy the containers in a batch, as Trainer does, and call ``to(device)`` of the objects."""
+    """Copy the containers in a batch, as Trainer does, and call ``to(device)`` on its objects."""
     # A fast path for the usual batch, which is a tuple or a list of tensors on the CPU.
     kind = type(batch)
     if kind in (tuple, list) and {*map(type, batch)} == {Tensor} and all(map(_IS_CPU, batch)):
@@ -809,18 +811,18 @@ def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
     try:
         return copy_to_cpu(batch, device)
     except Exception as error:
-        # On the CPU, a step can also train on a batch that cannot be copied, such as a dataclass
+        # On the CPU, a step can train even on a batch that cannot be copied, such as a dataclass
         # with frozen=True.
         run.warn_once(
             f"{run.stage}: got a batch that cannot be moved to a device"
-            f" ({type(error).__name__}: {error}), so the step gets the loader's own object. Let the"
-            " loader yield tensors in dicts, lists, tuples or dataclasses."
+            f" ({type(error).__name__}: {error}). The step gets the batch as the loader yielded it."
+            " Change the loader to yield tensors in dicts, lists, tuples or dataclasses."
         )
         return batch
 
 
 def copy_to_cpu(batch: Any, device: Any) -> Any:
-    """Return the same as move_data_to_device, but faster for the usual containers and values."""
+    """Do the same as move_data_to_device, but faster for the usual containers and values."""
     kind = type(batch)
     if kind is Tensor:
         return batch if batch.is_cpu else batch.to(device)

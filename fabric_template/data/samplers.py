@@ -130,9 +130,9 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
     except (AttributeError, TypeError) as error:
         raise ConfigurationError(
             f"batch_sampler: got the class {kind.__name__}, expected a class with the same"
-            f" arguments as torch's BatchSampler: {error}. Use such a class, or write"
-            " DataLoader(data, sampler=batch_sampler, batch_size=None), whose dataset gets a list"
-            " of indices in __getitem__."
+            f" arguments as torch's BatchSampler ({error}). Use such a class, or write"
+            " DataLoader(data, sampler=batch_sampler, batch_size=None). In this case, the"
+            " dataset's __getitem__ receives a list of indices."
         ) from error
 
 

@@ -19,11 +19,11 @@ class TensorLoader:
     """A loader that slices batches from tensors, without workers, collation or host-device copies.
 
     Args:
-        *tensors: Tensors of the same length. A batch is a tuple with a copy of a slice of each
-            tensor, so in-place operations on a batch do not change the tensors.
+        *tensors: Tensors of the same length. A batch is a tuple that contains a copied
+            slice of each tensor, so in-place operations on a batch do not change the tensors.
         batch_size: Number of samples per batch.
-        shuffle: Draw a new order in each pass, with ``generator`` or torch's default generator.
-            With several processes, the order depends on the seed and on the epoch number.
+        shuffle: Draw a new order in each pass, using ``generator`` or torch's default generator.
+            With several processes, the order depends on the seed and the epoch number instead.
         drop_last: Drop the last batch if it is not full.
         generator: A torch.Generator on the CPU.
         device: The device to which the tensors are moved when the loader is created.
@@ -71,8 +71,8 @@ class TensorLoader:
         """Return a loader that yields only one process's share of the samples.
 
         Args:
-            seed: The seed for shuffling, which must be equal in all processes.
-            is_padded: Repeat some samples, so that each process gets the same number of samples.
+            seed: The seed for shuffling, which must be the same in all processes.
+            is_padded: Repeat some samples so that each process gets the same number of samples.
             has_order_per_pass: Draw a new order in each pass. By default, only ``set_epoch``
                 changes the order, as in a DistributedSampler.
         """
@@ -96,9 +96,9 @@ class TensorLoader:
         return [int(index) for index in part]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffled order of an epoch in a run with several processes.
+        """Set the epoch, which determines the shuffled order in a run with several processes.
 
-        Loaders from ``loop.setup`` need no set_epoch, because they draw a new order in each pass.
+        Loaders from ``loop.setup`` draw a new order in each pass without a call to set_epoch.
         """
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
@@ -173,7 +173,7 @@ def check_options(batch_size: Any, shuffle: Any, drop_last: Any, generator: Any)
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error unless all values are tensors of equal length, with at least one dimension."""
+    """Raise an error unless all values are tensors of the same length, with a first dimension."""
     wrong = [describe(part) for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:
@@ -183,7 +183,7 @@ def check_tensors(tensors: tuple[Any, ...]) -> None:
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) != 1:
-        given = f"the lengths {lengths}" if lengths else "no tensors"
+        given = f"tensors of lengths {lengths}" if lengths else "no tensors"
         raise ValueError(
             f"TensorLoader: got {given}, expected one or more tensors of the same length."
             " Write TensorLoader(x, y, batch_size=32)."

@@ -50,7 +50,7 @@ def prune():
 
 def test_resuming_with_model_pruning_is_refused(tmp_path):
     interrupt(tmp_path, Classifier, lambda: [prune()])
-    with pytest.raises(CheckpointError, match="resume: got ModelPruning, whose masks"):
+    with pytest.raises(CheckpointError, match="resume: got the callback ModelPruning, but"):
         fit(tmp_path, callbacks=[prune()], resume="auto", **OPTIONS)
 
 

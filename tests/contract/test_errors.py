@@ -287,7 +287,7 @@ class ValidatesOnTrainingData(Plain):
 
 
 def test_a_validation_loader_key_that_duplicates_the_name_of_another_loss_is_refused(tmp_path):
-    message = "val_dataloaders: got the key {!r}, expected another key, because {} loss has the name {}_loss."
+    message = "val_dataloaders: got the key {!r}, expected a different key, because {} loss is also named {}_loss."
     for keys in (["train"], ["val", "train"]):
         call = fitting(tmp_path, Plain(), make_loader(), {key: val_loader() for key in keys})
         check_error(ValueError, message.format("train", "the training", "train"), call, tmp_path)

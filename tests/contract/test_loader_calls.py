@@ -282,7 +282,7 @@ def test_a_killed_run_resumes_exactly_if_iter_or_set_epoch_shuffles(tmp_path, lo
     assert_same_weights(expected, resumed)
 
 
-@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
+@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues across epochs")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", LOADERS_WITH_CODE_AT_THE_END)
 def test_both_loops_read_a_loader_to_its_end_like_a_for_loop(tmp_path, loop, name):

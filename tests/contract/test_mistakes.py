@@ -664,7 +664,7 @@ def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
     assert row["train_loss"] == 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues in each epoch")
+@pytest.mark.filterwarnings("ignore:.*contains an iterator that continues across epochs")
 def test_mini_loop_reads_no_iterator_in_a_batch_to_find_the_batch_size():
     """Reading an endless iterator would never end. From any other, the step would get only the remaining items."""
     batches = [{"n": itertools.count(), "parts": iter(range(3)), "xy": xy} for xy in make_loader()]

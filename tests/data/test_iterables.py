@@ -16,7 +16,7 @@ from fabric_template.errors import CheckpointError
 
 BATCHES = list(make_loader(24, shuffle=False))
 
-pytestmark = pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
+pytestmark = pytest.mark.filterwarnings("ignore:train_dataloaders. .* cannot be resumed after its first epoch")
 
 
 class Own:
@@ -98,7 +98,7 @@ def test_fit_trains_for_one_epoch_on_an_iterator_that_can_be_read_only_once():
 
 def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_path):
     """In validation, an exhausted iterator only causes a warning."""
-    hint = r"loader \(chain\) yielded no batch in .* An iterator yields its batches only once\. Pass an object"
+    hint = r"loader \(chain\) yielded no batches in .* An iterator yields its batches only once\. Pass an object"
     with pytest.raises(ValueError, match=f"The train {hint}"):
         fit(tmp_path, train=once, max_epochs=2)
     with pytest.warns(UserWarning, match=f"The val {hint}"):
@@ -174,7 +174,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
     assert_same_end(whole, fit(root, seed=9, resume="last", **options))
     assert logs_of(root) == logs_of(tmp_path / "whole")
     for batch in (5, 7):
-        with pytest.raises(CheckpointError, match="contains an iterator that continues in each epoch"):
+        with pytest.raises(CheckpointError, match="contains an iterator that continues across epochs"):
             fit(tmp_path / "killed" / str(batch), resume="last", **options)
 
 
@@ -184,7 +184,7 @@ def test_fabric_loop_cannot_resume_a_mini_loop_run_if_the_loader_contains_an_ite
     """MiniLoop does not save the position of such a loader."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make())
-    with pytest.raises(CheckpointError, match="contains an iterator that continues in each epoch"):
+    with pytest.raises(CheckpointError, match="contains an iterator that continues across epochs"):
         fit(tmp_path, train=make, max_epochs=2, resume="last")
 
 
@@ -212,7 +212,7 @@ def test_resuming_after_epoch_0_is_refused_for_a_stateful_loader_with_persistent
 
 @pytest.mark.parametrize("make", CONTINUED)
 def test_fit_warns_early_that_a_loader_does_not_restart_each_epoch(tmp_path, make):
-    with pytest.warns(UserWarning, match="train_dataloaders: .* to resume this run after its first epoch"):
+    with pytest.warns(UserWarning, match="train_dataloaders: .* cannot be resumed after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 
 

@@ -119,7 +119,7 @@ def test_resuming_mid_epoch_is_refused_if_the_batch_size_differs(tmp_path):
     """At the end of an epoch, a different batch size only causes a warning."""
     other = lambda: make_loader(24, batch_size=6)  # noqa: E731
     fit(tmp_path, train=lambda: make_loader(24), max_steps=4)
-    message = r"middle of an epoch of a run whose batch size was \[4\]. Now the batch size is \[6\].* use load="
+    message = r"middle of an epoch, when the batch size was \[4\]. Now the batch size is \[6\].* use load="
     with pytest.raises(CheckpointError, match=message):
         fit(tmp_path, train=other, max_steps=8, resume="last")
     fit(tmp_path / "whole", train=lambda: make_loader(24), max_epochs=1)

@@ -299,5 +299,5 @@ def test_resume_refuses_an_iterable_dataset_that_yields_no_batch(tmp_path):
 
     make = lambda: DataLoader(Empty(), 4)  # noqa: E731
     fit(tmp_path, train=make, max_epochs=1)
-    with pytest.raises(ValueError, match=r"The train loader \(DataLoader\) yielded no batch .* load_state_dict"):
+    with pytest.raises(ValueError, match=r"The train loader \(DataLoader\) yielded no batches .* load_state_dict"):
         fit(tmp_path, train=make, max_epochs=3, resume="last")

@@ -126,7 +126,7 @@ def train_with(processes, **options):
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_resuming_mid_epoch_is_refused_if_the_number_of_processes_differs(first, second):
     train_with(first, max_steps=2)
-    with pytest.raises(CheckpointError, match=f"middle of an epoch of a run whose number of processes was {first}"):
+    with pytest.raises(CheckpointError, match=f"middle of an epoch, when the number of processes was {first}"):
         train_with(second, max_steps=4, resume="last")
 
 

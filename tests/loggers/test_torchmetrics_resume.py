@@ -159,7 +159,7 @@ class Evaluated(nn.Module):
     configure_optimizers = Measures.configure_optimizers
 
 
-@pytest.mark.filterwarnings("ignore:save_checkpoint. got a call during a validation")
+@pytest.mark.filterwarnings("ignore:save_checkpoint. called during a validation")
 def test_a_checkpoint_saved_during_validation_contains_no_state_of_validation_metrics():
     """A run saved during a validation repeats the whole validation when it resumes."""
 

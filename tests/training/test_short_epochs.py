@@ -157,10 +157,10 @@ def test_an_epoch_with_fewer_batches_than_expected_ends_with_validation(tmp_path
     assert seen == steps
 
 
-@pytest.mark.filterwarnings("ignore:train_dataloaders. .* to resume this run after its first epoch")
+@pytest.mark.filterwarnings("ignore:train_dataloaders. .* cannot be resumed after its first epoch")
 def test_fit_raises_an_error_if_the_loader_yields_no_batch_in_a_later_epoch(tmp_path):
     """last.ckpt contains the state after the previous epoch."""
-    message = r"The train loader \(generator\) yielded no batch in this epoch. An iterator yields"
+    message = r"The train loader \(generator\) yielded no batches in this epoch. An iterator yields"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, Classifier, lambda: (batch for batch in list(train())), max_epochs=3)
     found = torch.load(tmp_path / "checkpoints/run/version_0/last.ckpt", weights_only=True)
