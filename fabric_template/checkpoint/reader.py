@@ -248,7 +248,7 @@ def check_entries(infos: list[zipfile.ZipInfo], size: int) -> None:
             raise ValueError("An entry is compressed, or extends beyond the end of the file.")
     # Reject a zip archive with overlapping entries, because reading them all could fill the memory.
     if sum(info.file_size for info in infos) > size:
-        raise ValueError("The entries are larger in total than the file.")
+        raise ValueError("The entries are larger than the file.")
     # An archive with constants.pkl is a TorchScript program, which torch.load would run.
     if len(names) < len(infos) or "data.pkl" not in names or "constants.pkl" in names:
         raise ValueError("The file has entries that torch.save does not write.")

@@ -465,7 +465,7 @@ def test_a_checkpoint_with_overlapping_zip_entries_is_refused(tmp_path):
 def test_an_error_explains_how_to_convert_a_checkpoint_in_the_old_torch_format(tmp_path):
     path = tmp_path / "a.ckpt"
     torch.save({"epoch": 3}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"format of torch before 1\.6.*torch\.save\(torch\.load"):
+    with pytest.raises(CheckpointError, match=r"that torch used before version 1\.6.*torch\.save\(torch\.load"):
         read_checkpoint(path)
     assert read_checkpoint(path, weights_only=False) == {"epoch": 3}
     AtomicCheckpointIO().save_checkpoint(torch.load(path, weights_only=True), path)
