@@ -318,7 +318,7 @@ class MiniLoop:
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
-        # When the next row of metrics.csv started, and the seconds spent waiting for batches.
+        # The start time of the next row of metrics.csv, and the seconds spent waiting for batches.
         self._row_started, self._waited = time.monotonic(), 0.0
 
     # Training
@@ -330,7 +330,7 @@ class MiniLoop:
         val_dataloaders: Any = None,
         # "auto" continues the newest run, or starts a new run if there is no checkpoint.
         resume: str | Path | None = None,  # Resume from a path, "last", "best" or "auto".
-        load: str | Path | None = None,  # Load only weights. Pass a path, "last" or "best".
+        load: str | Path | None = None,  # Load only the weights from a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
         scheduler: Any = None,  # A scheduler to step once per epoch, or Lightning's scheduler dict.
         training_step: Callable[..., Any] | None = None,  # fn(model, batch[, batch_idx]) -> loss
@@ -393,7 +393,7 @@ class MiniLoop:
             self._restore_options(self._resumed_state["options"])
             if self.batches_done > 0 and not is_done:
                 self._skip_batches()
-            # Restore the RNG state last, because the code before this line may draw random numbers.
+            # Restore the RNG state last, because the code above may draw random numbers.
             self._attributes.load_state(self._resumed_state)
             parts = self._attributes.refresh_parts()
             keys = self._resumed_state.get("torchmetrics", {})
@@ -584,7 +584,7 @@ class MiniLoop:
             self._is_last = is_last
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
-        text += " Pass a loader that restarts with each iter(), such as a DataLoader or a list."
+        text += " Pass a loader that restarts in each epoch, such as a DataLoader or a list."
         check(self._is_last, text)
 
     def _start_batches(self) -> None:
@@ -630,7 +630,7 @@ class MiniLoop:
                     return
                 yield number == length, batch
             if not self._is_lightning_module:
-                # Run the loader's code after the last batch, as a for loop does, unlike Trainer.
+                # Unlike Trainer, run the loader's code after the last batch, as a for loop does.
                 next(batches, END)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
@@ -820,7 +820,8 @@ class MiniLoop:
         on_epoch = not is_in_batch if on_epoch is None else on_epoch
         if not (on_epoch or (on_step and is_in_batch)):
             text = f"log: got {name!r} with on_step={on_step} and on_epoch={on_epoch} in"
-            raise ValueError(f"{text} {self._hook}, which logs nothing. Write on_epoch=True.")
+            text += f" {self._hook}, but these arguments log nothing. Write on_epoch=True."
+            raise ValueError(text)
         if batch_size is not None and type(batch_size) is not int:
             # Clone a tensor, because the step may later change it in place.
             batch_size = to_metric("batch_size", batch_size).clone()
@@ -1419,8 +1420,9 @@ class MiniLoop:
         check(stage is None, f"{text} ended. {other}")
         for option, given in self._created_with.items():
             value = getattr(self, option)
-            text = f"{option}: got {value!r} for an existing loop, expected {given!r}. Write"
-            check(value == given, f"{text} MiniLoop({option}={value!r}).")
+            text = f"{option}: got {value!r} for an existing loop, but this option can only be set"
+            fix = f"when the loop is created. Write MiniLoop({option}={value!r})."
+            check(value == given, f"{text} {fix}")
         self._check_options()
 
     def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
@@ -1585,11 +1587,11 @@ class MiniLoop:
         if own.get("writer") == "FabricLoop":
             self._attributes.convert_fabric_loop_state(ranks)
         found = own.get("iterators", [])
-        text = f"resume: got the iterators {found} in the loader, whose positions are not saved."
+        text = f"resume: got a checkpoint without the positions of the loader's iterators {found}."
         text += " Create iterators in __iter__, or use load= for a new run."
         check(not (found and epochs), text)
         objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = "resume: got a checkpoint from the middle of an epoch, which lacks the state of the"
+        text = "resume: got a checkpoint from the middle of an epoch without the state of the"
         text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint saved at the end"
         check(not objects, f"{text} of an epoch.")
         groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
@@ -2185,7 +2187,7 @@ def to_python(value: Any) -> Any:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state without changing its values.
 
-    On its own, load_state_dict() would convert the dtypes of tensors, and replace strings.
+    On its own, load_state_dict() would convert the dtypes of tensors and replace strings.
     """
     groups = optimizer.param_groups
     optimizer.load_state_dict(saved)
@@ -2582,7 +2584,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a ``state_dict`` method, and is not a module or a loader."""
+    """Return whether a value has a ``state_dict`` method and is neither a module nor a loader."""
     kind = type(value)
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -2617,7 +2619,7 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
         # marshal raises a ValueError for tensors and objects.
         return type(value), zlib.crc32(marshal.dumps(value, 2))
     if not isinstance(value, CONTAINER_TYPES):
-        # Iterating over an object may change it, or read a file.
+        # Iterating over an object may change the object or read a file.
         raise TypeError(type(value).__name__)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
@@ -2952,12 +2954,12 @@ def find_direction(metric: str) -> str | None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which replaces the file at ``path`` at the end of the block."""
+    """Open a temporary file that replaces the file at ``path`` when the block ends."""
     # The folder may have been deleted during the run.
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    # Mode "x" creates a new file, and never writes through a symbolic link.
+    # Mode "x" creates a new file and never writes through a symbolic link.
     with temporary.open("xb") as file:
         yield file
         file.flush()
@@ -2997,7 +2999,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = load_file(path)
     except pickle.UnpicklingError as error:
-        text = f"{path}: got objects that torch.load does not read. Use FabricLoop."
+        text = f"{path}: got objects that torch.load refuses to load. Use FabricLoop."
         raise ValueError(text) from error
     text = f"{path}: got a {type(checkpoint).__name__}, expected a dict with weights."
     check(isinstance(checkpoint, dict) and bool(checkpoint), text)
@@ -3039,7 +3041,7 @@ def find_placeholder(value: Any) -> str | None:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Read when a version folder was last used from its .lock file. Also return its number."""
+    """Return when a version folder was last used (from its .lock file), and its number."""
     text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -3084,7 +3086,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = f"{folder}: another run is writing to this folder. Set another version."
+                text = f"{folder}: another run is writing to this folder. Use a different version."
                 raise ValueError(text) from None
         OPEN_LOCKS.append(file)
         try:

@@ -1161,7 +1161,7 @@ def test_mini_loop_refuses_hyperparameters_that_torch_load_cannot_read(case):
         run_mini(make, max_epochs=1)
     assert not os.listdir(".")
     run_mini(make, max_epochs=1, loop_class=partial(FabricLoop, **QUIET))
-    with pytest.raises(ValueError, match=r"last\.ckpt: got objects that torch\.load does not read.*Use FabricLoop\.$"):
+    with pytest.raises(ValueError, match=r"last\.ckpt: got objects that torch\.load refuses.*Use FabricLoop\.$"):
         run_mini(make, max_epochs=2, fit={"resume": "last"})
     run_mini(make, max_epochs=2, loop_class=partial(FabricLoop, **QUIET), fit={"resume": "last"})
 
@@ -1379,7 +1379,7 @@ def test_mini_loop_refuses_a_metric_name_that_contains_a_line_break(name):
             self.log(name, 1.0, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ValueError, match="expected text without line breaks .* for the CSV file"):
+    with pytest.raises(ValueError, match="expected a non-empty string of printable characters"):
         run_mini(Wraps, max_epochs=1)
 
 
