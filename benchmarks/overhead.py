@@ -375,7 +375,7 @@ def find_contestants(problem: Problem) -> list[str]:
         if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
             names.append(name)
         else:
-            print(f"left out: {name} (it ends with other weights than the plain loop)")
+            print(f"left out: {name} (its final weights differ from those of the plain loop)")
     return names
 
 

@@ -296,7 +296,7 @@ def rows(size: float) -> Iterator[str]:
                 start = time.perf_counter()
                 again.rewind(place)
                 back = 1e3 * (time.perf_counter() - start)
-                assert again.position() == place, "the rows are not those that were there"
+                assert again.position() == place, "rewind() has changed the existing rows"
                 what = f"{name}, {number:,}"
                 yield f"{what:24}{opened:12.1f}{back:14.1f}{statistics.median(each):10.1f}"
 

@@ -222,7 +222,7 @@ def event_kind(d):
 INVALID = [
     ("persistent workers need workers", lambda d: d["persistent"] and not d["workers"]),
     (
-        "SparseAdam and sparse gradients need each other",
+        "SparseAdam and sparse gradients require each other",
         lambda d: (d["optimizer"] == "SparseAdam") != (d["net"] == "sparse_embedding")
         or (d["optimizer"] == "SparseAdam" and d["style"] in ("object_list", "object_dict")),
     ),
@@ -260,7 +260,7 @@ INVALID = [
     ),
     ("several best files need a monitor", lambda d: "save_top_k" in d["options"] and "monitor" not in d["options"]),
     (
-        "several validation loaders have several losses",
+        "several validation loaders give several losses",
         lambda d: (
             d["val"] == "two"
             and (
@@ -272,7 +272,7 @@ INVALID = [
         ),
     ),
     (
-        "a LightningModule must log the metric that is followed",
+        "a LightningModule must log the monitored metric",
         lambda d: (
             is_lightning(d)
             and d["log"] not in ("epoch", "both")
@@ -283,7 +283,7 @@ INVALID = [
         ),
     ),
     (
-        "a fraction needs a length",
+        "a fraction of the batches needs a loader with a length",
         lambda d: (
             0.5 in (d["options"].get("limit_train_batches"), d["options"].get("val_check_interval"))
             and (d["data"] in pieces.STREAMS or d["loader"] == "own_iterable")
@@ -298,18 +298,18 @@ INVALID = [
         lambda d: "accumulation" in d["callbacks"] and "accumulate_grad_batches" in d["options"],
     ),
     (
-        "callbacks that average weights exclude each other",
+        "a run supports only one callback that averages weights",
         lambda d: len({"swa", "ema", "averages"} & set(d["callbacks"])) > 1,
     ),
-    ("rates need a scheduler and a logger", lambda d: "rates" in d["callbacks"]),
+    ("LearningRateMonitor needs a scheduler and a logger", lambda d: "rates" in d["callbacks"]),
     (
-        "ModelCheckpoint excludes FabricLoop's options for checkpoints",
+        "ModelCheckpoint cannot be combined with FabricLoop's checkpoint options",
         lambda d: (
             {"model_checkpoint", "best_checkpoint"} & set(d["callbacks"])
             and {"monitor", "save_every_n_steps", "save_top_k", "save_last"} & set(d["options"])
         ),
     ),
-    ("two ModelCheckpoints save the same files", lambda d: {"model_checkpoint", "best_checkpoint"} <= set(d["callbacks"])),
+    ("two ModelCheckpoints would save the same files", lambda d: {"model_checkpoint", "best_checkpoint"} <= set(d["callbacks"])),
     (
         "a run has only one validation interval",
         lambda d: "validate_every_n_steps" in d["options"]
@@ -327,7 +327,7 @@ INVALID = [
         and ("limit_train_batches" in d["options"] or "limit_val_batches" in d["options"] or not is_lightning(d)),
     ),
     (
-        "manual optimization excludes automatic options",
+        "manual optimization does not support options of automatic optimization",
         lambda d: d["style"] in ("lightning_manual", "lightning_two_optimizers", "lightning_buffers")
         and (
             {"accumulate_grad_batches", "gradient_clip_val"} & set(d["options"])
@@ -342,18 +342,18 @@ INVALID = [
         lambda d: d["style"] == "lightning_two_optimizers" and d["scheduler"] != "none",
     ),
     (
-        "a model that has only buffers has no loss",
+        "a model with only buffers has no loss",
         lambda d: d["style"] == "lightning_buffers"
         and (d["val"] != "none" or d["log"] != "nothing" or d["options"].keys() & {"monitor"}
              or d["loader"] in pieces.SEVERAL_LOADERS or d["callbacks"]
              or (d["net"], d["optimizer"], d["scheduler"]) != ("linear", "SGD", "none")),
     ),
     (
-        "a module has one hook of each name",
+        "a module can define each hook only once",
         lambda d: has_repeated_method(d["hooks"]),
     ),
     (
-        "a sanity check draws from the generator of the validation loader, and MiniLoop has none",
+        "a sanity check uses the generator of the validation loader, and MiniLoop has no sanity check",
         lambda d: d["val"] == "shuffled" and d["options"].get("num_sanity_val_steps") != 0,
     ),
     (
@@ -412,7 +412,7 @@ INVALID = [
         ),
     ),
     (
-        "another monitor needs two metrics",
+        "a different monitor needs a second metric",
         lambda d: event_kind(d) == "new_monitor"
         and (is_lightning(d) or d["val"] == "none" or {"monitor", "save_top_k"} & set(d["options"])),
     ),
@@ -426,10 +426,10 @@ INVALID = [
         and {"keeps_outputs", "adds_noise", "captures_activations", "follows_best"} & set(d["hooks"]),
     ),
     (
-        "the sampler of an own batch sampler is unknown, so two processes cannot share it",
+        "the sampler of the program's own batch sampler is unknown, so two processes cannot share it",
         lambda d: d["ranks"] > 1 and d["sampler"].startswith("own_batches") and not is_lightning(d),
     ),
-    ("a change between epochs excludes max_steps",
+    ("a change between epochs cannot be combined with max_steps",
      lambda d: event_kind(d) in ("more_epochs", "new_monitor", "other_batch_size", "to_Trainer", "from_Trainer")
      and "max_steps" in d["options"]),
 ]  # fmt: skip
@@ -462,7 +462,7 @@ EXCLUDED = [
         ),
     ),
     (
-        "StochasticWeightAveraging ends with the last epoch, so a run with fewer epochs is another run",
+        "StochasticWeightAveraging ends with the last epoch, so a run with fewer epochs gives different results",
         lambda d: (
             "swa" in d["callbacks"]
             and event_kind(d)

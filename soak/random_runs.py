@@ -94,9 +94,9 @@ class Check:
         if oracle is not None:
             self.compare_with_oracle(oracle)
         for loop, end in self.ends.items():
-            self.outcome.add(f"{loop} keeps another best file", best_differences(end))
+            self.outcome.add(f"{loop} keeps a different best file", best_differences(end))
             if end.get("is_in_sync") is False:
-                self.outcome.add(f"{loop}: the processes have other weights", ["weights"])
+                self.outcome.add(f"{loop}: the processes have different weights", ["weights"])
             if kind is not None:
                 self.check_event(loop, end, oracle)
         if kind is None and len(self.ends) == 2:
@@ -180,7 +180,7 @@ class Check:
             )
             is_of_first = self.event["kind"] == "error" and self.event["rank"] == 0
             if is_of_first and "error" in end and not end["is_planned"]:
-                self.outcome.add_failure(f"{loop} raised another error than the program", end)
+                self.outcome.add_failure(f"{loop} raised a different error from the program", end)
             if "hang" in end["codes"]:
                 self.outcome.add_failure(f"{loop} hangs after {self.event['kind']}", end)
         return whole, *self.resume(loop, name)
