@@ -80,7 +80,7 @@ def test_tune_reports_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):
     loader = DataLoader(Samples(), batch_size=32, shuffle=True)
     found = tuned(loader, step, only=["batch_size"])
     assert found.choice == {"batch_size": 128}
-    assert "\nwrite       batch_size=128, and find" in str(found)
+    assert "\nwrite       batch_size=128, and tune" in str(found)
     assert "failed  batch_size 256  MemoryError: out of memory" in capsys.readouterr().out
     assert loader.batch_size == 32
     assert os.listdir(tmp_path) == []
