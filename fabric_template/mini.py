@@ -541,7 +541,7 @@ class MiniLoop:
             raise
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due: either only ReduceLROnPlateau, or only all others.
+        """Step the schedulers that are due: either only ReduceLROnPlateau, or all the others.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """

@@ -237,7 +237,7 @@ def loader_argument(call: str, stage: str) -> str:
 
 
 def found_loader(plan: Plan, stage: str) -> str:
-    """Return an error message about an invalid loader, in which {} stands for the loader."""
+    """Return an error message about an invalid loader, with {} as a placeholder for the loader."""
     argument = loader_argument(plan.stage, stage)
     text = f"{argument}: got {{}}, expected a loader (an iterable of batches)."
     if plan.is_lightning_module:

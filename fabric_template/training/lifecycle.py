@@ -108,7 +108,7 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
     stack.enter_context(torch.autograd.set_detect_anomaly(run.config.detect_anomaly))
     stack.enter_context(run.console.shown(run))
     if run.stage == "fit" and run.fabric.world_size > 1:
-        # Handle signals during the set-up, so that no process exits while others wait for it.
+        # Handle signals during the set-up, so that no process exits while other processes wait.
         stack.enter_context(run.signals)
 
 
