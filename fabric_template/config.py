@@ -87,10 +87,10 @@ class LoopConfig:
     validate_every_n_steps: int | None = None
     """Validate every N optimizer steps, counted across epochs, instead of after each epoch."""
     num_sanity_val_steps: int | None = None
-    """Validate on this many batches before training starts. -1 means all batches, None means 2."""
+    """Validate on this many batches before training starts. -1 means all batches. None means 2."""
     log_every_n_steps: int | None = None
     """Every N optimizer steps, log the loss, the learning rate and the values logged with
-    on_step=True. 0 means never, None means 50."""
+    on_step=True. 0 means never. None means 50."""
     log_grad_norm: bool = False
     """Write the gradient norm, measured before clipping, to steps.csv."""
 
@@ -124,7 +124,7 @@ class LoopConfig:
     barebones: bool = False
     """Turn off everything except training, to measure the loop's overhead."""
     logger: Any = None
-    """A logger or a list of loggers. None and True mean the CSV logger, False means no logger.
+    """A logger or a list of loggers. None and True mean the CSV logger. False means no logger.
     "tensorboard", "wandb" or "mlflow" adds Lightning's logger of that name to the CSV logger."""
     enable_checkpointing: bool | None = None
     """Write checkpoints."""

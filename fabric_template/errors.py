@@ -70,11 +70,11 @@ class _CheckpointKeyError(CheckpointError, KeyError):
 
 
 class MissingKeyError(_CheckpointKeyError):
-    """Raised if ``loop.load`` gets a key that is not in the checkpoint."""
+    """Raised if ``loop.load`` is called with a key that is not in the checkpoint."""
 
 
 class WeightsOnlyError(_CheckpointKeyError):
-    """Raised if ``resume=`` or ``ckpt_path=`` gets a checkpoint without optimizer states."""
+    """Raised if the checkpoint for ``resume=`` or ``ckpt_path=`` has no optimizer states."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):

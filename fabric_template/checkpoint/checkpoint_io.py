@@ -142,7 +142,7 @@ def restore_numpy(checkpoint: dict[str, Any]) -> dict[str, Any]:
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint: got an invalid NumPy dtype under the key {NUMPY_KEY!r}: {error}. Use"
-            " another checkpoint."
+            " a different checkpoint."
         ) from error
     return checkpoint
 

@@ -153,7 +153,7 @@ def shard_folder(index: dict[str, Any], path: str | Path) -> Path:
     for name in (index["folder"], *index["files"]):
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
-                f"{path}: the checkpoint refers to files outside of its folder. Use another"
+                f"{path}: the checkpoint refers to files outside of its folder. Use a different"
                 " checkpoint."
             )
     return Path(path).with_name(index["folder"])

@@ -112,7 +112,8 @@ def choose_argument(stage: str, given: dict[str, Any]) -> tuple[str, Any]:
         raise ConfigurationTypeError(f"{name}: got {describe(value)}, expected {expected}.{hint}")
     if value == "auto" and not has_auto:
         raise ConfigurationError(
-            f"{name}: got 'auto', expected {expected}. Only fit(..., resume='auto') accepts 'auto'."
+            f"{name}: got 'auto', expected {expected}. Only fit accepts 'auto', as in fit(...,"
+            " resume='auto')."
         )
     return name, value
 

@@ -169,7 +169,7 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
-    """Return the state_dict in a checkpoint, or the checkpoint if it is itself a state_dict."""
+    """Return the state_dict in a checkpoint, or the checkpoint itself if it is a state_dict."""
     weights: Any = None
     for key in _WEIGHTS_KEYS:
         if weights is None and key in checkpoint:

@@ -68,8 +68,8 @@ class ResumableLoader:
             short loader several times.
         batches: Number of batches read since the loader was last started.
         is_finished: Whether the loader has no batches left.
-        restart_problem: The reason why checkpoints that are saved after the first epoch cannot be
-            resumed, or "" if they can. The reason is known after the first batch.
+        restart_problem: The reason why a run cannot resume from checkpoints that are saved after
+            the first epoch, or "" if it can. The reason is known after the first batch.
         workers: The RNG state of each worker after its last batch, or None before its first batch.
             Persistent workers keep their RNG states between epochs.
     """

@@ -216,7 +216,7 @@ class DataConnector:
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
-            # continues the saved epoch. In these cases, start_train_batches() does so again.
+            # continues the saved epoch. Leave the second call to start_train_batches().
             self._is_train_started = (is_first or is_resumed) and not restarts_epoch
 
     def _create_iterators_early(self) -> None:
@@ -302,7 +302,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_iterators(self, names: list[str]) -> None:
-        """Raise an error if MiniLoop's checkpoint lists iterators whose positions it lacks."""
+        """Raise an error if MiniLoop found iterators whose positions are not saved."""
         if names:
             raise make_restart_error(describe_iterators(self.train.loaders[0], names))
 
