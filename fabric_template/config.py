@@ -129,7 +129,7 @@ class LoopConfig:
     enable_checkpointing: bool | None = None
     """Write checkpoints."""
     enable_progress_bar: bool | None = None
-    """Show a progress bar, and print a line per epoch."""
+    """Show a progress bar and print a line per epoch."""
     enable_model_summary: bool | None = None
     """Print a table of the model's layers before training."""
     default_root_dir: str | os.PathLike[str] | None = None
@@ -291,7 +291,7 @@ class LoopConfig:
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:
-        """Copy this LoopConfig, and replace the given options without checking them."""
+        """Copy this LoopConfig and replace the given options without checking them."""
         changed = copy.copy(self)
         vars(changed).update(values)
         return changed
@@ -405,7 +405,7 @@ def _one_of(*choices: str) -> Callable[[Any], bool]:
 _DURATION = '"DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}'
 _LIMIT = ("a number of batches (int >= 0) or a fraction (float from 0.0 to 1.0)", _is_limit)
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Maps each option to a description of the valid values, and to a function that checks a value.
+# Maps each option to a description of the valid values and a function that checks a value.
 # Options that are not listed here must be True or False.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_epochs": ("a number of epochs (int >= 0), or -1 for no limit", _at_least(-1)),
@@ -490,7 +490,7 @@ class LoopArguments(LoopConfig):
     """An alias of the logger option. Do not pass both logger and loggers."""
 
 
-# FabricLoop does not support these Trainer options, but accepts their default values.
+# FabricLoop does not support these Trainer options but accepts their default values.
 _TRAINER_DEFAULTS = {
     "use_distributed_sampler": True,
     "sync_batchnorm": False,

@@ -1,4 +1,4 @@
-"""Write files atomically, and create version folders such as version_0."""
+"""Write files atomically and create version folders such as version_0."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def local_path(path: str | Path) -> str:
         from .errors import CheckpointError
 
         raise CheckpointError(
-            f"path: got {text!r}, expected a local file. Download the file, and pass its local"
-            " path."
+            f"path: got {text!r}, expected a local file. Download the file and pass its local path."
         )
     return text
 

@@ -1,4 +1,4 @@
-"""Parse metric names such as "val_loss", and infer whether lower values are better."""
+"""Parse metric names such as "val_loss" and infer whether lower values are better."""
 
 from __future__ import annotations
 

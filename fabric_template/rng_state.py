@@ -103,7 +103,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Copy a nested dict, and convert each NumPy array to a tuple (dtype, bytes)."""
+    """Copy a nested dict and convert each NumPy array to a tuple (dtype, bytes)."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state

@@ -1,4 +1,4 @@
-"""Write checkpoint files atomically, and verify them when they are read."""
+"""Write checkpoint files atomically and verify them when they are read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def find_checkpoint_io(fabric: Fabric) -> CheckpointIO:
 def read_checkpoint(
     path: str | Path, weights_only: bool = True, map_location: Any = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file, and recreate the NumPy values that were saved as other types.
+    """Read a checkpoint file and recreate the NumPy values that were saved as other types.
 
     Args:
         weights_only: If True, no code in the file is executed, and reading a value that requires
@@ -154,7 +154,7 @@ def replace_numpy_values(value: Any, parents: list[Any]) -> tuple[Any, Any]:
         parents: The containers around the value, to detect a container that contains itself.
 
     Returns:
-        The converted value, and its original dtype. For a container, the second value is a dict
+        The converted value and its original dtype. For a container, the second value is a dict
         that maps keys or indices to dtypes. If nothing was converted, the second value is None.
     """
     if isinstance(value, np.generic | np.ndarray):

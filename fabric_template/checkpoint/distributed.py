@@ -62,7 +62,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file and its shards, and ignore errors."""
+    """Remove a checkpoint file and its shards. Ignore all errors."""
     with suppress(OSError):
         path.unlink()
     remove_shards(path)

@@ -243,7 +243,7 @@ class CheckpointManager:
             )
 
     def write(self, run: Run, path: Path) -> bool:
-        """Write a checkpoint of the run to ``path``, and return True on success."""
+        """Write a checkpoint of the run to ``path`` and return True on success."""
         for logger in run.loggers.csv_loggers:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):

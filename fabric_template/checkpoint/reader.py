@@ -1,6 +1,6 @@
 """Read checkpoint files without running code from them.
 
-``torch.save`` writes a zip archive that contains a pickle, and one entry per tensor storage.
+``torch.save`` writes a zip archive that contains a pickle and one entry per tensor storage.
 Python's unpickler calls any class or function that a file names. PlainUnpickler builds only tensors
 and standard types, such as numbers, text, dates and containers, and replaces all other objects with
 placeholders. PlainUnpickler does not build NumPy objects, because NumPy does not validate pickled
@@ -148,7 +148,7 @@ def read_plain(
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,
 ) -> Any:
-    """Read a checkpoint without running its code, and replace unknown objects with placeholders.
+    """Read a checkpoint without running its code and replace unknown objects with placeholders.
 
     Args:
         sizes: The size in bytes of each tensor storage in the archive. If the pickle contains a
@@ -288,7 +288,7 @@ class PlainUnpickler(pickle.Unpickler):
         super().__setattr__(name, partial(self._read_storage, value) if is_reader else value)
 
     def _read_storage(self, read: Callable[[Any], Any], saved: Any) -> Any:
-        """Check the size of a tensor's storage in the archive, and then read the storage."""
+        """Check the size of a tensor's storage in the archive and then read the storage."""
         _, kind, key, _, count = saved
         if is_placeholder(kind):
             return kind()

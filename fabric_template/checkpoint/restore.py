@@ -158,7 +158,7 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Create empty tensors for buffers that are None in the model, but not in the checkpoint."""
+    """Create empty tensors for buffers that are None in the model but not in the checkpoint."""
     modules = dict(network.named_modules())
     device = next((value.device for value in network.parameters()), None)
     for name, value in weights.items():

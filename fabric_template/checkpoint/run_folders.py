@@ -38,7 +38,7 @@ _CHECKPOINT = re.compile(r"(last|best|epoch=[0-9]+-step=[0-9]+-.*)\.ckpt")
 
 
 class RunFolders:
-    """Locks a run's version folders, and records in .lock files when the run starts and saves.
+    """Locks a run's version folders and records its start and save times in .lock files.
 
     A new run records its start time. Every run records the time at which it saves a checkpoint.
     ``resume="last"`` continues the run with the latest start or save time. Runs with the same
@@ -78,7 +78,7 @@ class RunFolders:
                 self._files = {}
 
     def start_new_run(self, folder: Path | None) -> None:
-        """Record the start of a new run, and find the files that it replaces.
+        """Record the start of a new run and find the files that it replaces.
 
         Args:
             folder: The folder of the checkpoints, or None.
@@ -228,12 +228,12 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     # Close lock files in forked processes, such as DataLoader workers. Workers outlive a killed run
-    # by a few seconds, and would keep its folders locked.
+    # by a few seconds and would keep its folders locked.
     os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
-    """Lock a folder, and remove the temporary files that a killed run left there.
+    """Lock a folder and remove the temporary files that a killed run left there.
 
     Returns:
         The open lock file, or None if it could not be opened.

@@ -69,7 +69,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the saved training state, and set ``restarts_epoch`` for a Trainer checkpoint."""
+        """Return the saved training state and set ``restarts_epoch`` for a Trainer checkpoint."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
         return self.own
@@ -84,7 +84,7 @@ class StartPoint:
         return state
 
     def take(self) -> dict[str, Any]:
-        """Return the training state, and free the memory of the checkpoint."""
+        """Return the training state and free the memory of the checkpoint."""
         own, self.own, self.checkpoint = self.own, {}, None
         return own
 

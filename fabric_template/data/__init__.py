@@ -1,1 +1,1 @@
-"""Read batches from loaders, and move them to the device."""
+"""Read batches from loaders and move them to the device."""

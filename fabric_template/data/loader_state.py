@@ -8,7 +8,7 @@ How a loader is restored depends on its type:
 
 A run records the RNG states and the loader's changed attributes at three points of each epoch:
 before set_epoch(), before iter(loader), and before the first batch. A resumed run has new loader
-objects, and restores the recorded values at the same points.
+objects and restores the recorded values at the same points.
 
 If all epochs of a loader read from one Python generator, a run cannot resume after the first epoch.
 If a sampler draws random numbers between batches, a resumed run may read different samples.
@@ -55,7 +55,7 @@ _DRAWING_STREAM = (
 
 
 class ResumableLoader:
-    """Iterates over a loader, and continues after the last finished batch when a run resumes.
+    """Iterates over a loader and continues after the last finished batch when a run resumes.
 
     Args:
         is_saved: Whether checkpoints contain the position. If False, the loader's attributes are
@@ -111,7 +111,7 @@ class ResumableLoader:
         self._stream = None if stream is None else StreamState(loader, stream)
         # The number of batches to skip in the resumed epoch, or None in other epochs.
         self._resumed_at: int | None = None
-        # The number of batches in the resumed epoch, and how many of them were read after resuming.
+        # The number of batches in the resumed epoch, and the number read after resuming.
         self._resumed: tuple[int, int] | None = None
         # Whether load_state_dict() makes the loader skip batches even after the resumed epoch.
         self.is_sticky = False
@@ -223,7 +223,7 @@ class ResumableLoader:
 
     def _create_resumed_iterator(self, done: int) -> Any:
         # If only some workers have a saved RNG state, read the epoch's finished batches again. All
-        # workers then repeat their random draws, and reach the missing states.
+        # workers then repeat their random draws and reach the missing states.
         is_partial = any(self.workers) and not all(self.workers)
         if is_partial or not self._is_indexed:
             self.batches, self.workers = 0, list(self._workers_at_start)
@@ -467,7 +467,7 @@ def make_restart_error(problem: str) -> CheckpointError:
 
 
 def skip_indices(iterator: Any, done: int, loader: Any) -> None:
-    """Skip the first ``done`` batches: draw their indices, but do not read their samples."""
+    """Skip the first ``done`` batches. Draw their indices, but do not read their samples."""
     indices = iterator._sampler_iter
     if done:
         skip_items(indices, done, describe_sampler(loader), _DRAWING_SAMPLER)
@@ -486,7 +486,7 @@ def describe_sampler(loader: Any) -> str:
 
 
 def skip_items(items: Iterator[Any], number: int, what: str, advice: str) -> None:
-    """Skip the next items, and warn if random numbers are drawn after the first item."""
+    """Skip the next items and warn if random numbers are drawn after the first item."""
     next(items, None)
     before = capture_rng_state()
     deque(islice(items, number - 1), maxlen=0)
@@ -500,7 +500,7 @@ def skip_items(items: Iterator[Any], number: int, what: str, advice: str) -> Non
 
 
 class SkippingSampler:
-    """Iterates over a sampler, but skips its first items."""
+    """Iterates over a sampler but skips its first items."""
 
     def __init__(self, sampler: Iterable[Any], first: int, loader: Any) -> None:
         self._sampler, self._first, self._loader = sampler, first, loader

@@ -1,4 +1,4 @@
-"""Read a limited number of batches from loaders, and move each batch to the device."""
+"""Read a limited number of batches from loaders and move each batch to the device."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ def find_problem(loader: Any) -> str:
         return "A dataset yields single samples. Pass DataLoader(dataset, batch_size=32) instead."
     if holds_arrays or _is_array(loader) or hasattr(loader, "iloc"):
         package = __name__.removesuffix(".data.loaders")
-        return f"Import TensorLoader from {package}, and pass TensorLoader(x, y, batch_size=32)."
+        return f"Import TensorLoader from {package} and pass TensorLoader(x, y, batch_size=32)."
     return ""
 
 
@@ -572,7 +572,7 @@ class StageLoaders:
             loader.end_pass()
 
     def close(self) -> None:
-        """Shut down the workers of all loaders, and free the last batch."""
+        """Shut down the workers of all loaders and free the last batch."""
         self.iterator = None
         for loader in self.resumable:
             loader.close()

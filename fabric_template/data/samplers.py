@@ -1,4 +1,4 @@
-"""Divide samples among processes, and record the sample indices of predicted batches."""
+"""Divide samples among processes and record the sample indices of predicted batches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
-    """Return whether overfit_batches turns off shuffling, and warn the user if it does."""
+    """Return whether overfit_batches turns off shuffling. If it does, warn the user."""
     is_overfitting = bool(run.config.overfit_batches) and run.stage == "fit"
     if is_overfitting:
         run.warn_once(
@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Copy a batch sampler, and replace the sampler in the copy."""
+    """Copy a batch sampler and replace the sampler in the copy."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
