@@ -364,7 +364,7 @@ def load_object(
         requires_grad: The requires_grad flag of each parameter of a module.
     """
     if not (is_stateful(current) or isinstance(current, nn.Module)):
-        raise ValueError("the saved run had an object with a state_dict here, this run has none")
+        raise ValueError("the saved run had an object with a state_dict, but this run has none")
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
     else:
