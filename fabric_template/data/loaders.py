@@ -684,7 +684,9 @@ def combine_loaders(source: Any, is_training: bool = False) -> CombinedLoader:
 def _can_only_be_batch(value: Any) -> bool:
     """Return whether a list item must be a batch, because it cannot be a loader."""
     is_plain = value is None or isinstance(value, bool | int | float | str | bytes | type)
-    if is_plain or isinstance(value, DataLoader | Dataset):
+    # Batches of TensorDict and PyTorch Geometric also have the attribute batch_size.
+    is_loader = any(hasattr(value, name) for name in _NAMES_IN_LOADERS if name != "batch_size")
+    if is_plain or is_loader or isinstance(value, DataLoader | Dataset | TensorLoader):
         return False
     if isinstance(value, Mapping) and any(map(_is_array, value.values())):
         return True

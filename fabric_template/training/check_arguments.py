@@ -266,7 +266,7 @@ def warn_of_options(plan: Plan) -> None:
         rank_zero_warn(
             "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop."
         )
-    if has_step and not has_val_loader and plan.is_lightning_module:
+    if has_step and not has_val_loader:
         rank_zero_warn(
             "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
             category=PossibleUserWarning,

@@ -148,6 +148,8 @@ class Pair:
 
 
 class MovablePair(Pair):
+    batch_size = 4
+
     def to(self, device):
         return self
 
@@ -202,8 +204,17 @@ def test_a_list_of_iterable_batches_is_treated_as_one_loader(kind, make):
     assert train_on(kind([make(X, X * 2), make(X * 3, X * 4)])) == [[28.0, 56.0], [84.0, 112.0]]
 
 
-@pytest.mark.parametrize("make", [Loads, LoadsList])
-def test_a_list_of_loaders_of_a_user_defined_class_is_treated_as_several_loaders(make):
+class MovableLoads(Loads):
+    """A loader with a to() method, which usually only batches have."""
+
+    dataset = X
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize("make", [Loads, LoadsList, MovableLoads, lambda x, y: TensorLoader(x, y, batch_size=2)])
+def test_a_list_of_loaders_of_any_class_is_treated_as_several_loaders(make):
     loaders = [make(X, X), make(X[:4], X[4:])]
     assert train_on(loaders) == [[2.0, 10.0], [10.0, 18.0], [18.0, 10.0], [26.0, 18.0]]
 
