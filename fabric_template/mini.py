@@ -4,7 +4,7 @@
 
 This file is part of fabric_template, under the MIT License (see LICENSE). To run a copy of this
 file, install torch and lightning. FabricLoop, the other loop of fabric_template, has more options.
-FabricLoop can resume runs of MiniLoop, and MiniLoop can resume runs of FabricLoop.
+Each of the two loops can resume runs of the other.
 
 To see how training works, read `fit`, `_train_epoch` and `_train_batch`. To change how training
 works, edit one of these methods:
@@ -98,7 +98,7 @@ VERSION = "0.2.0"
 NUMBERS = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
 NUMBERS |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
 FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# For each of these arguments of log(), MiniLoop accepts only the listed value or None.
+# For these arguments of log(), MiniLoop accepts only the value listed here, or None.
 LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
 LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
 # Clearer messages for some of torch's errors. Each key is part of torch's message.
@@ -110,9 +110,9 @@ INSTEAD = {
     " strategy='ddp_find_unused_parameters_true'.",
 }
 SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
-SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop already"
-SECOND_BACKWARD += " does this. If the step keeps tensors for later batches, such as a hidden"
-SECOND_BACKWARD += " state, call detach() on them."
+SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop runs the"
+SECOND_BACKWARD += " backward pass itself. If the step keeps tensors for later batches, such as a"
+SECOND_BACKWARD += " hidden state, call detach() on them."
 END: Any = object()  # The value that next(batches, END) returns after the last batch.
 REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
 CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
@@ -201,7 +201,7 @@ class MiniLoop:
         known = [field.name for field in fields(cls)]
         plain = [kind for kind in cls.__mro__[:-1] if "__dataclass_fields__" not in vars(kind)]
         for name in [name for kind in plain for name in known if name in vars(kind)]:
-            text = f"{cls.__name__}: got the option {name!r}, but the class is not a dataclass."
+            text = f"{cls.__name__}: the class sets the option {name!r}, but is not a dataclass."
             raise TypeError(f"{text} Write @dataclass(kw_only=True, eq=False) above the class.")
         refuse_unknown("MiniLoop", options, known)
         return super().__new__(cls)
@@ -328,7 +328,7 @@ class MiniLoop:
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        # "auto" continues the newest run, or starts a new run if there is no checkpoint.
+        # "auto" resumes the newest run, or starts a new run if there is no checkpoint.
         resume: str | Path | None = None,  # Resume from a path, "last", "best" or "auto".
         load: str | Path | None = None,  # Load only the weights from a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
@@ -529,7 +529,7 @@ class MiniLoop:
         return bool(self.fabric.all_reduce(int(is_end), reduce_op="max"))
 
     def _step_optimizer(self) -> None:
-        """Clip the gradients, and call optimizer.step(). ``_train_batch`` counts the steps."""
+        """Clip the gradients and call optimizer.step(). ``_train_batch`` increments global_step."""
         if self.gradient_clip_val:
             options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
             self.fabric.clip_gradients(self.network, self.optimizer, **options)
@@ -593,7 +593,7 @@ class MiniLoop:
             self._epoch_start = self._attributes.get_changed_state(is_epoch_start=True)
         else:
             self._attributes.load_state(self._epoch_start)
-        # Like Trainer, with a LightningModule, call set_epoch(0) only after iter(loader).
+        # With a LightningModule, call set_epoch(0) only after iter(loader), as Trainer does.
         if self.current_epoch > 0 or not self._is_lightning_module:
             set_epoch(self.train_loader, self.current_epoch)
         self._attributes.record_iterators()
@@ -630,7 +630,7 @@ class MiniLoop:
                     return
                 yield number == length, batch
             if not self._is_lightning_module:
-                # Unlike Trainer, run the loader's code after the last batch, as a for loop does.
+                # As a for loop does, run the loader's code after its last yield. Trainer does not.
                 next(batches, END)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
@@ -721,7 +721,7 @@ class MiniLoop:
         self._batches = None
 
     def _print_interruption(self) -> None:
-        saved = f"To continue from step {self._saved_step}, write resume='last'."
+        saved = f"To resume from step {self._saved_step}, write resume='last'."
         saved = "No checkpoint was saved." if self._saved_step is None else saved
         place = f"in epoch {self.current_epoch}, after step {self.global_step}"
         print(f"Ctrl-C: training stops {place}. {saved}")
@@ -748,23 +748,23 @@ class MiniLoop:
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         if self._is_last and self._batches is not None:
-            # Before validating, run the loader's code after the last batch, as a for loop does.
+            # Before validating, run the loader's code after its last yield, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
         # Clear the gradients here, not in validate(), which hooks may call before optimizer.step().
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # Only should_stop has caused this validation. A run without should_stop would draw no
-            # random numbers here.
+            # This validation runs only because should_stop is True. An uninterrupted run would draw
+            # no random numbers here.
             set_rng_state(state)
         return True
 
     def _validate(self) -> None:
         """Validate in eval mode without gradients, and keep the metrics for metrics.csv.
 
-        To validate with other weights, load them into the model, and afterwards restore the trained
-        weights.
+        To validate with different weights, load them into the model before validation, and restore
+        the trained weights afterwards.
         """
         training, self._sums, self._step_values = self._sums, [{}], None
         modes = [(module, module.training) for module in self.network.modules()]
@@ -864,7 +864,8 @@ class MiniLoop:
         **options: Any,
     ) -> None:
         """Call ``log`` for each value of a dict, with the same arguments."""
-        check(step is None, f"log_dict: got step={step}, expected no step. Use FabricLoop.")
+        text = f"log_dict: got step={step}, but MiniLoop does not support step=. Remove it, or use"
+        check(step is None, f"{text} FabricLoop.")
         for name, value in dictionary.items():
             self.log(name, value, sync_dist=sync_dist, **options)
 
@@ -997,7 +998,7 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # A file without an entry in the resumed checkpoint contains only newer rows.
+            # A file that the resumed checkpoint does not list has only rows written after it.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1024,8 +1025,8 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt.
 
-        A run can resume only from checkpoints saved while ``_batches_in_window`` is 0, and not
-        between the last batch and the end of an epoch.
+        A run can resume only from a checkpoint saved while ``_batches_in_window`` is 0. Do not save
+        between the last batch of an epoch and the end of the epoch.
         """
         names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
         # A training metric is complete only at the end of an epoch or of the run.
@@ -1039,8 +1040,8 @@ class MiniLoop:
         checkpoint = self._build_checkpoint()
         if self._saved_step is None:
             # Check only the first checkpoint, because later checkpoints contain the same types of
-            # values. Leave out the states of the processes, because they may be large, and `encode`
-            # allows only readable values.
+            # values. Leave out the states of the processes, which may be large, and in which
+            # `encode` allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
             text = "optimizer: got a state that contains parameters or their ids, which a resumed"
@@ -1084,7 +1085,7 @@ class MiniLoop:
         return {**checkpoint, **self._hparams, "fabric_template": own}
 
     def _build_trainer_loops(self) -> dict[str, Any]:
-        """Return the counters of Trainer's loops, so that Trainer can continue the run."""
+        """Return the counters of Trainer's loops, so that Trainer can resume the run."""
 
         def counters(total: float, current: float) -> dict[str, Any]:
             names = ("ready", "started", "processed", "completed")
@@ -1159,7 +1160,7 @@ class MiniLoop:
                 "learning_rates": [float(self._learning_rate)],
             },
             "checkpoints": dict(self._best),
-            # The original and the current value of each option that hooks changed.
+            # The original and the current value of each option that a hook has changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": self._attributes.get_changed_flags(),
             "settings": self._run_settings(),
@@ -1202,9 +1203,9 @@ class MiniLoop:
         self._epoch_start = of_process.get("epoch_start")
         self._resumed_state = {**of_process["rng"], "is_of_other_process": rank >= len(ranks)}
         self._resumed_state.update(flags=own["flags"], options=own.get("options", {}))
-        # Restore the loop's numbers and lists now, because a user's `_is_done` may read them.
-        # `_train` later restores objects with a state_dict(), because a user's `_restore` may
-        # create them.
+        # Restore the loop's numbers and lists now, because a user's `_is_done` may read them. A
+        # user's `_restore` may create objects that have a state_dict(), so `_train` restores such
+        # objects later.
         saved = self._resumed_state["parts"].get("training loop", {})
         values = {
             n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
@@ -1224,7 +1225,8 @@ class MiniLoop:
             self._best, choose_best = saved, min if saved["mode"] == "min" else max
             self.best_score = choose_best(saved["kept"].values(), default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # A newer last.ckpt expects CSV rows that `_restore_tables` removes, so replace it.
+            # Replace last.ckpt. If it is newer than ``path``, it refers to CSV rows that
+            # `_restore_tables` removes.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1610,8 +1612,8 @@ class MiniLoop:
             compared["the numbers of batches and processes"] = (given, numbers)
             compared["the batch size"] = [s["batch size"] for s in settings]
         for name, (found, saved) in compared.items():
-            text = f"resume: got {found} as {name}, expected {saved} as in the saved run. Use load="
-            check(found == saved, f"{text} to start a new run from the weights.")
+            text = f"resume: {name} changed from {saved} in the saved run to {found}. Use load= to"
+            check(found == saved, f"{text} start a new run from the weights.")
         self._check_dtypes(checkpoint["state_dict"])
         self._check_parameter_order(own.get("parameter_groups", [[]])[0])
         self._warn_of_changed_settings(*settings)
@@ -1632,8 +1634,8 @@ class MiniLoop:
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
             dtype = getattr(saved.get(name), "dtype", parameter.dtype)
-            text = f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {dtype} as in"
-            text += " the saved run. Use the same precision=, or use load= to start a new run."
+            text = f"resume: the dtype of {name!r} is {parameter.dtype}, but was {dtype} in the"
+            text += " saved run. Use the same precision=, or use load= to start a new run."
             check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
@@ -1642,8 +1644,8 @@ class MiniLoop:
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
             new, old = (name.replace("_orig_mod.", "") for name in names)
-            text = f"resume: got {new!r} as parameter {index} of the optimizer, expected {old!r} as"
-            text += " in the saved run. Use the order of the saved run, or load= for a new run."
+            text = f"resume: parameter {index} of the optimizer is {new!r}, but was {old!r} in the"
+            text += " saved run. Use the order of the saved run, or load= to start a new run."
             check(new == old or old not in known, text)
 
     @contextmanager
@@ -1706,7 +1708,7 @@ class MiniLoop:
             found = self._unwrapped.load_state_dict(weights, is_strict)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
-            raise ValueError(f"{text} the model. Create the same model.") from error
+            raise ValueError(f"{text} the model. Create the model as it was when saved.") from error
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
         got = f"the weights {others[:3]}" if others else "no weights"
@@ -1782,7 +1784,7 @@ def missing_step(name: str, call: str) -> str:
 def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     """Return a method that the model itself defines, or None.
 
-    Methods that LightningModule defines or that a loop has added do not count.
+    Ignore methods that LightningModule defines or that a loop has added.
     """
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
@@ -1968,8 +1970,8 @@ def check_loader(loader: Any, argument: str) -> None:
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return a loader and the objects in it, such as its sampler and dataset, keyed by name."""
     names = ("sampler", "batch_sampler", "dataset", "collate_fn")
-    # Checkpoints contain a loader's attributes, but a list has no attributes. So store a list as an
-    # attribute of a SimpleNamespace.
+    # Checkpoints contain attributes, and a list has none. So make a list an attribute of a
+    # SimpleNamespace.
     is_list = type(loader) is list
     parts = {"loader": SimpleNamespace(items=loader) if is_list else loader}
     parts |= {name: getattr(loader, name, None) for name in names}
@@ -1990,7 +1992,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batches = getattr(loader, "batch_sampler", None)
     sampler, inner = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
     parts: Any = (loader, sampler, batches, inner)
-    # The loader and its batch sampler may share a sampler. Call set_epoch() only once.
+    # The loader and its batch sampler may share a sampler. Call its set_epoch() only once.
     for part in {id(part): part for part in parts}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -2005,8 +2007,8 @@ def finish_gloo_threads() -> None:
 def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     """Warn if the loader's sampler draws random numbers during the epoch, not only at its start."""
     # To resume within an epoch, the loop reads the finished batches again without training on them.
-    # If dropout and a sampler share a random generator, the sampler then draws different numbers
-    # than in the saved run.
+    # If dropout and the sampler share a random generator, the sampler then draws different numbers
+    # from those in the saved run.
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     used = [sampler for sampler in samplers if sampler is not None]
     own = [sampler for sampler in used if not type(sampler).__module__.startswith("torch.")]
@@ -2022,7 +2024,8 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
     set_rng_state(state)
     if len(found) == 2 and found[0] != found[1]:
         text = f"resume: the sampler {type(own[0]).__name__} draws random numbers during the epoch,"
-        text += " so the rest of the epoch may differ. Draw all numbers before the first yield."
+        text += " so the rest of the epoch may differ from an uninterrupted run. Draw all numbers"
+        text += " before the first yield."
         warnings.warn(text, stacklevel=2)
 
 
@@ -2038,8 +2041,8 @@ def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> It
             state = {**get_rng_state(), "cuda": None}
         elif number == done and not is_indexed and {**get_rng_state(), "cuda": None} != state:
             text = f"resume: {type(dataset).__name__} draws random numbers during the epoch, so the"
-            text += " rest of this epoch may differ. Draw from a random generator that is stored as"
-            text += " an attribute."
+            text += " rest of this epoch may differ from an uninterrupted run. Draw from a random"
+            text += " generator that is stored as an attribute."
             warnings.warn(text, stacklevel=2)
         yield batch
 
@@ -2145,7 +2148,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 def contains_weights(state: Any, weights: Mapping[Any, str]) -> bool:
     """Return whether a state contains the model's weights, or the ids of weights.
 
-    Restoring such a state would create copies of the weights, and outdated ids.
+    Restoring such a state would create copies of the weights, or ids that no weight has any more.
     """
     if isinstance(state, Tensor):
         return address_of(state) in weights
@@ -2187,7 +2190,7 @@ def to_python(value: Any) -> Any:
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """Load an optimizer's state without changing its values.
 
-    On its own, load_state_dict() would convert the dtypes of tensors and replace strings.
+    load_state_dict() alone would convert the dtypes of tensors, and would not restore strings.
     """
     groups = optimizer.param_groups
     optimizer.load_state_dict(saved)
@@ -2198,7 +2201,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         optimizer.param_groups = groups
     parameters = parameters_of(optimizer)
     for index, values in saved["state"].items():
-        # A state that belongs to no parameter has a key that is not a number.
+        # If a state belongs to no parameter, its key is not a number.
         if isinstance(index, int) and isinstance(values, dict):
             state = optimizer.state[parameters[index]]
             for name, value in values.items():
@@ -2223,7 +2226,7 @@ class SavedAttributes:
     """
 
     def __init__(self, loop: MiniLoop, train: Any, val: Any) -> None:
-        # Without a reference cycle, Python frees the loop and its loaders sooner.
+        # A weak reference avoids a cycle, so that Python frees the loop and its loaders sooner.
         self._loop: Callable[[], Any] = weakref.ref(loop)
         self._network = loop._unwrapped
         # Also save the state of other loaders that users have added to the loop as attributes.
@@ -2237,8 +2240,8 @@ class SavedAttributes:
         self._starts: list[dict[str, dict[str, Any]]] = []
         self._start_flags: list[dict[str, dict[str, bool]]] = []
         self._start_objects: dict[str, dict[str, Any]] = {}
-        # The names of attributes that an earlier checkpoint contained. Later checkpoints contain
-        # them, too, even if their values have changed back.
+        # The names of the attributes in earlier checkpoints. Later checkpoints also contain these
+        # attributes, even if their values have changed back.
         self._saved_names: dict[str, set[str]] = defaultdict(set)
         self._iterators: dict[str, Any] = {}
 
@@ -2286,16 +2289,16 @@ class SavedAttributes:
         """Record the values of all attributes at the start of training.
 
         ``fit`` calls this method before it creates the optimizer, and again after on_train_start. A
-        value that on_train_start has changed is saved even if training changes it back, because a
-        resumed run calls on_train_start again. A value that configure_optimizers has changed is
-        always saved, because a resumed run calls configure_optimizers with different weights.
+        resumed run calls on_train_start again, so a value that this hook has changed is saved even
+        if training changes the value back. A resumed run also calls configure_optimizers, but with
+        different weights, so a value that configure_optimizers has changed is always saved.
         """
         parts = self.refresh_parts()
         start = {place: self._encode_part(place, attributes_of(parts[place])) for place in parts}
         self._starts.append(start)
 
     def record_start_objects(self) -> None:
-        """Record the objects that attributes refer to, and what is frozen or in eval mode."""
+        """Record the objects that attributes refer to, and the modules' modes and requires_grad."""
         self._start_flags.append(flags_of(self._network))
         for place, part in self.refresh_parts().items():
             values = attributes_of(part)
@@ -2334,9 +2337,8 @@ class SavedAttributes:
         """Return the RNG states, and the attributes that have changed since the start of training.
 
         Args:
-            is_epoch_start: Whether to leave out large attributes of the model. The other attributes
-                are needed when a resumed run reads the epoch's finished batches again, because a
-                sampler may read them.
+            is_epoch_start: Whether to leave out large attributes of the model. A sampler may use
+                the other attributes when a resumed run reads the epoch's finished batches again.
         """
         changed: dict[str, dict[str, Any]] = {}
         rebound: dict[str, list[str]] = {}
@@ -2372,7 +2374,7 @@ class SavedAttributes:
         except TypeError as error:
             text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed but"
             text += f" is not saved, because it contains unsupported values ({error}). A resumed"
-            warnings.warn(f"{text} run may differ.", stacklevel=2)
+            warnings.warn(f"{text} run may differ from an uninterrupted run.", stacklevel=2)
             return END
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -2380,7 +2382,7 @@ class SavedAttributes:
         self.load_parts(state.get("parts", {}), state.get("rebound", {}))
         set_rng_state(state)
         if state.get("is_of_other_process"):
-            # The saved run had fewer processes, so this process draws its own random numbers.
+            # The saved run had fewer processes, so give this process a random seed of its own.
             seed = int(torch.randint(2**31, ())) + self._loop().fabric.global_rank
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)
@@ -2397,8 +2399,8 @@ class SavedAttributes:
         missing = [place for place in states if place not in parts]
         if missing:
             text = f"resume: the saved run created the object {missing[0]!r} during training, but"
-            text += " this run has not. A resumed run may differ. Create the object in __init__."
-            warnings.warn(text, stacklevel=3)
+            text += " the resumed run lacks this object, so the results may differ. Create the"
+            warnings.warn(f"{text} object in __init__.", stacklevel=3)
 
     def _load_value(self, part: Any, name: str, value: Any, is_rebound: bool) -> None:
         """Restore an attribute of an object from its encoded value."""
@@ -2419,8 +2421,8 @@ class SavedAttributes:
             load_object(name, current, *map(decoded, value[1:]))
         elif is_generator_state(value):
             text = f"resume: the saved run created the random generator {name!r} during training,"
-            text += " but this run has not. A resumed run may differ. Create the generator in"
-            warnings.warn(f"{text} __init__.", stacklevel=4)
+            text += " but the resumed run lacks this generator, so the results may differ. Create"
+            warnings.warn(f"{text} the generator in __init__.", stacklevel=4)
         else:
             new = decoded(value)
             if isinstance(new, defaultdict):
@@ -2441,7 +2443,7 @@ class SavedAttributes:
         return changed
 
     def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
-        """For each process, convert the model's attributes that FabricLoop saved."""
+        """Convert the attributes of the model that FabricLoop saved for each process."""
         parts = self.refresh_parts()
         values = chain.from_iterable(attributes_of(part).values() for part in parts.values())
         is_complete = not any(isinstance(value, GENERATORS) for value in values)
@@ -2484,7 +2486,8 @@ class SavedAttributes:
         lasting = [name for name in current if self._iterators.get(name) is current[name]]
         for name in lasting:
             text = f"checkpoint: the position of the iterator {name!r} cannot be saved, so no run"
-            text += " can resume after the first epoch. Create the iterator in __iter__."
+            text += " can resume from a checkpoint saved after the first epoch. Create the iterator"
+            text += " in __iter__."
             warnings.warn(text, stacklevel=2)
         return lasting
 
@@ -2521,7 +2524,7 @@ def iterators_in(part: Any, place: str, depth: int = 6) -> dict[str, Any]:
 
 
 def is_installed(part: Any) -> bool:
-    """Return whether an object's class, such as a transform, is from an installed package."""
+    """Return whether the class of an object, such as a transform, is from an installed package."""
     module = type(part).__module__
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     is_searched = isinstance(part, torch_data.Dataset) or module.startswith("torch.")
@@ -2564,7 +2567,10 @@ def objects_in(
 
 
 def is_outside(module: nn.Module, network: set[int]) -> bool:
-    """Return whether a module, such as a teacher in a list, shares no module with the model."""
+    """Return whether a module has no submodules in common with the model.
+
+    An example is a teacher network that the model keeps in a plain list.
+    """
     return network.isdisjoint(map(id, module.modules()))
 
 
@@ -2625,7 +2631,7 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
     order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     known = [item for item in items[:: 1 + len(items) // 1000] if type(item) not in ATOMS]
     if any(isinstance(item, nn.Module) for item in known):
-        # `objects_in` finds these modules.
+        # Compute no checksum here, because `objects_in` finds these modules.
         raise TypeError("Module")
     return type(value), zlib.crc32(order), *map(compute_checksum, known)
 
@@ -2988,7 +2994,7 @@ def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
 
 def is_intact(path: Path) -> bool:
     """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
-    # A damaged file may raise any error.
+    # Reading a damaged file may raise any error.
     with suppress(Exception):
         return zipfile.ZipFile(path).testzip() is None
     return False
@@ -3026,8 +3032,9 @@ def check_readable(checkpoint: Mapping[str, Any]) -> None:
             is_object = isinstance(error, pickle.UnpicklingError)
             found = "an object that torch.load refuses" if is_object else str(error)
         text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({found})."
-        fix = "save_hyperparameters(ignore=...)" if is_hparams else "a number, text, list or tensor"
-        check(found is None, f"{text} Write {fix}.")
+        fix = "Use a number, a string, a list or a tensor instead."
+        fix = "Write save_hyperparameters(ignore=...)." if is_hparams else fix
+        check(found is None, f"{text} {fix}")
 
 
 def find_placeholder(value: Any) -> str | None:
@@ -3041,7 +3048,7 @@ def find_placeholder(value: Any) -> str | None:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return when a version folder was last used (from its .lock file), and its number."""
+    """Return the time of a version folder's last use, from its .lock file, and its number."""
     text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

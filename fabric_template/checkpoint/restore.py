@@ -151,9 +151,9 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
         saved = getattr(weights.get(name), "dtype", parameter.dtype)
         if id(parameter) in trained and saved != parameter.dtype:
             raise CheckpointError(
-                f"resume: got {parameter.dtype} as the dtype of {name!r}, expected {saved} as in"
-                " the saved run. Use the precision= and the default dtype of the saved run, or use"
-                " load= to start a new run from the weights."
+                f"resume: the dtype of {name!r} is {parameter.dtype}, but was {saved} in the saved"
+                " run. Use the precision= and the default dtype of the saved run, or use load= to"
+                " start a new run from the weights."
             )
 
 
@@ -468,9 +468,9 @@ def check_schedulers(run: Run, num_saved: int) -> None:
         # torch would load the state of a different class without an error.
         if found != expected:
             raise CheckpointError(
-                f"resume: got {found} as the class, interval and frequency of a scheduler, expected"
-                f" {expected} as in the saved run. Create the same scheduler, or use load= to start"
-                " a new run from the weights."
+                "resume: the class, interval and frequency of a scheduler changed from"
+                f" {expected} in the saved run to {found}. Create the same scheduler, or use load="
+                " to start a new run from the weights."
             )
 
 
@@ -503,10 +503,10 @@ def check_parameter_order(run: Run) -> None:
             # name such as "optimizer.0.3" means that a hook replaced the parameter in the model.
             if found != expected and (expected in known or expected.startswith("optimizer.")):
                 raise CheckpointError(
-                    f"resume: got {found!r} as parameter {index} of the optimizer, expected"
-                    f" {expected!r} as in the saved run. Create the layers and pass the parameters"
-                    " to the optimizer in the same order as in the saved run, or use load= to start"
-                    " a new run from the weights."
+                    f"resume: parameter {index} of the optimizer is {found!r}, but was"
+                    f" {expected!r} in the saved run. Create the layers and pass the parameters to"
+                    " the optimizer in the same order as in the saved run, or use load= to start a"
+                    " new run from the weights."
                 )
 
 

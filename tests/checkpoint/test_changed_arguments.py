@@ -84,7 +84,7 @@ def test_resume_does_not_warn_about_an_unchanged_scheduler(tmp_path, kind, make_
 )
 def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(tmp_path, kind, other, writer):
     fit(writer, tmp_path, 2, exponential)
-    match = r"got .*LR.* as the class, interval and frequency .*, expected .*'ExponentialLR', 'epoch', 1\]"
+    match = r"class, interval and frequency .* changed from .*'ExponentialLR', 'epoch', 1\].* to .*LR"
     with pytest.raises(ValueError, match=match):
         fit(kind, tmp_path, 4, other, resume="last")
     # The refused resume has not changed the run.
@@ -111,7 +111,7 @@ def test_resuming_with_fewer_parameter_groups_is_refused(tmp_path, kind):
 
     fit(kind, tmp_path, 1, make_optimizer=in_groups)
     with pytest.raises(
-        ValueError, match=r"parameter groups.* load= to start a new run|got \[2\] as the number of parameters"
+        ValueError, match=r"parameter groups.* load= to start a new run|the number of parameters .* to \[2\]"
     ):
         fit(kind, tmp_path, 2, resume="last")
 
@@ -120,7 +120,9 @@ def test_resuming_with_fewer_parameter_groups_is_refused(tmp_path, kind):
 def test_fabric_loop_warns_about_an_added_scheduler_but_mini_loop_refuses_to_resume(tmp_path, kind):
     fit(kind, tmp_path, 1)
     if kind == "MiniLoop":
-        with pytest.raises(ValueError, match=r"got \[\['ExponentialLR', 'epoch', 1\]\] as the class"):
+        with pytest.raises(
+            ValueError, match=r"class, interval and frequency .* to \[\['ExponentialLR', 'epoch', 1\]\]"
+        ):
             fit(kind, tmp_path, 2, exponential, resume="last")
     else:
         with pytest.warns(UserWarning, match="the states of 0 lr_schedulers, but this run has 1"):

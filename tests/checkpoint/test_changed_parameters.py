@@ -90,7 +90,7 @@ def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, 
     """Otherwise, the optimizer's state would be restored for the wrong parameters."""
     train(kinds[0], first(), 1)
     found, expected = names
-    text = f"resume: got '{found}' as parameter 0 of the optimizer, expected '{expected}' as in the saved run"
+    text = f"resume: parameter 0 of the optimizer is '{found}', but was '{expected}' in the saved run"
     with pytest.raises(ValueError, match=text):
         train(kinds[1], second(), 2, resume="last")
     train(kinds[1], second(), 1, load="last")
@@ -136,7 +136,7 @@ def save_with_trainer(model, **options):
 def test_resuming_with_weights_of_a_different_dtype_is_refused(kinds, precision):
     train(kinds[0], Layers(), 1)
     dtype = {"64-true": "float64", "bf16-true": "bfloat16"}[precision]
-    with pytest.raises(ValueError, match=f"resume: got torch.{dtype} as the dtype of 'a.weight', expected torch.float"):
+    with pytest.raises(ValueError, match=f"resume: the dtype of 'a.weight' is torch.{dtype}, but was torch.float"):
         train(kinds[1], Layers(), 2, resume="last", precision=precision)
     train(kinds[1], Layers(), 1, load="last", precision=precision)
 
@@ -146,7 +146,7 @@ def test_resuming_with_a_different_default_dtype_is_refused(kind):
     train(kind, Layers(), 1)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype of 'a\.weight'"):
+        with pytest.raises(ValueError, match=r"resume: the dtype of 'a\.weight' is torch\.float64"):
             train(kind, Layers(), 2, resume="last")
     finally:
         torch.set_default_dtype(torch.float32)
@@ -163,9 +163,7 @@ def test_a_run_can_resume_with_a_different_precision_if_the_weights_keep_their_d
 
 def test_a_float64_checkpoint_of_trainer_cannot_be_resumed_with_float32_weights():
     save_with_trainer(Layers(), precision="64-true")
-    with pytest.raises(
-        ValueError, match=r"resume: got torch\.float32 as the dtype of 'a\.weight', expected torch\.float64"
-    ):
+    with pytest.raises(ValueError, match=r"resume: the dtype of 'a\.weight' is torch\.float32, but was torch\.float64"):
         train("FabricLoop", Layers(), 2, resume="trainer.ckpt")
     train("FabricLoop", Layers(), 2, resume="trainer.ckpt", precision="64-true")
 

@@ -894,7 +894,7 @@ def test_fit_or_resume_raises_an_error_if_a_hook_replaces_a_layer(tmp_path):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), kill_at=10)
-    with pytest.raises(CheckpointError, match="as parameter 0 of the optimizer, expected 'optimizer"):
+    with pytest.raises(CheckpointError, match="parameter 0 of the optimizer is .*, but was 'optimizer"):
         train(FabricLoop, tmp_path / "loop", shuffled(LayerReplacement), resume="last")
 
 

@@ -118,7 +118,7 @@ def test_resuming_from_an_older_checkpoint_changes_no_file_if_nothing_is_left_to
 def test_a_failed_resume_removes_neither_csv_rows_nor_checkpoints(tmp_path, kind):
     train(kind, tmp_path, 3)
     logs = logs_of(tmp_path)
-    with pytest.raises(ValueError, match=r"resume: got torch\.float64 as the dtype"):
+    with pytest.raises(ValueError, match=r"resume: the dtype of .* is torch\.float64"):
         train(kind, tmp_path, 3, "best", precision="64-true")
     assert (logs_of(tmp_path), step_of(tmp_path)) == (logs, 30)
 

@@ -581,7 +581,7 @@ class OnlyAnnotated(MiniLoop):
 
 @pytest.mark.parametrize("kind", [PlainDefault, DefaultBelow])
 def test_a_loop_subclass_that_changes_an_option_needs_the_dataclass_decorator(kind):
-    message = f"^{kind.__name__}: got the option 'max_epochs', but .* Write @dataclass.kw_only=True, eq=False. above"
+    message = f"^{kind.__name__}: the class sets the option 'max_epochs', but .* Write @dataclass.kw_only=True, eq=False. above"
     with pytest.raises(TypeError, match=message):
         kind()
 

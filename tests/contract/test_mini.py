@@ -747,7 +747,7 @@ def test_a_run_can_resume_after_ctrl_c_in_a_notebook(capsys, monkeypatch):
     header, *printed, message = capsys.readouterr().out.splitlines()
     assert header == "epoch   step  train_loss  train_acc  val_loss   val_acc        lr      time"
     assert [len(line) for line in printed] == [len(header)] * 2
-    assert message == "Ctrl-C: training stops in epoch 2, after step 23. To continue from step 20, write resume='last'."
+    assert message == "Ctrl-C: training stops in epoch 2, after step 23. To resume from step 20, write resume='last'."
     assert module.training
     assert torch.is_grad_enabled()
     assert list(loop.validate(module, val_loader())[0]) == ["val_loss", "val_acc"]
