@@ -57,7 +57,8 @@ def main():
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))  # This call imports modules.
+        # The first save also imports modules.
+        ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))
         before, size = peak(), arguments.megabytes * 10**6
         layers = [torch.randn(size // 40) for _ in range(10)]
         state = {"state_dict": {f"layer{i}": layer for i, layer in enumerate(layers)}}

@@ -12,7 +12,8 @@ How it is measured:
 - The table also shows each contestant's validation accuracy after the same number of epochs.
 
 The tutorials' loops have a Dataset that normalizes each item, a shuffling DataLoader, and ``loss.item()`` in each step.
-"Tuned" adds worker processes, pinned memory and a larger batch. All train in float32, where cuDNN uses TF32 by default.
+"Tuned" adds worker processes, pinned memory and a larger batch. All contestants train in float32, where cuDNN uses TF32 by
+default.
 """
 
 from __future__ import annotations
@@ -441,7 +442,7 @@ def tensor_loop(
 
 
 Contestant = tuple[str, Callable[[Problem, int, Clock], None]]
-MNIST: dict[str, Contestant] = {  # name: (package that it needs, function)
+MNIST: dict[str, Contestant] = {  # Maps each name to (required package, function).
     TUTORIAL: ("torch", tutorial),
     FABRIC: ("lightning", on_fabric),
     TRAINER: ("lightning", trainer),
@@ -466,7 +467,7 @@ CIFAR: dict[str, Contestant] = {
         tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
     ),
 }
-GOALS = {  # problem: (contestant, against, at most)
+GOALS = {  # Maps each problem to (contestants, baseline, largest allowed ratio).
     "mnist": [
         ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), FABRIC, 1 / 15),
         ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), GRAPH, 1.2),
@@ -483,7 +484,7 @@ GOALS = {  # problem: (contestant, against, at most)
 def measure(
     problem: Problem, contestants: dict[str, Contestant], epochs: int, rounds: int
 ) -> dict[str, list]:
-    """Return for each contestant and round the seconds of the first and of a later epoch, and the final accuracy."""
+    """For each contestant and round, return the seconds of the first and of a later epoch, and the final accuracy."""
     measured: dict[str, list] = {}
     for number in range(rounds):
         for name, (package, run) in contestants.items():
@@ -578,7 +579,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="check the script with a few images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent))  # Import this clone's package.
+    sys.path.insert(0, str(HERE.parent))  # Import the package from this clone.
     warnings.simplefilter("ignore")
     silence_loggers()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"

@@ -17,7 +17,7 @@ CONTESTANTS = {
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
     # The package imports each class on first use, and most scripts use this class.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
-    # The console script calls this function. Unlike the script, the function needs no installation.
+    # The console script calls this function. Calling the function does not require an installation.
     "fabric-template --help": [
         sys.executable,
         "-c",
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
 
-    # This first call also fills the file caches.
+    # This first call of each command also fills the file caches.
     runs = {name: command for name, command in CONTESTANTS.items() if seconds(command) is not None}
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")

@@ -28,7 +28,8 @@ from overhead import MINI_ALL, OURS, OURS_ALL, PLAIN, PLAIN_METRICS, Problem
 STEPS = 100, 200
 EPOCHS = 0, 1, 11
 CONTESTANTS = [PLAIN, PLAIN_METRICS, OURS, OURS_ALL, MINI_ALL, "Fabric, its tutorial"]
-PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}  # sizes, batch size
+# Maps each problem to (layer sizes, batch size).
+PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}
 
 
 def counted(problem: Problem, folder: Path) -> None:

@@ -230,7 +230,7 @@ def weights_of(root):
 def losses_of(root):
     """Return {step: loss} from all CSV files in a folder. If a step has two rows, use the later row.
 
-    FabricLoop's rows of epochs, which contain a learning rate, are returned with all columns.
+    Rows with a learning rate, such as those of FabricLoop's metrics.csv, are returned with all columns except the times.
     """
     losses = {}
     for path in sorted(
@@ -288,7 +288,7 @@ def compete(name, runs, draw, folder):
     while killed < runs:
         root = folder / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code != 0:  # Otherwise, the command ended before it could be killed.
+        if code != 0:  # With code 0, the command ended before it could be killed.
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0
@@ -327,7 +327,7 @@ def main():
     for name in needed + ["accelerate"] * (
         not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
     ):
-        importlib.import_module(name)  # Forked processes then need not import it.
+        importlib.import_module(name)  # Import once here, so that forked processes need not.
     if arguments.example:
         sys.path.insert(0, str(arguments.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")

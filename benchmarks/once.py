@@ -1,4 +1,4 @@
-"""Measure the costs of a run in addition to its steps, such as the costs of a fit, an epoch, a validation and a checkpoint.
+"""Measure what a run costs besides its steps, such as the costs of a fit, an epoch, a validation and a checkpoint.
 
     python benchmarks/once.py               # a minute
     python benchmarks/once.py --toy         # a quick check of the script
@@ -29,7 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+# Import the package from this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from overhead import Problem, lightning_module, run_silently, silence_loggers
@@ -137,7 +138,7 @@ def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
     with_val = subtract(fitted(make, epochs, validates=True), fitted(make, 1, validates=True), by)
     found = {"the loop is made": made, "once: a fit of one step": once, "an epoch of one step": epoch,
              "a validation of one batch": subtract(with_val, epoch)}  # fmt: skip
-    if make is not mini:  # MiniLoop always saves.
+    if make is not mini:  # MiniLoop always saves a checkpoint.
         without = subtract(fitted(make, epochs, saves=False), fitted(make, 1, saves=False), by)
         found["a checkpoint"] = subtract(epoch, without)
     return found

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
 OURS, OURS_ALL, MINI_ALL = "ours, barebones", "ours, everything on", "MiniLoop, everything on"
 TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
-LOG_EVERY = 50  # Trainer's default.
+LOG_EVERY = 50  # The default of Trainer's log_every_n_steps.
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def ignite(problem: Problem, steps: int) -> nn.Module:
     return model
 
 
-# name: (package that it needs, function)
+# Maps each name to (required package, function).
 CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {
     PLAIN: ("torch", plain),
     PLAIN_METRICS: ("tqdm", plain_metrics),
@@ -267,7 +267,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {
     "Accelerate": ("accelerate", accelerate),
     "Ignite": ("ignite", ignite),
 }
-GOALS = [  # (contestant, against, at most, problem)
+GOALS = [  # (contestant, baseline, largest allowed ratio, problem)
     (OURS_ALL, PLAIN_METRICS, 1.08, "tiny"),
     (OURS_ALL, TRAINER_ALL, 0.21, "tiny"),
     (OURS, PLAIN, 1.03, "tiny"),
@@ -439,7 +439,8 @@ def main() -> None:
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
 
     torch.set_num_threads(1)  # Tensors of this size are slower with more threads.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+    # Import the package from this clone.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     warnings.simplefilter("ignore")
     silence_loggers()
 

@@ -14,9 +14,10 @@ How it is measured:
   handles are its open files.
 - epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median over a fifth of the epochs.
 - rows: a CSV file with many rows is opened and continued, as in a resumed run. The cost of a row is the median over blocks.
-- checkpoints: each epoch has one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. CPU time.
+- checkpoints: each epoch has one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. The table
+  shows CPU times.
 - versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
-  CPU time.
+  The table shows CPU times.
 - resume: the batch number in a checkpoint is changed from 7 to 1,000,000. The time is measured from the call to fit
   until the first batch.
 """
@@ -39,7 +40,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+# Import the package from this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from overhead import NoTerminal, run_silently, silence_loggers
@@ -417,7 +419,7 @@ class FirstBatchReached(Exception):
 
 
 def replace_done(item: Any, to: int) -> Any:
-    """Replace each number DONE in nested values by the number ``to``."""
+    """Replace each number DONE in nested values with the number ``to``."""
     if isinstance(item, dict):
         return {
             key: None if key == "ahead" else replace_done(part, to) for key, part in item.items()

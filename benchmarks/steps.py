@@ -18,7 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+# Import the package from this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import overhead
 import torch
@@ -26,7 +27,7 @@ from instructions import CONTESTANTS
 from overhead import PLAIN, PLAIN_METRICS, Batches, Problem
 
 PARTS = 10, 4, 2  # The fastest tenth, quarter and half of the steps.
-WARM = 30  # The first steps, which do not count.
+WARM = 30  # The number of first steps to leave out.
 
 
 class RecordingBatches(Batches):

@@ -265,7 +265,8 @@ def main() -> None:
         "--toy", action="store_true", help="check the script with a tiny model and no compilation"
     )
     arguments = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+    # Import the package from this clone.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     warnings.simplefilter("ignore")
     silence_loggers()
     name = (

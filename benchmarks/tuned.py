@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Import this clone's package.
+# Import the package from this clone.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabric_template import FabricLoop
 from fabric_template.demos.digits import DigitsClassifier, DigitsData

@@ -93,7 +93,7 @@ def kill_workers(run, draw, seconds):
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # Workers import for most of the time, so three of four kills wait until training has started.
+        # Workers spend most of their time on imports, so three of four kills wait until training has started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:

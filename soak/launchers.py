@@ -1,13 +1,13 @@
-"""Check that a script gives the same results under each launcher, and that a signal to torchrun ends it properly.
+"""Check that a script gives the same results under each launcher, and that torchrun ends properly after a signal.
 
     python soak/launchers.py                 the table of launchers, strategies and methods, and the signals
     python soak/launchers.py --only signals  only the signals
 
 The launchers are `python` (which starts the other rank as a script), spawned and forked ranks, `fabric run`, torchrun, and
-two processes with SLURM's variables. The strategies are DDP and FSDP2 on two processes, and one process. A cell of the table
-names the methods whose results differ from those under torchrun in any bit: weights, optimizer states, rows, metrics or
-predictions. A single spawned rank is compared with a forked one, because both use DDP. `resume` continues a run from the middle of an epoch, and
-is also compared with `fit`. FSDP2 is also compared with DDP.
+two processes with SLURM's variables. The strategies are DDP on two processes, FSDP2 on two processes, and a single process.
+The results are weights, optimizer states, rows, metrics and predictions. A cell of the table names the methods whose results
+are not bit-identical to those under torchrun. A single spawned rank is compared with a single forked rank, because both use
+DDP. `resume` continues a run from the middle of an epoch, and is also compared with `fit`. FSDP2 is also compared with DDP.
 """
 
 import argparse

@@ -360,7 +360,7 @@ def try_crossing(case, folder, names, trainer):
 
 
 def describe_crossing(expected, actual):
-    """Describe a difference, except for a scheduler step that only Trainer's own file lacks.
+    """Describe a difference. Ignore a scheduler step that is missing only from Trainer's own file.
 
     Trainer saves before a scheduler that monitors a metric steps, and skips this step when it resumes.
     """

@@ -12,7 +12,7 @@ import program_pieces as pieces
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
 # Networks that draw random numbers. Trainer cannot continue their training exactly, because it does not restore RNG states.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
-# Networks with changing attributes, which Trainer does not save.
+# Networks whose attributes change during training. Trainer does not save these attributes.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
 NETS_WITH_ATTRIBUTES += ("recurrent_state", "schedule")
 HOOKS_WITH_ATTRIBUTES = {
@@ -407,7 +407,7 @@ INVALID = [
             d["loader"] == "dataloader"
             and d["sampler"] in ("in_order", "shuffle")
             and not is_lightning(d)
-            # The hand-written loop starts workers at a different time, which draws a random number.
+            # Starting workers draws a random number, and the hand-written loop starts them at a different time.
             and not d["persistent"]
         ),
     ),

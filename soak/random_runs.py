@@ -186,7 +186,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def crosses(self, loop):
-        """Return whether the other loop continues the run. A loop can do this only if it accepts the program."""
+        """Return whether the other loop resumes the run. It can do so only if it accepts the program."""
         return self.event["crosses"] and OTHER[loop] in self.ends
 
     def seed_of(self, name):
@@ -307,8 +307,8 @@ def best_differences(end):
     best = end["files"].get("checkpoints/run/best.ckpt")
     monitor, rows, options = end["options"].get("monitor"), end["rows"], end["options"]
     is_by_steps = "validate_every_n_steps" in options or "max_steps" in options
-    # An epoch-based run writes one row for several validations. The monitored training loss is
-    # the epoch's, but a row of a step-based run contains the loss since the previous row.
+    # With several validations in an epoch, an epoch-based run still writes a single row. In a step-based
+    # run, the monitored training loss is the mean of the epoch, but a row contains the mean since the previous row.
     has_other_values = "val_check_interval" in options or (is_by_steps and monitor == "train_loss")
     if best is None or has_other_values or not all(monitor in row for row in rows):
         return []

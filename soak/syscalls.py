@@ -3,10 +3,10 @@
     python soak/syscalls.py --faults 100 --seed 1
 
 soak/faults.c counts each open, read, write, stat, fsync, rename and similar call in the run's folder, and lets one or two of
-these calls fail. A call fails with an error before, in the middle or at the end of the call, or with SIGKILL. The run is new, or
-continues a killed run with an intact or a damaged last.ckpt. The run must end without an error, or with an error of one line. No
-saved checkpoint may be lost, and no intact file may be renamed. If the same command runs again, it must end like a run without
-failures.
+these calls fail. The call returns an error before, in the middle of or after its work, or SIGKILL ends the process. The run is
+new, or resumes a killed run with an intact or a damaged last.ckpt. The run must end without an error, or with a one-line error.
+No saved checkpoint may be lost, and no intact file may be renamed. If the same command runs again, it must end like a run
+without failures.
 
 The script needs Linux and a C compiler (cc or gcc). Without them, it exits with 77.
 """

@@ -59,7 +59,7 @@ class CIFAR10Net(LightningModule):
     """Classify 32x32 images with a ResNet-18 whose first layer keeps the image size.
 
     Args:
-        width: Number of channels in the first layer, which is 64 in ResNet-18.
+        width: Number of channels in the first layer. The original ResNet-18 has 64.
         lr: Highest learning rate of the one-cycle schedule.
     """
 

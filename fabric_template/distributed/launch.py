@@ -179,8 +179,8 @@ def _run_in_process(
         # A spawned process receives tensors in shared memory. Copy them, so that processes do not
         # overwrite each other's tensors.
         plan = plan.copied()
-    # Do not return the results or errors through Lightning's launcher, because its queue blocks for
-    # large objects, and because the launcher passes on only the text of an exception.
+    # Do not return the results or errors through Lightning's launcher. Its queue blocks for large
+    # objects, and the launcher passes on only the text of an exception.
     ending = result = None
     try:
         result = run_plan(plan)
@@ -245,7 +245,7 @@ def _apply_outcome(run: Run, outcome: dict[str, Any]) -> None:
 
 
 def _write_error(error: BaseException, folder: str) -> None:
-    """Write an error to a file, unless another process has already written an error."""
+    """Write an error to a file, unless another process has already written one."""
     # If an error cannot be pickled, write no file, because the launcher reports the error's text
     # anyway.
     with suppress(Exception):

@@ -189,7 +189,7 @@ def _call(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def no_gradient_sync(network: nn.Module) -> Iterator[None]:
-    """Keep FSDP from averaging gradients over the processes during the `with` block."""
+    """Keep FSDP from averaging gradients across processes during the `with` block."""
     parts = [module for module in network.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.set_requires_gradient_sync(False)

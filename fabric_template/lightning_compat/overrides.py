@@ -30,7 +30,7 @@ def overridden(part: Any, name: str) -> Callable | None:
 def is_instance_of(part: Any, *class_names: str) -> bool:
     """Return whether an object is an instance of a Lightning or torch class with a given name."""
     # Compare class names, because ``lightning`` and ``pytorch_lightning`` each define classes such
-    # as Timer. Compare packages, too, because a user's class may have the name of a Lightning
+    # as Timer. Compare packages, too, because a user's class may have the same name as a Lightning
     # class.
     found = [base for base in type(part).__mro__ if base.__name__ in class_names]
     return any(base.__module__.partition(".")[0] in _PACKAGES for base in found)

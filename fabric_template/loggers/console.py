@@ -82,7 +82,7 @@ class Console:
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
         """Start the progress bar of an evaluation."""
         self._num_eval_batches = num_batches
-        # A validation during fit has no bar of its own, because the epoch's bar shows its progress.
+        # A validation during fit has no bar of its own. The epoch's bar shows its progress.
         if run.stage != "fit":
             self._guard(self._start, run, 0)
 
@@ -373,7 +373,7 @@ def end_reason(run: Run) -> str:
 def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
-    """Return the first row with the metric's best value, or None if no row has a value."""
+    """Return the first row with the best value of ``monitor``, or None if no row has a value."""
     found = [row for row in rows if not math.isnan(row.get(monitor, math.nan))]
     choose = max if mode == "max" else min
     return choose(found, key=lambda row: row[monitor], default=None)

@@ -119,7 +119,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     runs = {}
     for key in dict.fromkeys(keys):
         rows = [row for row, other in enumerate(keys) if other == key]
-        # If a run's name is just a number such as "0", prefix it with the column, as in "fold=0".
+        # If a run's name is just a number, prefix it with the column's name, as in "fold=0".
         label = "/".join(key)
         if len(key) == 1 and has_number(key):
             label = f"{names[0]}={label}"

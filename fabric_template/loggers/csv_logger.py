@@ -35,8 +35,8 @@ class CSVLogger(Logger):
         root_dir: The folder of all runs.
         name: The name of the run, and of the folder in root_dir that contains its versions.
         version: The number or name of the version. If None, use the next free number.
-        checkpoint_dir: The folder of the run's checkpoints. If given, the version's number must be
-            free in this folder as well.
+        checkpoint_dir: The folder of the run's checkpoints. If given, an automatically chosen
+            version number must be free in both folders.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -111,8 +111,8 @@ class CSVLogger(Logger):
         """Append a row to steps.csv.
 
         Args:
-            step: The number in the "step" column. If None, use metrics["step"] or, by default, the
-                number of rows so far.
+            step: The number in the "step" column. If None, use metrics["step"]. If metrics contains
+                no step, use the number of rows so far.
         """
         if metrics:
             table = self._table("steps.csv")
@@ -223,8 +223,8 @@ class Table:
         except OSError as error:
             if len(self.waiting) == 1:
                 warnings.warn(
-                    f"{self.path}: rows could not be written: {error.strerror}. Training continues,"
-                    " and the logger writes them together with the next row.",
+                    f"{self.path}: rows could not be written: {error.strerror}. Training continues."
+                    " The logger will try to write these rows again together with the next row.",
                     stacklevel=2,
                 )
 
@@ -346,7 +346,7 @@ def keep_copy(path: Path, damaged: Sequence[int]) -> None:
     lines = f" in lines {', '.join(map(str, damaged[:5]))}" if damaged else ""
     warnings.warn(
         f"{path}: another program changed this file{lines}. The changed file was copied to"
-        f" {target.name}. The run restores its own rows, and continues.",
+        f" {target.name}. The run restores its own rows and continues.",
         stacklevel=2,
     )
 

@@ -30,14 +30,14 @@ EXPECTED = "a metrics.csv, or a folder such as logs, logs/digits or logs/digits/
 def read_logs(path: str | os.PathLike[str], steps: bool = False) -> pd.DataFrame:
     """Return the rows of one or more runs as one table: `name, version, epoch, step, ...`.
 
-    Lightning's CSVLogger writes several rows per epoch, and read_logs merges them into one. An
-    epoch with several validations has one row per validation. read_logs also reads CSV files from
-    other tools.
+    Lightning's CSVLogger writes several rows per epoch, and read_logs merges them into one. If
+    validation runs several times in an epoch, the table has one row per validation. read_logs also
+    reads CSV files from other tools.
 
     Args:
         path: A CSV file, or a folder such as logs, logs/digits or logs/digits/version_0.
-        steps: Whether to read steps.csv, which contains the values of individual steps. If there
-            is no steps.csv, return one row per step of metrics.csv.
+        steps: Whether to read steps.csv, which contains the values of individual steps. If a run
+            has no steps.csv, return one row for each step in its metrics.csv.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -130,11 +130,11 @@ def join_if_incomplete(columns: dict[str, list[Any]], steps: bool) -> dict[str, 
 
 
 def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bool:
-    """Return whether a file has several complete rows per epoch, but no step column."""
+    """Return whether a file has several complete rows per epoch but no step column."""
     if len(axes) != 1 or find_axis(columns, "epoch") != axes[0]:
         return False
-    # Require the same number of rows in each epoch, but allow fewer in the last epoch. Reject files
-    # in which an epoch occurs twice, because such a run was restarted.
+    # Require the same number of rows in each epoch, but allow fewer in the last epoch. If an epoch
+    # occurs twice, reject the file, because its run was restarted.
     sizes = [len(list(rows)) for _, rows in groupby(columns[axes[0]])]
     is_regular = len({*sizes[:-1]}) == 1 and 1 < sizes[0] >= sizes[-1]
     is_repeated = len(sizes) > len({*columns[axes[0]]})

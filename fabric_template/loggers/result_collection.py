@@ -1,4 +1,4 @@
-"""Collect the values that steps log or return, and average the values as Trainer does.
+"""Collect the values that steps log or return, and average them as Trainer does.
 
 A mean is sum(value * batch_size) / sum(batch_size). Logged values are summed on the GPU, because
 copying each value to the CPU would slow down the steps.
@@ -61,8 +61,8 @@ class LoggedMetric:
     """Stores the last value logged under one name, and accumulates the values over the epoch.
 
     Attributes:
-        call_arguments: The last arguments of ``self.log``. Repeated arguments are not checked
-            again.
+        call_arguments: The arguments of the last call to ``self.log``. They are not checked again
+            if the next call has the same arguments.
         is_returned: Whether a step returned the values instead of logging them.
         has_value: Whether a value was logged in this epoch.
         batch_number: The ``LoopResults.batch_number`` of the last logged value.
@@ -207,7 +207,7 @@ class LoopResults:
 
     Attributes:
         metrics: The logged values, keyed by hook, name and loader index.
-        logged: The keys of the metrics that steps or hooks have logged, for each column of
+        logged: The keys of the metrics that steps or hooks have logged, grouped by the column of
             metrics.csv.
         batch: The current batch.
         batch_number: The number of batches since the run started or resumed.
@@ -270,7 +270,8 @@ class ResultCollection:
     Attributes:
         active: ``train`` during training, and ``evaluation`` during an evaluation. After the run,
             an empty LoopResults.
-        callback_metrics, logged_metrics, progress_bar_metrics: Like Trainer's attributes.
+        callback_metrics, logged_metrics, progress_bar_metrics: Like the Trainer attributes
+            with these names.
         returned: The latest means of the values that steps returned.
         evaluated: The names of the values that the last evaluation logged or returned.
     """
@@ -425,7 +426,7 @@ class ResultCollection:
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:
-        """Include scalars that a step returned, but did not log, in the epoch's means."""
+        """Add scalars to the epoch's means if a step returned them without logging them."""
         results = self.active
         for name, value in values.items():
             if name in results.logged and results.is_logged(name):
@@ -531,7 +532,7 @@ class ResultCollection:
         parts = [*self._loader_values, at_end]
         row = {name: value for values in parts for name, value in values.row.items()}
         self.evaluated = set(row).union(*[values.logged for values in parts])
-        # If several loaders log a name, send only the first loader's value, as Trainer does.
+        # If several loaders log the same name, send only the first loader's value, as Trainer does.
         logged = ChainMap(at_end.logged, *[values.logged for values in self._loader_values])
         return results, dict(logged), row
 
@@ -637,7 +638,7 @@ class ResultCollection:
             metrics = {n: m for n, m in metrics.items() if id(m) not in evaluated}
         logged = [*train.metrics.values(), *self.evaluation.metrics.values()]
         if any(m.torchmetric is not None and id(m.torchmetric) not in names for m in logged):
-            # Find torchmetrics objects in lists and dicts, too.
+            # Also search lists and dicts for torchmetrics objects.
             objects = self.run.plain_state.objects()
             names |= {id(part): name for name, part in objects.items()}
         entries = [
@@ -663,7 +664,7 @@ class ResultCollection:
         vars(self.train).update(state["position"])
 
     def _load_metrics(self, results: LoopResults, entries: list[dict[str, Any]]) -> None:
-        """Restore the logged metrics, so that each epoch also resets metrics it does not log."""
+        """Restore the logged metrics, so that each epoch resets even those that it does not log."""
         torchmetrics = find_torchmetrics(self.run.network)
         for entry in entries:
             arguments = LogArguments(**entry["arguments"])
@@ -718,7 +719,7 @@ def to_scalar(name: str, value: Any) -> Tensor:
 
 
 def convert_batch_size(name: str, batch_size: Any) -> Any:
-    """Convert a batch_size to a Python number. A one-element tensor stays on its device."""
+    """Convert a batch_size to a Python number, but leave a one-element tensor on its device."""
     if isinstance(batch_size, Tensor) and batch_size.numel() == 1:
         # Clone the tensor, because the step may later change it in place.
         return batch_size.detach().clone().reshape(())
@@ -755,7 +756,7 @@ def find_torchmetrics(module: Any) -> dict[str, Any]:
 
 
 def plain_attributes(metric: Any) -> dict[str, Any]:
-    """Copy those attributes of a torchmetrics object that a checkpoint can store."""
+    """Copy the attributes of a torchmetrics object that a checkpoint can store."""
     # Do not use Metric.state_dict(), because it omits states added with persistent=False.
     own = {k: v for k, v in vars(metric).items() if k not in _ATTRIBUTES_OF_MODULES and is_plain(v)}
     return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().clone())

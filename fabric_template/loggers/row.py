@@ -48,7 +48,7 @@ class RowWriter:
         self.rows: list[dict[str, Any]] = []
         self.is_step_based = False
         self.learning_rates: list[Any] = []
-        # The optimizer step of ``learning_rates``.
+        # The optimizer step at which ``learning_rates`` was recorded.
         self._step_of_rates: int | None = None
         self.step_values: dict[str, Any] = {}
         # Results of evaluations and values from loop.log_dict for the next row of metrics.csv.
@@ -60,8 +60,8 @@ class RowWriter:
         # spent waiting for batches, and the time spent on validation and saving.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validation and saving since the last row of metrics.csv. The column
-        # samples_per_second does not include these seconds.
+        # The seconds spent on validation and saving since the last row of metrics.csv. The
+        # samples_per_second column excludes this time.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
@@ -100,8 +100,8 @@ class RowWriter:
         try:
             yield
         finally:
-            # If a checkpoint is saved during a validation, do not count its seconds twice, because
-            # the validation's seconds already include them.
+            # If a checkpoint is saved during a validation, the time of the validation already
+            # includes the time of the save. Do not count the save twice.
             self._excluded_seconds = before + time.monotonic() - started
 
     # Collecting values for the next row
@@ -294,7 +294,7 @@ class RowWriter:
             self.run.checkpoints.replace_last(self.run)
         positions = state["files"] or [{}]
         # The checkpoint contains a position, such as the number of rows, for each CSV logger. If
-        # this run has more CSV loggers, use the first position for the additional loggers.
+        # the resumed run has more CSV loggers, use the first position for the additional loggers.
         positions = chain(positions, repeat(positions[0]))
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
@@ -325,7 +325,7 @@ class RowWriter:
         # After a resume in a new version folder, the earlier rows are in the old version's folder.
         folders = [Path(logger.root_dir, names[0])]
         folders += [Path(logger.log_dir, REPLACED_LOGS), Path(logger.log_dir)]
-        # The folder "logs" may be up to four levels above the checkpoint.
+        # The folder "logs" may be in any of the checkpoint's four nearest parent folders.
         folders += [parent / "logs" / name for name in names for parent in checkpoint.parents[:4]]
         # ModelCheckpoint saves checkpoints to a subfolder of the log folder.
         return [*folders, *checkpoint.parents[:2]]
@@ -335,7 +335,7 @@ def copy_other_rows(logger: CSVLogger) -> str:
     """Back up CSV files that the resumed run would overwrite."""
     paths = [Path(logger.log_dir, name) for name in FILES]
     copies = [copy_changed(p).name for p in paths if is_first_process() and read_table(p).rows]
-    return f" The other rows were copied to {' and '.join(copies)}." if copies else ""
+    return f" Rows already in this folder were copied to {' and '.join(copies)}." if copies else ""
 
 
 def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str, Any]) -> bool:
@@ -351,7 +351,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
     last = position.get("steps.csv", {}).get("last")
     if last is None:
         return row is None and folder.is_dir()
-    # The user may have deleted metrics.csv, or its last rows.
+    # The user may have deleted metrics.csv or its last rows.
     is_cut = len(rows) < position.get("metrics.csv", {}).get("rows", 0)
     is_own = row is None or (is_cut and all("step" in found for found in rows))
     steps = read_table(folder / "steps.csv").rows if is_own else []

@@ -42,12 +42,12 @@ def write_run_config(run: Run) -> None:
         path = Path(logger.log_dir, "config.yaml")
         try:
             is_own = path.exists() and "\nabout:\n" in path.read_text("utf-8", "replace")
-            # Keep the config.yaml of a resumed run, and a config.yaml from another program.
+            # Do not overwrite the config.yaml of a resumed run or of another program.
             if not path.exists() or (is_own and not run.plan.start.resumes):
                 write_yaml(path, collect_run_config(run), HEAD)
         except Exception as error:
             warnings.warn(
-                f"{path}: the file could not be written, and training continues: {error!r}",
+                f"{path}: the file could not be written: {error!r}. Training continues.",
                 stacklevel=2,
             )
 
@@ -239,7 +239,7 @@ def merge_hyperparameters(
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
         # Drop _class_path, which LightningCLI adds, because a class is not a hyperparameter.
         hparams.pop("_class_path", None)
-        # Compare the repr, because == returns an array for two arrays.
+        # Compare the values by their repr, because == on two arrays returns an array.
         both = hparams.keys() & merged.keys()
         different = sorted(key for key in both if repr(hparams[key]) != repr(merged[key]))
         if different:

@@ -57,7 +57,7 @@ FLAG = {"action": "store_true"}
 # Maps each command to its options, and each option to the arguments of `add_argument`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "fit": {
-        "--resume": {"help": 'Continue exactly from "last", "best", "auto" or a path.'},
+        "--resume": {"help": 'Resume exactly from "last", "best", "auto" or a path.'},
         **LOAD,
     },
     "validate": LOAD,
@@ -70,7 +70,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "paths": {"nargs": "*", "default": ["logs"], "help": "CSV files, or folders of runs."},
         "--metrics": {
             "nargs": "*",
-            "help": "Columns, or metrics such as f1. Default: loss and accuracy.",
+            "help": "The columns or metrics to draw, such as f1. Default: loss and accuracy.",
         },
         "--x": {"help": "The horizontal axis: epoch, step or time."},
         "--smooth": {
@@ -230,7 +230,7 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def check_output(command: str, out: str | None) -> None:
-    """Check the name of a command's output file before the command runs, and create its folder."""
+    """Check the name of a command's output file before the command runs, and create the folder."""
     if out is None:
         return
     suffixes = SUFFIXES_OF_OUTPUT.get(command, (Path(out).suffix,))
@@ -379,7 +379,7 @@ def make_parser(name: str) -> ArgumentParser:
         parser.usage = f"{parser.prog} [options]"
         text = "A YAML file of options. It can import any class. Later files override earlier ones."
         parser.add_argument("--config", action="config", help=text)
-        text = "Use the model, the data and all options of this run, logs/<name>/version_<n>."
+        text = "Use the model, data and options of the run in this folder: logs/<name>/version_<n>."
         parser.add_argument("--run", help=text)
         parser.add_argument("--about", type=dict | None, help=argparse.SUPPRESS)
         for option, (kind, text) in CLASS_OPTIONS.items():
@@ -456,8 +456,8 @@ def record_class(part: Any, text: Any) -> Any:
     texts = text.get("init_args", {}) if isinstance(text, dict) else {}
     arguments = {}
     for name, value in part.get("init_args", {}).items():
-        # If YAML cannot store an argument, store its text, unless the argument has its default
-        # value.
+        # If YAML cannot store a value, store its text instead. Omit such a value if it is the
+        # argument's default.
         if is_plain(value):
             arguments[name] = value
         elif name in texts and repr(value) != repr(defaults.get(name)):
@@ -488,7 +488,7 @@ def is_plain(value: Any) -> bool:
 def fit_command(
     loop: FabricLoop, model: Any, data: Any, *, resume: str | None, load: str | None
 ) -> int:
-    """Train a model. Print the results and the command to continue the run."""
+    """Train a model. Print the results and the command to resume the run."""
     from ..loggers.console import format_summary
 
     try:
@@ -496,7 +496,7 @@ def fit_command(
     except (KeyboardInterrupt, SystemExit):
         command = resume_command(loop)
         if command is not None and loop.fabric.is_global_zero:
-            print(f"\nThe run was interrupted. Continue it with\n{command}", file=sys.stderr)
+            print(f"\nThe run was interrupted. Resume it with\n{command}", file=sys.stderr)
         raise
     command, summary = resume_command(loop), loop.ending()
     # The "resume" line of the summary is Python code, so replace it with a command.

@@ -143,7 +143,7 @@ def compare(first: Any, second: Any, steps: int = 50) -> Comparison:
     Args:
         first: The correct run.
         second: The run to compare with the first.
-        steps: The number of optimizer steps to compare. Scripts and functions then stop.
+        steps: The number of optimizer steps to compare. Scripts and functions then stop early.
 
     Raises:
         ValueError: If a file is missing, a script fails or a run takes no optimizer step.
@@ -249,7 +249,8 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
     )
     if all(isclose(x, y, rel_tol=1e-3) for x, y in zip(a, b, strict=True)):
         reason = "rounding: sums (such as the norm for clipping) are computed in a different order"
-        return reason, "none if the last bits may differ. Otherwise, the same order of parameters"
+        fix = "none needed if the last bits may differ. Otherwise, the same order of parameters"
+        return reason, fix
     which = "first" if hypot(*a) < hypot(*b) else "second"
     fix = f"gradient_clip_val={hypot(*a):.4g}" if which == "first" else "no clipping"
     return f"only the {which} clips, scales or detaches gradients, or it clips more", fix

@@ -128,8 +128,8 @@ def update_command(path: str, *, dry_run: bool = False) -> int:
     conflicts.
 
     Returns:
-        1 if a file has conflicts, or if the user changed a file that the new version has removed,
-        otherwise 0.
+        1 if a file has conflicts or if the user changed a file that the new version has removed.
+        0 otherwise.
     """
     copy = find_copy("update", path)
     if copy.original == copy.upstream and copy.version == __version__:

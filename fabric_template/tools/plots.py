@@ -30,8 +30,7 @@ DASHES = ("-", "--", "-.")
 # If there are more runs than combinations of color and dash, color only the best runs.
 MOST_COLORED = len(PALETTE) * len(DASHES)
 NUM_BEST = 8
-# Unless the user chooses metrics, draw at most 18 panels, because 18 panels take about a second to
-# draw.
+# Drawing 18 panels takes about a second, so draw no more unless the user chooses the metrics.
 MOST_PANELS = 18
 # The maximum number of characters in a panel's label. Longer labels lose their first characters.
 LONGEST_LABEL = 28
@@ -62,8 +61,8 @@ def plot_logs(
     """Plot the logs of one or more runs, with a panel for each quantity.
 
     Args:
-        logs: A path that `read_logs` accepts, a DataFrame that `fit` returned, a list of these,
-            or a dict that maps labels to them.
+        logs: A path that `read_logs` accepts, or a DataFrame that `fit` returned. For several
+            logs, pass a list, or a dict that maps a label to each log.
         x: "epoch", "step" (with steps.csv), "time" (of training) or a column. Default: "step" for
             step-based runs, otherwise "epoch".
         metrics: Columns, or quantities such as "lr" or "f1" (train_f1 and val_f1). Default: losses
@@ -443,8 +442,8 @@ def format_axes(ax: Axes, x: str, log: bool) -> None:
     ax.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}{letter if value else ''}")
     values = [float(y) for _, line in drawn for y in line[line > 0]]
     if not log or not values or any((line < 0).any() for _, line in drawn):
-        # If there are negative values, keep a linear scale, because a logarithmic scale would hide
-        # these values.
+        # Keep a linear scale if there are negative values, because a logarithmic scale would hide
+        # them.
         ax.ticklabel_format(axis="y", useOffset=False)
         return
     ax.set_yscale("log")
@@ -624,7 +623,7 @@ class LivePlot:
         try:
             image = Image(render_picture(log, **self.options), format="png")
         except Exception as problem:
-            warnings.warn(f"LivePlot: the run cannot be drawn. {problem}", stacklevel=2)
+            warnings.warn(f"LivePlot: the run could not be drawn: {problem}", stacklevel=2)
             return
         if self.display is None:
             self.display = display(image, display_id=True)

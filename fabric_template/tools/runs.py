@@ -40,8 +40,8 @@ def list_runs(
 
     The `state` column contains "running", "finished", "interrupted", "failed" or "unknown". The
     state of a killed run is "interrupted", and the state of a Trainer run is "unknown". The
-    `changed` column contains the options that differ between runs with the same name. A setting in
-    FabricLoop(hparams=...) that all runs have is also listed if it differs between any two runs.
+    `changed` column contains the options that differ between runs with the same name. It also
+    contains each entry of FabricLoop(hparams=...) that all runs have and that differs between them.
 
     Args:
         folder: The folder of all logs, or a folder in it.

@@ -71,7 +71,7 @@ def to_cells(run: Run) -> tuple[str, ...]:
     if run["best"] is not None:
         epoch = "" if run["best_epoch"] is None else str(run["best_epoch"])
         best = (run["metric"], f"{run['best']:.5g}", epoch)
-    # If another tool's log has no epochs or durations, leave their cells empty.
+    # Another tool's log may have no epochs or durations. Leave these cells empty.
     is_unknown = bool(run["rows"])
     epochs = "" if is_unknown and not run["epochs"] else str(run["epochs"])
     seconds = round(run["seconds"])
@@ -145,7 +145,7 @@ def print_best(runs: Sequence[Run]) -> None:
         raise ValueError(f"--metric: not given, and {problem}. {advice}")
     modes = {run["mode"] for run in found}
     if len(modes) != 1:
-        problem = f"the name {metrics[0]} does not show whether smaller or larger is better"
+        problem = f"the name {metrics[0]} does not show whether smaller or larger values are better"
         if modes:
             problem = f"the runs have different modes for {metrics[0]}"
         raise ValueError(f"--mode: not given, and {problem}. Write --mode min or --mode max.")
@@ -155,8 +155,7 @@ def print_best(runs: Sequence[Run]) -> None:
     print(f"best        {best['metric']} {best['best']:.6g}{epoch}")
     is_own_folder = best["file"].name == "metrics.csv"
     print(f"run         {best['folder'] if is_own_folder else best['file']}")
-    # Checkpoints next to another tool's CSV file may belong to other runs, so do not list these
-    # checkpoints.
+    # Checkpoints next to another tool's CSV file may belong to other runs, so do not list them.
     paths = find_checkpoints(best) if is_own_folder else []
     for path in paths:
         print(f"checkpoint  {path}")

@@ -22,8 +22,8 @@ TEMPLATE = Path(__file__).with_name("runs_page.html")
 MOST_POINTS = 60_000
 # The maximum number of panels above the table.
 MOST_MAIN = 3
-# At most eight options get their own column. All remaining options, and options with values of more
-# than 24 characters, share the last column.
+# At most eight options get a column of their own. All other options, including those with values of
+# more than 24 characters, share the last column.
 MOST_OPTIONS = 8
 LONGEST_VALUE = 24
 
@@ -145,7 +145,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             drawn[number] = plots.Run("", [table], runs[number]["options"])
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # There are not enough colors for all runs, so color the best runs.
+        # There are not enough colors for all runs, so color only the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, time_steps
 
-# The slowest trial of a better setting must be MIN_GAIN times as fast as the fastest trial without
-# the setting.
+# A setting is better only if its slowest trial is more than MIN_GAIN times as fast as the fastest
+# trial without it.
 MIN_GAIN, ROUNDS = 1.03, 3
 TIME_LIMIT = 120.0  # A trial is killed after this number of seconds.
 
@@ -104,7 +104,7 @@ def check_arguments(names: tuple[str, ...], seconds: float) -> None:
         raise ValueError(f"only: got {', '.join(names)}, expected some of {', '.join(SETTINGS)}.")
     longest = TIME_LIMIT / 2
     if not isinstance(seconds, int | float) or not 0 < seconds <= longest:
-        expected = f"a number above 0, and at most {longest:g}. Write seconds=2.0"
+        expected = f"a number above 0 and at most {longest:g}. Write seconds=2.0"
         raise ValueError(f"tune(seconds): got {seconds!r}, expected {expected}.")
 
 

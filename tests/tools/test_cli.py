@@ -269,7 +269,7 @@ def test_an_interrupted_fit_prints_the_command_that_continues_the_run(capsys):
     code, _, err = run(capsys, "fit", "--model=lit:Stops", *FIT[3:], *QUIET, "--save_every_n_steps", 1)
     assert code == 130
     command = "fabric-template fit --run logs/run/version_0 --resume last"
-    assert err.endswith(f"\nThe run was interrupted. Continue it with\n{command}\n")
+    assert err.endswith(f"\nThe run was interrupted. Resume it with\n{command}\n")
 
 
 # Files and runs

@@ -322,7 +322,7 @@ MISTAKES = [
     (Clipping, Clipping, {"gradient_clip_val": 0.0}, 0, "norm of a gradient", "only the first clips", "gradient_clip_val=0.1"),
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
     (Script, InOrder, {}, 0, "digest of a sample", "a different order", "shuffle="),
-    (Clipping, RoundedUp, None, None, "norm of a gradient", "rounding", "none if the last bits may differ"),
+    (Clipping, RoundedUp, None, None, "norm of a gradient", "rounding", "none needed if the last bits may differ"),
     (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
     (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),

@@ -97,7 +97,7 @@ def test_live_plot_does_not_draw_again_without_new_csv_rows(notebook):
 def test_an_error_in_live_plot_does_not_stop_the_run(notebook, monkeypatch):
     fit(LivePlot(), epochs=1, logger=False)
     monkeypatch.setattr(plots, "render_picture", lambda *args, **options: 1 / 0)
-    with pytest.warns(UserWarning, match="LivePlot: the run cannot be drawn. division by zero"):
+    with pytest.warns(UserWarning, match="LivePlot: the run could not be drawn: division by zero"):
         fit(LivePlot(), epochs=1)
     assert notebook.shown == []
 

@@ -158,7 +158,7 @@ def test_tune_raises_an_error_for_a_failing_run_or_an_unknown_setting():
     with pytest.raises(ValueError, match="only: got warp, expected some of threads, tensor_loader"):
         tuned([], only=["warp"])
     for seconds in (0, -2.5, 300, float("nan"), "2"):
-        with pytest.raises(ValueError, match=r"tune\(seconds\): got .*, expected a number above 0, and at most 60\."):
+        with pytest.raises(ValueError, match=r"tune\(seconds\): got .*, expected a number above 0 and at most 60\."):
             tune(FabricLoop(), nn.Linear(2, 1), [], seconds=seconds)
 
 
