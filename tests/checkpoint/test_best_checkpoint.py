@@ -161,7 +161,7 @@ def test_best_checkpoints_remain_if_a_run_resumes_without_the_monitor_option(loo
 
 @pytest.mark.parametrize(("first", "second"), halve([1, 2, -1], [1, 2, 3, -1]))
 def test_resuming_with_a_different_save_top_k_keeps_the_best_checkpoints(tmp_path, first, second):
-    """The best checkpoints of both runs are kept, except those that the first run removed."""
+    """The new checkpoints compete only with the checkpoints that the first run has kept."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}
     fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **options)

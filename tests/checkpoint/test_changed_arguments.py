@@ -87,7 +87,7 @@ def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(t
     match = r"class, interval and frequency .* changed from .*'ExponentialLR', 'epoch', 1\].* to .*LR"
     with pytest.raises(ValueError, match=match):
         fit(kind, tmp_path, 4, other, resume="last")
-    # The refused resume has not changed the run.
+    # The refused attempt to resume has not changed the saved run.
     assert fit(kind, tmp_path, 3, exponential, resume="last")[-1] == 0.025
 
 
@@ -117,7 +117,7 @@ def test_resuming_with_fewer_parameter_groups_is_refused(tmp_path, kind):
 
 
 @both_loops
-def test_fabric_loop_warns_about_an_added_scheduler_but_mini_loop_refuses_to_resume(tmp_path, kind):
+def test_fabric_loop_warns_and_mini_loop_refuses_to_resume_if_a_scheduler_was_added(tmp_path, kind):
     fit(kind, tmp_path, 1)
     if kind == "MiniLoop":
         with pytest.raises(

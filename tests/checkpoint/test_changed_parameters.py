@@ -98,7 +98,7 @@ def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, 
 
 @both_loops
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_a_run_of_a_compiled_model_can_resume_uncompiled_and_vice_versa(kind, before, after):
+def test_a_run_can_resume_whether_or_not_the_model_is_compiled(kind, before, after):
     def run(is_compiled, epochs, **fit):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
@@ -111,7 +111,7 @@ def test_a_run_of_a_compiled_model_can_resume_uncompiled_and_vice_versa(kind, be
     run(after, 2, resume="last")
 
 
-def test_a_run_resumes_with_a_renamed_layer():
+def test_a_run_resumes_after_a_layer_was_renamed():
     torch.manual_seed(0)
     expected = train("FabricLoop", Layers(), 2)
     torch.manual_seed(0)

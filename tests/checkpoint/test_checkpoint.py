@@ -32,7 +32,7 @@ class Sized(Classifier):
 
 
 class Scored(Classifier):
-    """Logs the known val_loss values 3, 1, 2, 0.5 and 4."""
+    """Logs the val_loss values 3, 1, 2, 0.5 and 4, one in each epoch."""
 
     scores = (3.0, 1.0, 2.0, 0.5, 4.0)
 
@@ -129,7 +129,7 @@ LAYOUTS = ["state_dict", "model", "bare", "module.", "fabric.save", "_orig_mod."
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_load_reads_weights_saved_by_torch_and_fabric(tmp_path, layout):
+def test_load_reads_weights_that_torch_or_fabric_has_saved(tmp_path, layout):
     net = nn.Linear(8, 3)
     weights = {key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()}
     path = tmp_path / "w.pt"
@@ -191,7 +191,7 @@ def test_resume_warns_if_a_callback_of_the_saved_run_is_missing(tmp_path):
         fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=2, resume="last")
 
 
-def test_a_model_checkpoint_callback_turns_off_the_checkpoints_of_the_loop(tmp_path):
+def test_the_loop_saves_no_other_checkpoints_if_a_model_checkpoint_callback_is_used(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path / "own", monitor="val_loss", save_top_k=1, filename="{epoch}")
     fit(tmp_path, Scored, plain_loader, val_loader, max_epochs=5, callbacks=[callback], logger=False)
     assert tree(tmp_path) == ["own/epoch=3.ckpt"]
@@ -213,7 +213,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_a_custom_checkpoint_io_writes_the_checkpoints(tmp_path):
+def test_checkpoints_are_written_by_a_custom_checkpoint_io(tmp_path):
     io = Counting()
     fit(tmp_path, max_epochs=2, plugins=[io])
     assert io.saved == ["last.ckpt", "last.ckpt"]

@@ -192,7 +192,7 @@ class Saved(Net):
         return torch.nn.functional.cross_entropy(self.net[:2](batch[0])[:, :3], batch[1])
 
 
-def test_reading_a_checkpoint_keeps_paths_and_tuples_and_dicts_in_hyperparameters(tmp_path):
+def test_paths_tuples_and_dicts_in_hyperparameters_are_read_from_a_checkpoint_unchanged(tmp_path):
     values = {"path": Path("data"), "sizes": (1, 2), "rate": 0.1, "layers": {"a": [None, True]}}
     loop, *_ = fit(tmp_path, make_module=lambda: Saved(**values), max_epochs=1)
     found = read_checkpoint(loop.checkpoint_path())

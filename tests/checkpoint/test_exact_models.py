@@ -216,7 +216,7 @@ def assert_same(resumed, whole):
 
 
 @pytest.mark.parametrize(("name", "kind", "kill_at"), once(CASES, SAVES, [3, 6]))
-def test_a_run_resumes_exactly_if_attributes_are_large_or_contain_weights(tmp_path, name, kind, kill_at):
+def test_a_run_resumes_exactly_if_model_attributes_are_large_or_contain_weights(tmp_path, name, kind, kill_at):
     assert_resumes(tmp_path, kind, CASES[name], kill_at)
 
 

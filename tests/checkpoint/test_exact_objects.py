@@ -58,7 +58,7 @@ class Noisy(Model):
 
 
 class StepsItself(Model):
-    """Steps a scheduler that the loop does not know."""
+    """Steps its own scheduler, which configure_optimizers does not return."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -152,7 +152,7 @@ class Views(Model):
 
 
 class Stages(Model):
-    """Assigns constants to attributes, and new values to attributes that start as a constant."""
+    """Assigns constants and new values to its attributes, and never changes the constants in place."""
 
     zero = torch.zeros(2)
 
@@ -769,7 +769,7 @@ def test_a_resumed_run_can_be_resumed_again_by_either_loop(tmp_path, kinds, name
 
 @pytest.mark.parametrize("name", ["constants", "orders of a sampler", "new list of a sampler"])
 @pytest.mark.parametrize("kind", SAVES)
-def test_resuming_with_the_objects_of_an_earlier_fit_changes_no_constants(tmp_path, kind, name):
+def test_resuming_with_the_model_and_loader_of_an_earlier_fit_does_not_change_their_constants(tmp_path, kind, name):
     whole = train(kind, tmp_path / "whole", CASES[name])
     objects = cache(CASES[name])
     with pytest.raises(KilledError):
@@ -889,7 +889,7 @@ class LayerReplacement(Model):
             self.net[0] = torch.nn.Linear(8, 16)
 
 
-def test_fit_or_resume_raises_an_error_if_a_hook_replaces_a_layer(tmp_path):
+def test_if_a_hook_replaces_a_layer_mini_loop_stops_training_and_fabric_loop_refuses_to_resume(tmp_path):
     with pytest.raises(ValueError, match="optimizer: a hook changed the parameters"):
         train(MiniLoop, tmp_path / "mini", shuffled(LayerReplacement))
     with pytest.raises(KilledError):
@@ -1141,7 +1141,7 @@ class Follows(Model):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:Trying to infer the .batch_size")
-def test_a_run_with_two_loaders_resumes_exactly_if_each_step_replaces_an_attribute(tmp_path):
+def test_a_run_with_two_loaders_resumes_exactly_if_each_step_replaces_a_model_attribute(tmp_path):
     def fit(name, epochs, resume=None):
         torch.manual_seed(1)
         model, saves = Follows(), ModelCheckpoint(save_last=True, every_n_train_steps=3)
@@ -1236,7 +1236,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 
 
 def test_a_copied_fabric_template_package_restores_objects_of_user_defined_classes(tmp_path):
-    """The copy must not treat other modules of the same package as parts of the library."""
+    """The copy must treat the other modules of the package that contains it as user code."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
     shutil.copytree(source, project / "fabric_template", ignore=shutil.ignore_patterns("__pycache__"))
@@ -1322,7 +1322,7 @@ class HasSharedState(Model):
         return [optimizer], [{"scheduler": SharesState(optimizer), "interval": "step"}]
 
 
-def test_two_keys_of_a_scheduler_state_still_share_one_list_after_resume(tmp_path):
+def test_two_keys_of_a_scheduler_state_still_share_one_list_after_resuming(tmp_path):
     whole = train(FabricLoop, tmp_path / "whole", shuffled(HasSharedState))
     with pytest.raises(KilledError):
         train(FabricLoop, tmp_path / "cut", shuffled(HasSharedState), kill_at=5)

@@ -131,7 +131,7 @@ def train(loop_class, root, make, stops_at=None, is_given=False):
 
 @pytest.mark.parametrize("loop_class", LOOPS)
 @pytest.mark.parametrize("make", [WithOptimizer, WithCopies, WithTeacher, WithGroups, "function"])
-def test_attributes_created_with_the_optimizer_are_restored(tmp_path, loop_class, make):
+def test_model_attributes_that_are_created_with_the_optimizer_are_restored(tmp_path, loop_class, make):
     is_given = make == "function"
     make = Lit if is_given else make
     expected = train(loop_class, tmp_path / "whole", make, is_given=is_given)
@@ -155,7 +155,7 @@ CROSSING = [(WithCopies, *LOOPS), (WithCopies, *LOOPS[::-1]), (WithOptimizer, Mi
 
 
 @pytest.mark.parametrize(("make", "first", "second"), CROSSING)
-def test_each_loop_restores_the_attributes_saved_by_the_other_loop(tmp_path, first, second, make):
+def test_each_loop_restores_attributes_that_the_other_loop_created_with_the_optimizer(tmp_path, first, second, make):
     expected = train(second, tmp_path / "whole", make)
     with pytest.raises(Stop):
         train(first, tmp_path / "cut", make, stops_at=7)
@@ -163,7 +163,7 @@ def test_each_loop_restores_the_attributes_saved_by_the_other_loop(tmp_path, fir
 
 
 @pytest.mark.parametrize("loop_class", LOOPS)
-def test_unchanged_dicts_of_parameter_ids_cause_no_warning(tmp_path, loop_class):
+def test_fit_does_not_warn_about_a_dict_of_parameter_ids_that_never_changes(tmp_path, loop_class):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(loop_class, tmp_path, WithIds)

@@ -158,7 +158,7 @@ class Raises(Callback):
     """Raises an error in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        # A resumed run would restore a counter but does not restore an iterator.
+        # A resumed run would restore an int attribute, but it does not restore an iterator.
         self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 
@@ -291,7 +291,7 @@ def test_resuming_restores_the_momentum_of_frozen_parameters(tmp_path):
 
 
 def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
-    """The averaged model has copies of the buffers. The final model takes these copies."""
+    """The averaged model has its own copies of the buffers, which the final model takes over."""
     make = lambda: [weight_averaging()]  # noqa: E731
     snapshots = Snapshots(tmp_path / "whole", tmp_path, [8])
     options = {"make_module": WithBank, "save_every_n_steps": 1}

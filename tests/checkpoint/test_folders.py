@@ -47,7 +47,7 @@ def test_a_new_run_skips_a_version_number_used_by_a_link_or_a_file(tmp_path, mak
     assert loop.checkpoint_dir.name == "version_5"
 
 
-def test_next_version_counts_only_numbered_folders(tmp_path):
+def test_next_version_ignores_folders_whose_names_contain_no_version_number(tmp_path):
     for name in ("version_3", "version_²", "version_٣٤", "version_12b", "version_-7", "Version_9", "version_"):
         (tmp_path / name).mkdir()
     assert next_version(tmp_path, tmp_path / "missing") == 4

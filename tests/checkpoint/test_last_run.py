@@ -77,7 +77,7 @@ def test_resume_continues_the_run_that_saved_the_latest_checkpoint(tmp_path, cha
     assert (loop.ckpt_path, loop.current_epoch) == (str(folder(tmp_path, 0) / "last.ckpt"), 3)
 
 
-def test_resume_finds_the_newest_run_after_it_was_moved(tmp_path):
+def test_resume_finds_the_newest_run_after_its_folder_was_moved(tmp_path):
     """If the .lock file is missing, the time inside the checkpoints is used."""
     fit(tmp_path / "a", Plain, max_epochs=1)
     fit(tmp_path / "b", Plain, max_epochs=2)
@@ -107,7 +107,7 @@ def test_resume_finds_the_newest_run_even_if_hyperparameters_contain_classes(tmp
     assert loop.checkpoint_dir.name == "version_0"
 
 
-def test_load_best_takes_the_best_checkpoint_of_the_newest_run(tmp_path):
+def test_load_best_reads_the_best_checkpoint_of_the_newest_run(tmp_path):
     options = {"val": val_loader, "monitor": "val_loss"}
     for version in ("b", "a"):
         fit(tmp_path, Plain, max_epochs=1, version=version, **options)
@@ -160,7 +160,7 @@ def test_the_lock_file_records_when_the_run_started_and_when_each_checkpoint_was
     assert (tmp_path / "logs/run/version_0/.lock").read_text().splitlines()[1:] == lines[1:]
 
 
-def test_resume_finds_the_newest_run_after_the_clock_was_set_back(tmp_path, monkeypatch):
+def test_resume_finds_the_newest_run_even_if_the_system_clock_was_set_back(tmp_path, monkeypatch):
     fit(tmp_path, Plain, max_epochs=1, version=0)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 1000)

@@ -83,7 +83,7 @@ def test_numpy_numbers_in_sets_and_dict_keys_are_restored(tmp_path):
     assert type(found["keys"][5]) is np.float32
 
 
-def test_a_container_that_contains_itself_can_be_saved(tmp_path):
+def test_a_list_that_contains_itself_can_be_written_to_a_checkpoint(tmp_path):
     inside = [1]
     inside.append(inside)
     AtomicCheckpointIO().save_checkpoint({"a": inside, "b": np.float64(2)}, tmp_path / "a.ckpt")

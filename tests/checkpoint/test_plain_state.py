@@ -74,7 +74,7 @@ VALUES = {
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
 def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_new):
-    """Before the change, the attribute has a different value or does not exist."""
+    """Until the saved run sets the attribute, it has a different value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
     assert type(found) is type(VALUES[name])
@@ -86,7 +86,7 @@ def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_n
         assert getattr(found, "default_factory", 0) == getattr(VALUES[name], "default_factory", 0)
 
 
-def test_attributes_that_are_containers_or_tensors_are_restored_in_place(tmp_path):
+def test_containers_and_tensors_in_attributes_are_restored_in_place(tmp_path):
     """Other objects may refer to the containers and tensors, so they are not replaced."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
@@ -133,7 +133,7 @@ def test_a_restored_attribute_is_saved_again_even_if_its_value_does_not_change()
     holder.order = orders[1]
     again = second.state_dict()
     assert sorted(again["attributes"]) == [("a", "count"), ("a", "label"), ("a", "order")]
-    # A resumed run must not write the saved order into the list that its attribute refers to at the start.
+    # A resumed run must assign a new list. It must not change the list to which its attribute refers at first.
     assert list(again["rebound"]) == [("a", "order")]
 
 
@@ -218,7 +218,7 @@ def test_a_restored_generator_draws_the_same_numbers_as_the_saved_generator(tmp_
 
 
 def test_find_generators_omits_the_global_random_generators():
-    """Each checkpoint contains the states of the global generators in any case."""
+    """Each checkpoint contains the states of the global generators separately."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
     found = find_generators({**own, "list": [1, own["torch"]], "dict": {"x": own["random"]}, **others})

@@ -184,7 +184,7 @@ class WithObjects(Classifier):
 @pytest.mark.filterwarnings("ignore:Attribute 'module' is an instance of `nn.Module`")
 def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
     def make():
-        # Lightning copies hyperparameters. Copying these two would make the same calls as unpickling them.
+        # Lightning copies hyperparameters. Copying "call" or "state" would make the same calls as unpickling it.
         values = {name: v for name, v in objects(tmp_path).items() if name not in ("call", "state")}
         return WithObjects(**values)
 

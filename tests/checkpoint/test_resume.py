@@ -118,7 +118,7 @@ def test_resuming_mid_epoch_starts_with_the_next_batch(tmp_path):
     assert (loop.current_epoch, loop.global_step, len(history)) == (1, 6, 1)
 
 
-def test_resume_accepts_last_or_auto_or_a_path(tmp_path):
+def test_resume_accepts_last_auto_or_the_path_of_a_checkpoint(tmp_path):
     options = {"monitor": "val_loss", "save_top_k": 1}
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=4, **options)
     fit(tmp_path / "a", val=val_loader, max_epochs=2, **options)
@@ -130,7 +130,7 @@ def test_resume_accepts_last_or_auto_or_a_path(tmp_path):
         assert tree(root) == tree(tmp_path / "whole")
 
 
-def test_a_run_resumes_exactly_from_a_moved_checkpoint_and_a_moved_metrics_csv(tmp_path):
+def test_a_run_resumes_exactly_after_its_checkpoint_and_metrics_csv_were_moved(tmp_path):
     """The test moves metrics.csv together with the checkpoint."""
     whole = fit(tmp_path / "whole", val=val_loader, max_epochs=3)
     fit(tmp_path / "a", val=val_loader, max_epochs=2)

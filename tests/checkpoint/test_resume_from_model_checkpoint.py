@@ -124,7 +124,7 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
 
 
 def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_removed(tmp_path):
-    """A run without the callback saves to a different folder, so it does not find the old files."""
+    """A run without the callback uses a different folder, so it does not find the callback's files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
     with pytest.raises(MissingCheckpointError, match="no undamaged last checkpoint"):
         fit(tmp_path, max_epochs=2, resume="last")

@@ -57,7 +57,7 @@ def step_of(root, file=LAST):
 
 
 @pytest.mark.parametrize(("first", "second", "third"), halve(LOOPS, LOOPS, LOOPS))
-def test_csv_rows_survive_a_kill_after_resuming_from_the_best_checkpoint(tmp_path, first, second, third):
+def test_no_csv_rows_are_lost_if_a_run_resumed_from_the_best_checkpoint_is_killed(tmp_path, first, second, third):
     """The killed run has removed CSV rows, so the next run resumes from best.ckpt and not from the old last.ckpt."""
     expected = train(first, tmp_path, 3)
     logs, files = logs_of(tmp_path), tree(tmp_path)

@@ -26,7 +26,7 @@ FOLDER = "logs/run/version_0"
 
 
 class Known(pl.LightningModule):
-    """Logs known numbers. Batch i of an epoch logs i, and the weight stays 1."""
+    """Logs predictable numbers. Batch i of an epoch logs i, and the weight stays 1."""
 
     def __init__(self, lr=0.5):
         super().__init__()
@@ -90,7 +90,7 @@ def test_log_every_n_steps_selects_the_rows_of_steps_csv(tmp_path, every, steps)
         assert found.splitlines() == ["step,epoch,train_loss,lr,loss_of_batch", *rows]
 
 
-def test_each_fit_uses_a_new_version_unless_a_version_is_given(tmp_path):
+def test_each_call_to_fit_gets_a_new_version_unless_a_version_is_given(tmp_path):
     loop = FabricLoop(**with_files(tmp_path, max_epochs=1))
     for version in (0, 1):
         loop.fit(Known(), four())
@@ -117,7 +117,7 @@ class Odd(Classifier):
 
 
 class Foreign:
-    """A minimal logger from another package."""
+    """A minimal logger, as another package might define it."""
 
     def __init__(self):
         self.steps = []

@@ -194,7 +194,7 @@ def assert_equal(weights, expected):
 
 
 @pytest.mark.parametrize(("kind", "change"), once(LOOPS, CHANGES))
-def test_a_run_continues_exactly_with_the_same_objects_and_a_higher_max_epochs(tmp_path, kind, change):
+def test_raising_max_epochs_and_resuming_with_the_same_objects_matches_an_uninterrupted_run(tmp_path, kind, change):
     whole = Script(kind, tmp_path / "whole", change, first=1)
     expected = whole.fit()
     script = Script(kind, tmp_path / "parts", change, first=1)
@@ -207,7 +207,7 @@ def test_a_run_continues_exactly_with_the_same_objects_and_a_higher_max_epochs(t
 
 @pytest.mark.parametrize(("kind", "change"), once(LOOPS, CHANGES))
 @pytest.mark.parametrize("error", [KilledError, KeyboardInterrupt])
-def test_resuming_after_an_error_is_exact_with_new_objects_in_the_same_process(tmp_path, kind, change, error):
+def test_a_run_stopped_by_an_error_resumes_exactly_with_new_objects_in_the_same_process(tmp_path, kind, change, error):
     expected = Script(kind, tmp_path / "whole", change).fit()
     script = Script(kind, tmp_path / "killed", change)
     script.error = error
@@ -217,7 +217,7 @@ def test_resuming_after_an_error_is_exact_with_new_objects_in_the_same_process(t
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_resumed_fit_saves_the_changes_that_the_first_fit_made_to_the_same_objects(tmp_path, change):
+def test_checkpoints_of_a_resumed_fit_contain_the_changes_that_the_first_fit_made(tmp_path, change):
     expected = Script(FabricLoop, tmp_path / "whole", change, first=0, last=0).fit()
     script, resume = Script(FabricLoop, tmp_path / "parts", change, first=0, last=0), None
     for epochs in (1, 2, 3):
@@ -229,7 +229,7 @@ def test_a_resumed_fit_saves_the_changes_that_the_first_fit_made_to_the_same_obj
 
 
 @both_loops
-def test_a_counter_of_an_earlier_fit_is_in_the_checkpoints_of_a_resumed_fit(tmp_path, kind):
+def test_checkpoints_of_a_resumed_fit_contain_an_attribute_that_only_the_first_fit_changed(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=0)
     script.loop.max_epochs = 1
     script.fit()
@@ -242,7 +242,7 @@ def test_a_counter_of_an_earlier_fit_is_in_the_checkpoints_of_a_resumed_fit(tmp_
 
 
 @both_loops
-def test_a_new_loop_continues_exactly_with_the_same_model_and_loader(tmp_path, kind):
+def test_a_new_loop_with_the_same_model_and_loader_continues_exactly_where_the_old_loop_stopped(tmp_path, kind):
     expected = Script(kind, tmp_path / "whole", scale).fit()
     script = Script(kind, tmp_path / "parts", scale)
     script.loop.max_epochs = 3
@@ -272,7 +272,7 @@ def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, 
 
 
 @both_loops
-def test_resuming_an_earlier_run_keeps_loop_options_that_the_user_set_between_fits(tmp_path, kind):
+def test_resuming_an_earlier_run_keeps_loop_options_set_between_two_calls_to_fit(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.loop.max_epochs = 2
     script.fit()

@@ -118,7 +118,7 @@ def test_a_run_resumes_with_a_different_wrapper_around_the_model(tmp_path, befor
 @pytest.mark.parametrize(
     ("before", "after"), [("submodule", "compiled submodule"), ("compiled submodule", "submodule")]
 )
-def test_a_run_with_a_compiled_submodule_resumes_uncompiled_and_vice_versa(tmp_path, before, after):
+def test_a_run_can_resume_whether_or_not_a_submodule_is_compiled(tmp_path, before, after):
     whole = train(tmp_path / "whole", OTHERS[before], 2)
     train(tmp_path / "parts", OTHERS[before], 1)
     resumed = train(tmp_path / "parts", OTHERS[after], 2, resume="last")

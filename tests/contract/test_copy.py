@@ -102,11 +102,11 @@ def test_no_file_looks_up_the_package_by_a_hard_coded_name(path):
 
 
 def test_importing_a_copy_of_the_package_imports_neither_pandas_nor_matplotlib(tmp_path):
-    """Packages that Lightning itself imports are not counted."""
+    """The test ignores packages that Lightning itself imports."""
     copy_to(tmp_path)
     code = """
 import lightning.fabric
-# The process that fork_command() forks has imported pandas.
+# fork_command() forks a process that has already imported pandas.
 for name in [name for name in sys.modules if name.split(".")[0] == "pandas"]:
     del sys.modules[name]
 before = set(sys.modules)

@@ -249,7 +249,7 @@ class SanityCounter(cb.Callback):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("where", SAVERS)
 @pytest.mark.parametrize("limit", [{}, {"max_steps": 14}])
-def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_in_trainer(tmp_path, where, limit):
+def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp_path, where, limit):
     """Without max_steps, Trainer runs a sanity check after a finished epoch. The check draws random numbers."""
     options = {**limit, "num_sanity_val_steps": 2}
     saver = SAVERS[where](tmp_path)
@@ -274,7 +274,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_in_trainer(
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
 def test_fabric_loop_can_load_but_not_resume_a_mid_epoch_checkpoint_of_trainer(tmp_path, keyword):
-    """max_steps, an error or a validation within an epoch may leave such a checkpoint."""
+    """Trainer may save such a checkpoint because of max_steps, an error or a mid-epoch validation."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}
     pl.Trainer(**quiet(**options)).fit(Classifier(), in_order(), val_loader())

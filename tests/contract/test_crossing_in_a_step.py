@@ -35,7 +35,7 @@ class Saves(pl.Callback):
         at = trainer.fit_loop.epoch_loop
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append((trainer.current_epoch, batch_idx, trainer.global_step, rate))
-        # Trainer counts one batch too many here if it is resumed within a step.
+        # If Trainer resumes within a step, its number of batches is one too high.
         self.logged_at.append((batch_idx, at._batches_that_stepped))
 
 

@@ -185,7 +185,7 @@ class Averages(MiniLoop):
 
 
 class Measures(MiniLoop):
-    """Adds a torchmetrics object and a module in a list, whose attributes change."""
+    """Adds a torchmetrics object, and a list with a module whose dropout rate changes."""
 
     def _reset(self):
         super()._reset()
@@ -221,7 +221,7 @@ class CreatesLate(MiniLoop):
 
 @dataclass(kw_only=True, eq=False)
 class Decays(MiniLoop):
-    """Changes an option that it adds, and reads batches from a second loader."""
+    """Adds an option that changes during training, and reads batches from a second loader."""
 
     decay: float = 1.0
 
@@ -368,7 +368,7 @@ def test_resuming_is_refused_if_the_stream_has_fewer_batches_than_were_already_r
         fit(3, 9, resume="last")
 
 
-def test_the_loop_does_not_iterate_over_the_items_of_a_large_list():
+def test_mini_loop_does_not_iterate_over_the_objects_in_a_large_list():
     class Episode:
         def __iter__(self):
             read.append(self)
@@ -382,7 +382,7 @@ def test_the_loop_does_not_iterate_over_the_items_of_a_large_list():
     assert not read
 
 
-def test_a_changed_key_of_a_large_dict_with_tensors_is_saved():
+def test_mini_loop_saves_a_large_dict_even_if_only_its_keys_change():
     class Renames(MiniLoop):
         def _reset(self):
             super()._reset()
@@ -407,7 +407,7 @@ OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
 
 
 @pytest.mark.parametrize("resume", [None, "last"])
-def test_an_edited_copy_of_mini_py_can_write_text_and_bools_and_ints_to_the_csv_file(resume):
+def test_an_edited_copy_of_mini_py_can_write_text_bools_and_ints_to_metrics_csv(resume):
     kind = edited_copy("        self.history.append(row)\n", OWN_COLUMNS).MiniLoop
     if resume:
         train(kind, max_epochs=3)
@@ -435,7 +435,7 @@ def test_a_mini_loop_subclass_can_write_an_additional_csv_file():
         assert (loop.log_dir / "own.csv").read_text() == "step,double\n8,0.0\n16,2.0\n24,4.0\n"
 
 
-def test_a_run_with_an_additional_csv_file_without_steps_can_be_resumed():
+def test_a_run_with_an_additional_csv_file_without_a_step_column_can_be_resumed():
     class WritesFile(MiniLoop):
         def _end_row(self, epoch):
             super()._end_row(epoch)
@@ -503,7 +503,7 @@ class OwnBatches(MiniLoop):
             yield given.pop(0)
 
 
-def test_a_subclass_can_override_train_batches_and_flag_only_the_last_batch():
+def test_a_subclass_can_override_train_batches_if_it_marks_the_last_batch_of_each_epoch():
     loop, net = train(OwnBatches, "own", make_scheduler=step_lr)
     assert [(row["step"], row["lr"]) for row in loop.history] == [(8, 0.1), (16, 0.05), (24, 0.025)]
     assert all("val_loss" in row for row in loop.history)
@@ -536,13 +536,13 @@ def echo(loop, batches):
         yield batch
 
 
-def test_mini_loop_refuses_a_subclass_that_flags_no_batch_as_the_last():
+def test_mini_loop_refuses_a_subclass_that_marks_no_batch_as_the_last_of_the_epoch():
     with pytest.raises(ValueError, match="^_train_batches: got an epoch without a last batch"):
         train(with_batches(lambda loop, batches: itertools.islice(batches, 5)))
 
 
 @pytest.mark.parametrize("change", [skip_third, shuffle, echo])
-def test_a_loop_that_skips_or_reorders_batches_resumes_exactly_after_an_epoch(change):
+def test_a_loop_that_skips_repeats_or_reorders_batches_resumes_exactly_from_the_end_of_an_epoch(change):
     whole, _ = assert_resumes(with_batches(change), kill=18, make_scheduler=step_lr)
     assert [row["lr"] for row in whole.history] == [0.1, 0.05, 0.025]
 
@@ -580,7 +580,7 @@ class OnlyAnnotated(MiniLoop):
 
 
 @pytest.mark.parametrize("kind", [PlainDefault, DefaultBelow])
-def test_a_loop_subclass_that_changes_an_option_needs_the_dataclass_decorator(kind):
+def test_a_loop_subclass_that_changes_the_default_of_an_option_needs_the_dataclass_decorator(kind):
     message = f"^{kind.__name__}: the class sets the option 'max_epochs', but .* Write @dataclass.kw_only=True, eq=False. above"
     with pytest.raises(TypeError, match=message):
         kind()

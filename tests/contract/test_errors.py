@@ -115,7 +115,7 @@ def test_fit_without_an_optimizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
-def test_limit_batches_cannot_be_a_fraction_for_a_loader_without_length(tmp_path, stage):
+def test_a_loader_without_length_cannot_be_limited_to_a_fraction_of_its_batches(tmp_path, stage):
     loaders = {"train": make_loader(), "val": make_loader()} | {stage: Endless()}
     call = fitting(tmp_path, Plain(), *loaders.values(), options={f"limit_{stage}_batches": 0.5})
     with pytest.raises(ValueError, match=rf"`FabricLoop\(limit_{stage}_batches\)` must be `1.0` or an int"):
@@ -156,7 +156,7 @@ def test_a_training_step_that_returns_no_loss_is_refused(tmp_path, step, kind, m
 
 
 @pytest.mark.parametrize("argument", ["resume", "load"])
-def test_a_damaged_checkpoint_or_one_from_another_model_is_refused(tmp_path, argument):
+def test_a_damaged_checkpoint_or_one_from_a_different_model_is_refused(tmp_path, argument):
     fit(tmp_path / "other", max_epochs=1)
     path = tmp_path / "other/checkpoints/run/version_0/last.ckpt"
     root = tmp_path / "mine"
@@ -259,18 +259,18 @@ class NeedsLoaderIndexInTraining(Plain):
 
 @pytest.mark.parametrize("make", [list, lambda loaders: loaders[0], lambda loaders: {"one": loaders[0]}])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_a_step_that_needs_dataloader_idx_is_refused_for_one_loader(tmp_path, stage, make):
+def test_a_step_that_needs_dataloader_idx_is_refused_if_there_is_only_one_loader(tmp_path, stage, make):
     loop, step = FabricLoop(**with_files(tmp_path, max_epochs=1)), f"{stage}_step".replace("validate", "validation")
     with pytest.raises(RuntimeError, match=rf"a single `\w+_dataloader`.*in `NeedsLoaderIndex.{step}\(\)`"):
         getattr(loop, stage)(NeedsLoaderIndex(), make([make_loader()]))
 
 
-def test_fit_refuses_dataloader_idx_in_the_training_step(tmp_path):
+def test_fit_refuses_a_training_step_with_a_dataloader_idx_parameter(tmp_path):
     call = fitting(tmp_path, NeedsLoaderIndexInTraining(), make_loader())
     check_error(TypeError, "training_step: got training_step(self, batch, dataloader_idx), expected", call, tmp_path)
 
 
-def test_a_step_that_needs_dataloader_idx_receives_it_with_several_loaders(tmp_path):
+def test_a_step_that_needs_dataloader_idx_receives_it_if_there_are_several_loaders(tmp_path):
     seen = []
 
     def step(model, batch, dataloader_idx):

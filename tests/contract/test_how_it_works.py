@@ -22,7 +22,7 @@ PAGE = (REPOSITORY / "docs" / "how-it-works.md").read_text(encoding="utf-8")
 
 
 class Tracer:
-    """Collects the package's files whose functions are called."""
+    """Records which files of the package define a function that is called."""
 
     def __init__(self):
         self.files = set()

@@ -388,7 +388,7 @@ class ShufflesInSetEpoch(LongOrder):
 class Turns(LongOrder):
     """A sampler whose set_epoch() reverses its order in place and inverts a flag.
 
-    Every second epoch starts with the same values as the run.
+    Every second epoch starts with the values from the start of the run.
     """
 
     def __init__(self, order):
@@ -732,7 +732,7 @@ EVERY_STEP = {"MiniLoop": {"validate_every_n_steps": 1}, "FabricLoop": {"save_ev
 
 
 def check_killed_run(loop_name, root, run, kills):
-    """Compare a run that is killed after each number of batches with an uninterrupted run."""
+    """Kill a run after each of the given numbers of batches, and compare it with an uninterrupted run."""
     options = {**EVERY_STEP[loop_name], "max_epochs": 3}
     expected, rows = run(root / "whole", None, **options)
     for number, last in enumerate(kills):

@@ -505,7 +505,7 @@ CASES = [case for case in sample(2, LOOPS, MODELS) if case.values[0] == "FabricL
 
 @pytest.mark.parametrize(("loop", "name"), CASES)
 def test_each_kind_of_model_can_be_trained_saved_resumed_and_loaded(tmp_path, loop, name):
-    """Compare two epochs with a run that was stopped within an epoch and resumed."""
+    """Compare a run of two epochs with a run that is stopped mid-epoch and resumed."""
     expected = state_of(train_by_hand(name))
     whole, model = train(name, loop, tmp_path / "whole", max_epochs=2)
     assert same(state_of(model), expected)

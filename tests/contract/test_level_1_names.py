@@ -72,7 +72,7 @@ def log_alone(fabric, loop):
 
 
 def test_a_hand_written_loop_on_two_processes_logs_each_row_once(monkeypatch, capfd):
-    """The processes write one row together. With sync_dist, the row contains the means over the processes."""
+    """Both processes log the same row. With sync_dist, the row contains the means over the processes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     loop = FabricLoop(**quiet(logger=True, name="ranks", devices=2, strategy="ddp_fork"))
     loop.fabric.launch(log_alone, loop)
@@ -110,7 +110,7 @@ def test_two_processes_reshuffle_a_tensor_loader_in_each_epoch(monkeypatch):
     for plain, by_hand, continued, of_data_loader, in_order in ranks:
         assert plain == of_data_loader
         assert by_hand == plain[::-1]
-        # The passes after set_epoch(5) use the epochs 6 and 7.
+        # The two passes after set_epoch(5) use the epoch numbers 6 and 7.
         assert len({str(order) for order in [*plain, *continued]}) == 6
         assert in_order[0] == in_order[1] == in_order[2]
     for passes in zip(*ranks, strict=True):

@@ -291,7 +291,7 @@ def test_both_loops_read_a_loader_to_its_end_like_a_for_loop(tmp_path, loop, nam
 
 @pytest.mark.parametrize("name", [name for name in LOADERS_WITH_CODE_AT_THE_END if "sampler" in name])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_with_a_lightning_module_no_loop_runs_loader_code_after_the_last_batch(tmp_path, loop, name):
+def test_training_a_lightning_module_runs_no_sampler_code_after_the_last_batch(tmp_path, loop, name):
     assert_same_weights(train_reference(name, True), train(loop, name, True, tmp_path))
 
 

@@ -550,7 +550,7 @@ DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
     ("hook", "draw", "num_workers"), halve(["on_train_start", "on_train_epoch_start"], DRAWS, [0, 1])
 )
 def test_resuming_mid_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
-    """Without workers, a DataLoader draws its order after these hooks."""
+    """A DataLoader without workers draws its order after the hook has run."""
 
     def make_module():
         module = Plain()
@@ -658,7 +658,7 @@ class LogsInTurn(Classifier):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_row_of_steps_csv_contains_only_values_logged_in_its_batch(kind):
+def test_a_row_of_steps_csv_contains_no_values_logged_in_earlier_batches(kind):
     for epochs in (1, 2):
         fit(kind, "run", epochs, resume="auto", make_module=LogsInTurn, log_every_n_steps=2)
     assert csv_of("run", "steps.csv").filter(like="number").sum(axis=1).tolist() == 2 * [1, 3, 5, 7, 9]
@@ -772,7 +772,7 @@ def train_ranked(rank, epochs, resume, file):
     if rank == 0:
         torch.save(module.state_dict(), f"{file}.pt")
     assert len(MiniLoop(accelerator="cpu", devices=2, strategy="ddp").validate(module, val_loader())) == 1
-    # Each process reads its share of the samples, with the same options of the DataLoader.
+    # Each process reads its share of the samples. The loop keeps the other options of the DataLoader.
     loop = MiniLoop(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, name=f"{file} again")
     loop.fit(module, make_loader(num_workers=1, prefetch_factor=3))
     assert (len(loop.train_loader), loop.train_loader.prefetch_factor) == (5, 3)
@@ -1531,7 +1531,7 @@ def test_should_stop_ends_a_run_only_at_the_end_of_an_accumulation_window():
     assert (loop.global_step, loop.batches_done, len(rows)) == (1, 4, 1)
 
 
-def test_fit_calls_the_modules_method_equally_often_for_small_and_large_models():
+def test_fit_calls_the_method_named_modules_equally_often_for_small_and_large_models():
     class CountsSearches(torch.nn.Sequential):
         def modules(self):
             searches.append(len(self))

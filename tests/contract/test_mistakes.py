@@ -666,7 +666,7 @@ def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
 
 @pytest.mark.filterwarnings("ignore:.*contains an iterator that continues across epochs")
 def test_mini_loop_reads_no_iterator_in_a_batch_to_find_the_batch_size():
-    """Reading an endless iterator would never end. From any other, the step would get only the remaining items."""
+    """Reading an endless iterator would never end. Reading any other iterator would leave no items for the step."""
     batches = [{"n": itertools.count(), "parts": iter(range(3)), "xy": xy} for xy in make_loader()]
 
     def step(net, batch):
@@ -691,7 +691,7 @@ def needs_option(net, batch, *, scale):
 
 @pytest.mark.parametrize("step", [scaled, keyword_only, needs_option])
 @both_loops
-def test_a_step_function_with_a_misplaced_argument_is_refused(name, step):
+def test_a_step_function_with_an_unexpected_parameter_is_refused(name, step):
     with pytest.raises(TypeError, match=r"training_step: got .*batch, .*expected .*\(model, batch\) or"):
         fit(name, step)
 
@@ -703,14 +703,14 @@ def test_mini_loop_refuses_an_object_that_cannot_be_a_step_function(step):
 
 
 @both_loops
-def test_an_argument_that_is_already_bound_is_not_passed_again(name):
+def test_an_argument_of_a_step_that_partial_has_bound_is_not_passed_again(name):
     net, _ = fit(name)
     other, _ = fit(name, partial(lambda net, batch, batch_idx: loss_of(net, batch) * batch_idx, batch_idx=1))
     assert_same_weights(net, other)
 
 
 @both_loops
-def test_a_keyword_only_batch_idx_of_a_lightning_module_keeps_its_default(name):
+def test_a_keyword_only_batch_idx_parameter_of_training_step_keeps_its_default(name):
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -792,7 +792,7 @@ class LogsAtStart(nn.Module):
 
 @pytest.mark.parametrize("kill_at", [13, 27])
 @both_loops
-def test_a_resumed_run_does_not_log_the_values_of_on_train_start_again(name, kill_at, tmp_path):
+def test_values_logged_in_on_train_start_are_not_logged_again_in_a_resumed_run(name, kill_at, tmp_path):
     def rows(folder, kill_at=None, resume=None):
         torch.manual_seed(1)
         loop = make_loop(name, max_epochs=3, default_root_dir=str(tmp_path / folder))
@@ -810,7 +810,7 @@ def test_a_resumed_run_does_not_log_the_values_of_on_train_start_again(name, kil
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
 @both_loops
-def test_a_value_logged_in_a_hook_replaces_the_returned_value_of_the_same_name(name, hook):
+def test_a_value_logged_in_a_hook_replaces_the_returned_value_with_the_same_name(name, hook):
     class Logs(nn.Module):
         def __init__(self):
             super().__init__()

@@ -44,7 +44,7 @@ def test_resuming_on_a_different_device_changes_results_only_by_rounding(tmp_pat
         torch.testing.assert_close(module.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_mini_loop_resumes_exactly_after_an_epoch(tmp_path):
+def test_mini_loop_resumes_exactly_from_the_end_of_an_epoch(tmp_path):
     """MiniLoop saves checkpoints only at the end of an epoch."""
     ends = {}
     for name, epochs in (("whole", [3]), ("parts", [1, 3])):

@@ -75,7 +75,7 @@ def test_fit_moves_the_module_back_to_the_cpu_after_an_error():
     assert devices_of(module) == {"cpu"}
 
 
-def test_a_failed_save_of_a_checkpoint_does_not_hide_a_cuda_error(tmp_path):
+def test_a_cuda_error_is_reported_even_if_saving_a_checkpoint_then_fails(tmp_path):
     """After a CUDA error, nothing can be read from the GPU, so saving a checkpoint fails."""
     code = f"""
 import torch

@@ -211,7 +211,7 @@ def test_resuming_after_epoch_0_is_refused_for_a_stateful_loader_with_persistent
 
 
 @pytest.mark.parametrize("make", CONTINUED)
-def test_fit_warns_early_that_a_loader_does_not_restart_each_epoch(tmp_path, make):
+def test_fit_warns_in_the_first_epoch_about_a_loader_that_does_not_restart_each_epoch(tmp_path, make):
     with pytest.warns(UserWarning, match="train_dataloaders: .* cannot be resumed after its first epoch"):
         fit(tmp_path, train=make, max_steps=1, max_epochs=1)
 

@@ -418,7 +418,7 @@ def ones_of(stream):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("call", STAGE_NAMES)
-def test_limit_batches_cannot_be_a_fraction_for_an_iterable_dataset(call):
+def test_an_iterable_dataset_cannot_be_limited_to_a_fraction_of_its_batches(call):
     limit = {f"limit_{STAGES[call]}_batches": 0.5}
     for make in (pl.Trainer, FabricLoop):
         with pytest.raises(Exception, match=r"When using an `IterableDataset`, .* must be `1.0` or an int"):
@@ -549,7 +549,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_validate_with_a_loader_does_not_call_the_hooks_of_an_earlier_datamodule(stage):
-    """As in Trainer. For example, the earlier datamodule may normalize its images in a hook."""
+    """Trainer does not call them, either. A hook of the earlier datamodule might normalize its images."""
 
     class Scaled(pl.LightningDataModule):
         def train_dataloader(self):
@@ -587,7 +587,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 def test_predict_refuses_a_combined_loader_whose_mode_is_not_sequential(mode):
-    """As in Trainer, because predict returns a separate list of predictions for each loader."""
+    """Trainer refuses it, too, because predict returns a separate list of predictions for each loader."""
 
     class Doubles(pl.LightningModule):
         def predict_step(self, batch, batch_idx):

@@ -77,7 +77,7 @@ def test_each_process_gets_the_same_test_samples_as_with_trainer(tmp_path, kind)
     assert seen(tmp_path / "loop", "test") == seen(tmp_path / "trainer", "test")
 
 
-def test_two_processes_predict_each_sample_once(tmp_path):
+def test_two_processes_together_predict_each_sample_once(tmp_path):
     """Like Trainer, FabricLoop ignores drop_last in predict."""
     loader = DataLoader(numbers(7), batch_size=2, drop_last=True)
     FabricLoop(**quiet(**FORK)).predict(RecordingModule(tmp_path), loader, return_predictions=False)

@@ -68,7 +68,7 @@ def read_epoch(epoch, ranks):
 
 
 def test_a_run_saved_after_an_epoch_resumes_with_a_different_number_of_processes(recwarn):
-    """Each epoch starts from the saved state, and contains each sample once."""
+    """Each epoch starts from the saved state and reads each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
     states = [read_checkpoint(LAST)]
@@ -251,7 +251,7 @@ def fit_with_values(rank, kind, step, **options):
 
 
 @pytest.mark.parametrize(("kind", "options"), halve([FabricLoop, MiniLoop], [{}, {"validate_every_n_steps": 1}]))
-def test_metrics_that_processes_return_in_different_orders_are_reduced_by_name(kind, options):
+def test_metrics_that_each_process_returns_in_a_different_order_are_reduced_by_name(kind, options):
     codes, errors = run_processes(partial(fit_with_values, **options), kind, return_in_order_of_rank)
     assert codes == [0, 0], errors
 
@@ -278,7 +278,7 @@ def fit_with_values_of_hooks(rank, kind):
 
 
 @both_loops
-def test_metrics_that_hooks_log_in_different_orders_are_reduced_by_name(kind):
+def test_metrics_that_hooks_log_in_a_different_order_in_each_process_are_reduced_by_name(kind):
     codes, errors = run_processes(fit_with_values_of_hooks, kind)
     assert codes == [0, 0], errors
 

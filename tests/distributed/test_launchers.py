@@ -125,11 +125,12 @@ import torch
 import fabric_template
 from lit import Data, Lit
 
-# The forking server has frozen its objects. Python exits too early for this test if it does not free them.
+# The server that forked this process has frozen its objects. Unless they are freed at exit, Python exits
+# too early for this test.
 gc.unfreeze()
 loop = getattr(fabric_template, sys.argv[1])(accelerator="cpu", max_epochs=1)
 loop.fit(Lit(), Data().train_dataloader())
-# A gloo thread waits for Python while it frees the tensors of the next call.
+# With this interval, a gloo thread that frees the tensors of the next call must wait for Python.
 sys.setswitchinterval(100)
 loop.fabric.broadcast(1)
 """

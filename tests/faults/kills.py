@@ -24,7 +24,7 @@ from pathlib import Path
 
 from victim import difference, end_of, quiet, sharded_strategy, train
 
-PATIENCE = 600.0  # seconds until a run that does not end counts as hanging
+PATIENCE = 600.0  # seconds after which a run that has not ended counts as hanging
 
 
 @dataclass

@@ -132,8 +132,8 @@ READ_ONLY = ["current_epoch", "global_step", "is_last_batch", "num_val_batches",
 
 
 @pytest.mark.parametrize("name", [*READ_ONLY, "val_check_batch", "datamodule", "validating"])
-def test_an_attribute_that_the_loop_computes_cannot_be_set(name):
-    """Trainer allows setting the last three, but in FabricLoop a new value would have no effect."""
+def test_attributes_that_the_loop_computes_are_read_only(name):
+    """Trainer allows setting three of these attributes, but in FabricLoop a new value would have no effect."""
     loop = FabricLoop(**quiet())
     before = getattr(loop, name)
     with pytest.raises(AttributeError, match=f"FabricLoop.{name}: got 5, but this attribute is read-only"):
@@ -146,7 +146,7 @@ def test_an_attribute_that_the_loop_computes_cannot_be_set(name):
 @pytest.mark.parametrize("value", [GradClipAlgorithmType.VALUE, GradClipAlgorithmType.NORM])
 @pytest.mark.parametrize("is_set", [False, True])
 def test_the_clipping_algorithm_can_be_an_enum_as_in_trainer(value, is_set):
-    """In Trainer, this attribute is also an enum."""
+    """Trainer stores gradient_clip_algorithm as an enum."""
     modules = []
     for kind in LOOPS.values():
         pl.seed_everything(1, verbose=False)

@@ -98,7 +98,7 @@ def test_limit_options_have_the_same_meaning_as_in_trainer(name, value):
         except pl.utilities.exceptions.MisconfigurationException:
             results.append("refused")
     if name == "val_check_interval" and value in (0, 0.0):
-        # Trainer accepts an interval of zero batches, and fit then divides by zero.
+        # Trainer accepts an interval of zero batches, but its fit method then divides by zero.
         results[0] = "refused" if isinstance(value, int) else results[0]
     if name == "overfit_batches" and isinstance(value, float) and value > 1:
         # Trainer accepts a float above 1, but then trains on all batches.

@@ -159,7 +159,7 @@ def test_device_attributes_of_a_new_loop_equal_those_of_a_new_trainer(options):
     assert first == second
 
 
-def test_the_error_for_loop_dot_device_suggests_loop_dot_fabric():
+def test_the_error_about_the_missing_attribute_device_suggests_loop_dot_fabric_dot_device():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device

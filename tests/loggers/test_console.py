@@ -126,7 +126,7 @@ def test_the_progress_bar_shows_values_logged_with_prog_bar(tmp_path, terminal):
 )
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 def test_a_disabled_progress_bar_prints_nothing(tmp_path, terminal, options):
-    """In the last case, Lightning's TQDMProgressBar replaces the loop's bar and is disabled."""
+    """In one case, a disabled TQDMProgressBar callback replaces the loop's own bar."""
     if options.get("callbacks"):
         bar = TQDMProgressBar()
         bar.disable()

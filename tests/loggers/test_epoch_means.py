@@ -176,7 +176,7 @@ def fit_sized(kind, root, resume=None, **options):
 
 @pytest.mark.parametrize("size", ["4", [4], np.array([4]), torch.ones(2), 4j])
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_log_refuses_a_batch_size_that_is_not_one_number(kind, size):
+def test_log_refuses_a_batch_size_that_is_not_a_single_number(kind, size):
     with pytest.raises(ValueError, match="batch_size.*expected one number"):
         fit_means(kind, lambda loop, index: loop.log("x", index, batch_size=size))
 

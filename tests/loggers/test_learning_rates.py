@@ -51,7 +51,7 @@ def train(loop_class, root, hook, steps_before_stop=None, **options):
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("every", [None, 3])
-def test_the_lr_column_contains_the_rate_of_each_step_if_a_hook_changes_it(tmp_path, loop_class, hook, every):
+def test_the_lr_column_contains_the_rate_of_each_step_even_if_a_hook_sets_the_rate(tmp_path, loop_class, hook, every):
     options = {"num_sanity_val_steps": 0} if loop_class is FabricLoop else {}
     if every:
         options["validate_every_n_steps"] = every

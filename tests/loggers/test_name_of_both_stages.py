@@ -86,7 +86,7 @@ def test_hooks_of_a_resumed_run_read_the_same_metrics_as_in_an_uninterrupted_run
 
 
 @pytest.mark.parametrize("make", [FabricLoop, MiniLoop])
-def test_monitor_uses_the_validation_value_if_training_logs_the_same_metric(tmp_path, make):
+def test_monitor_uses_the_validation_value_of_a_metric_that_training_also_logs(tmp_path, make):
     loop = make(max_epochs=2, monitor="x", mode="min", default_root_dir=tmp_path)
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]

@@ -191,8 +191,8 @@ class Interrupts(Exception):
 @pytest.mark.parametrize("place", ["step", "hook"])
 @pytest.mark.parametrize("epochs", [{0}, {1}, {0, 2}, {1, 2, 3}], ids=str)
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
-def test_an_epoch_without_a_logged_value_has_the_mean_of_the_returned_value(tmp_path, kind, epochs, place):
-    """The first epochs and the epochs after a resume follow the same rule."""
+def test_returned_values_are_averaged_in_epochs_that_log_no_value_with_the_same_name(tmp_path, kind, epochs, place):
+    """This holds both before and after the run is resumed."""
 
     class Model(nn.Linear):
         def training_step(self, batch):

@@ -81,7 +81,7 @@ def test_metrics_csv_has_a_row_per_validation_and_one_for_the_last_step(tmp_path
 
 
 def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
-    """Such a run writes this row whether or not a validation follows the epoch."""
+    """The run writes the row whether or not a validation follows the epoch."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
         assert history["step"].tolist() == [10, 20, 25]

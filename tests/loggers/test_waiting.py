@@ -98,7 +98,7 @@ def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data
     assert len(re.findall(r" (?:\d\d%|0\.\d{4})$", out, re.MULTILINE)) == 3 * is_slow
 
 
-def test_the_waiting_column_of_a_resumed_epoch_includes_time_before_the_checkpoint():
+def test_the_waiting_time_of_a_resumed_epoch_includes_the_time_before_the_checkpoint():
     class StoppingLoader(Slow):
         def __getitem__(self, index):
             if index == 6:

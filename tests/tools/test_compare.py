@@ -92,7 +92,7 @@ def change(kind, **attributes):
     return type(kind.__name__, (kind,), attributes)
 
 
-# An epoch has five batches, so its last optimizer step has only two.
+# An epoch has five batches, so its last optimizer step uses only two.
 Accumulating = change(Script, accumulate=3)
 Clipping = change(Script, clip=0.1)
 
@@ -474,7 +474,7 @@ def test_compare_detects_that_only_one_script_changes_weights_after_the_last_ste
     result = compare(lambda: train(False), lambda: train(True), steps)
     assert (result.step, result.quantity) == (steps - 1, "norm of a weight after the last step")
     assert "2.bias" in result.reason
-    # With one step fewer, the change comes after the compared steps.
+    # If one step fewer is compared, the change comes after the compared steps.
     assert compare(lambda: train(False), lambda: train(True), steps - 1).is_equal
 
 

@@ -98,7 +98,7 @@ def test_fit_in_a_notebook_returns_the_history_after_ctrl_c(tmp_path, notebook, 
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
 
 
-def test_a_run_can_resume_after_ctrl_c_in_the_last_on_train_epoch_end(tmp_path, notebook):
+def test_a_run_can_resume_after_ctrl_c_in_the_last_call_to_on_train_epoch_end(tmp_path, notebook):
     whole = fit(tmp_path / "whole", train=train, max_epochs=2)
     interrupt = LambdaCallback(on_train_epoch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     fit(tmp_path / "cut", train=train, max_steps=4, callbacks=[interrupt])
