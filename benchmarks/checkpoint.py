@@ -22,7 +22,7 @@ import torch
 
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
-# Goals: the smallest ratio of the speeds, and the largest ratio of peak memory to the size of the weights.
+# Goals: the smallest allowed ratio of speeds, and the largest allowed ratio of peak memory to the size of the weights.
 SPEED, MEMORY = 0.7, 1.1
 
 

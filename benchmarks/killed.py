@@ -17,13 +17,13 @@ The contestants:
 
 - ours: `resume="auto"`, `save_every_n_steps=3`.
 - MiniLoop, each epoch: `resume="auto"`. MiniLoop saves at the end of each epoch, and writes only one row per epoch.
-- Trainer, each epoch: `ckpt_path="last"`, ModelCheckpoint(save_last=True), which saves at the end of each epoch; CSVLogger.
+- Trainer, each epoch: `ckpt_path="last"`, CSVLogger, and ModelCheckpoint(save_last=True), which saves at the end of each epoch.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
 - Accelerate, each epoch, and every 3 steps: save_state, load_state with the newest checkpoint, skip_first_batches and the
   seedable sampler, as in Accelerate's documentation of checkpoints. The script writes and flushes each row of the CSV file itself.
 - Lightning's example: the "build your own trainer" example for Fabric, from the folder given with --example, with
-  fit(ckpt_path=folder). The example writes no CSV file. It imports a name that Lightning 2.6 lacks, so it is also run with that
-  name restored.
+  fit(ckpt_path=folder). The example writes no CSV file. The example imports a name that Lightning 2.6 lacks, so a second
+  contestant is the example with that name restored.
 """
 
 import argparse

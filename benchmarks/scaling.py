@@ -8,7 +8,7 @@ How it is measured:
 
 - metrics: each step logs 0, 1, 4, 16 or 64 values by step and by epoch to CSV files. A hand-written loop does only the required
   tensor arithmetic (a clone, and a sum scaled by the batch size). The cost is the smallest CPU time of a long fit minus that of
-  a short fit. "Of one more" is the cost of each metric that the row above does not have. The first metric's cost includes
+  a short fit. "Of one more" is the cost of each metric added since the row above. The first metric's cost includes
   writing steps.csv.
 - steps: one fit of each loop in a new process, with epochs of 1,000 steps. Memory is the process's resident set size, and
   handles are its open files.
@@ -147,7 +147,7 @@ def metrics(size: float) -> Iterator[str]:
         / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    # The cost in addition to tensor arithmetic.
+    # The cost beyond the tensor arithmetic.
     beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):

@@ -501,7 +501,7 @@ def differences(expected, found, path="", tolerance=0.0, is_subset=False):
         expected, found = expected.values, found.values
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *(key for key in found if key not in expected)]:
-            # In a resumed run, more attributes may have been replaced with new objects.
+            # Ignore "rebound", because a resumed run may have replaced more attributes with new objects.
             if key in CLOCKS or key == "rebound":
                 continue
             if key in expected and key in found:

@@ -190,7 +190,7 @@ class Check:
         return self.event["crosses"] and OTHER[loop] in self.ends
 
     def seed_of(self, name):
-        """Return the seed of a resumed run, which differs if the RNG states must come from a checkpoint."""
+        """Return the seed of a resumed run. If there is a checkpoint, return a new seed to test that the RNG is restored."""
         return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
 
     def resume(self, loop, name, **options):
@@ -413,7 +413,7 @@ def run_numbers(numbers, options, folder, pipe):
     for number in numbers:
         description = draw_program(options, number)
         outcome = check_description(description, folder / "runs", options.loops)
-        # First reduce a program for a cause in FabricLoop.
+        # Sort FabricLoop's differences first, so that the program is reduced for one of them.
         outcome.differences.sort(key=lambda item: "FabricLoop" not in item[0].split()[0])
         reduced, script_path = description, None
         if outcome.differences:

@@ -4,7 +4,7 @@
     python soak/trainer_contract.py --module Manual --details
     torchrun --nproc-per-node 2 soak/trainer_contract.py     compare under DDP, in each process
 
-A value belongs to a public attribute, property or hook argument at one moment. The moments are after construction, in each
+Each value is that of a public attribute, property or hook argument at one moment. The moments are after construction, in each
 hook of fit, validate, test and predict, after each call, and after an error in a training step. The attributes are read
 from the trainer, its loops, its strategy and the LightningModule. The names of the attributes come from Trainer's own classes.
 """

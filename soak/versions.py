@@ -5,7 +5,7 @@
     python soak/versions.py --tests tests/contract/test_parity_table.py
     python soak/versions.py --only newest --python python3.10
 
-The script prints a table of the passed and failed tests. The folder given by --environments keeps each environment.
+The script prints a table of the passed and failed tests. Each environment is kept in the folder given by --environments.
 constraints.txt needs Python 3.11 or later.
 """
 

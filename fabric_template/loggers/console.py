@@ -273,7 +273,7 @@ def fitting_values(texts: Sequence[str], columns: int, meter: Mapping[str, Any])
 
 
 def bar_values(run: Run) -> dict[str, float]:
-    """Return the numbers to show next to the progress bar. Reading them waits for the GPU."""
+    """Return the numbers to show next to the progress bar. This call waits for the GPU."""
     results = run.results
     logs_itself = run.is_lightning_module and (results.active.metrics or results.callback_metrics)
     values = {} if logs_itself else train_values_first(results.latest_means())

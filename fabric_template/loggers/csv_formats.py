@@ -132,7 +132,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
-    """Label each CSV row with the call to fit that wrote the row."""
+    """Label each CSV row with the number of the fit call that wrote it."""
     positions = []
     is_complete = all(map(all, columns.values()))
     with suppress(ValueError):

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # For values that a step returned, such as the loss, LogArguments.hook is "returned".
 RETURNED = "returned"
-# If weight is a power of two, torch.add(total, value, alpha=weight) has exactly the same result as
-# total + value * weight.
+# If weight is a power of two, torch.add(total, value, alpha=weight) gives exactly the same result
+# as total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) loads by default.
 _LOADABLE_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)

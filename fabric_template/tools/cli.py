@@ -396,7 +396,7 @@ def make_parser(name: str) -> ArgumentParser:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Put an error message from jsonargparse on one line, and suggest the most similar option."""
     text = " ".join(message.split())
-    # In a config file, jsonargparse reports an unknown option without "--".
+    # If an unknown option comes from a config file, the message shows its name without "--".
     unknown = re.match(r"(?i)(?:unrecognized arguments:.*?--|option ')([\w.]+)", text)
     options = [option for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(f"--{unknown[1]}", options, n=1) if unknown else []

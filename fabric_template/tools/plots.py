@@ -480,7 +480,7 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     if smooth or (smooth is None and is_raw and len(points) > 50):
         ax.plot(points["x"], values, color=run.color, alpha=0.35, linewidth=0.8)
         values = values.ewm(alpha=1 - smooth).mean() if smooth else average_steps(values)
-    # Mark the points of lines with few points, and draw these lines on top of longer lines.
+    # If a line has few points, mark these points, and draw the line on top of longer lines.
     style.update(marker="." if len(points) <= 30 else "", zorder=2 + 1 / (1 + len(points)))
     if run.color == GRAY:
         style.update(linewidth=0.6, marker="", linestyle="-", zorder=1.5)

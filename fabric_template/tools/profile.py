@@ -56,7 +56,9 @@ class Profile:
         # Leave space for the percentage to the right of the longest bar.
         axes.margins(x=0.15)
         axes.invert_yaxis()
-        axes.set(xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms a step on {self.device}")
+        axes.set(
+            xlabel="median, ms", title=f"{self.milliseconds:,.3f} ms per step on {self.device}"
+        )
         return figure
 
 

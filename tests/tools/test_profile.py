@@ -115,7 +115,7 @@ def test_the_times_in_a_profile_add_up_to_the_step_time():
     (axes,) = found.plot().axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(found.parts)
     assert [round(bar.get_width(), 3) for bar in axes.patches] == numbers[:-1]
-    assert axes.get_title() == f"{numbers[-1]:.3f} ms a step on cpu"
+    assert axes.get_title() == f"{numbers[-1]:.3f} ms per step on cpu"
     axes.figure.draw_without_rendering()
     assert all(label.get_window_extent().x1 < axes.bbox.x1 for label in axes.texts)
 
