@@ -89,7 +89,7 @@ ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 
 def weights_only(name):
-    """Return the arguments of fit for a run with this callback."""
+    """Return the arguments that fit needs to resume a run with this callback."""
     return {"weights_only": HAS_PLAIN_SWALR or not name.startswith("swa")}
 
 

@@ -269,7 +269,7 @@ class GroupSchedulerModel(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_scheduler_with_model_parameters_in_its_state_dict_is_refused(tmp_path, kind):
+def test_a_scheduler_whose_state_dict_contains_model_parameters_is_refused(tmp_path, kind):
     """Resuming would replace the parameter groups in the scheduler with copies."""
     with pytest.raises(ValueError, match=r"scheduler: got a state_dict\(\) that contains parameters"):
         train(kind, tmp_path, shuffled(GroupSchedulerModel), kill_at=0)

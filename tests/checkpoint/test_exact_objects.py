@@ -1018,7 +1018,7 @@ class HasQueue(Model):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_model_with_an_empty_tensor_and_an_empty_buffer_resumes_exactly(tmp_path, kind):
+def test_a_run_whose_model_has_an_empty_tensor_and_an_empty_buffer_resumes_exactly(tmp_path, kind):
     expected = train(kind, tmp_path / "whole", shuffled(HasQueue))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "parts", shuffled(HasQueue), kill_at=5)
@@ -1296,7 +1296,7 @@ class ModelWithPairs(Model):
 
 @pytest.mark.filterwarnings("ignore:checkpoint. the attribute 'nested' .* contains unsupported values .Pairs.")
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_run_resumes_exactly_if_a_dict_of_the_model_has_tuple_keys(tmp_path, kind):
+def test_a_run_resumes_exactly_if_an_attribute_of_the_model_is_a_dict_with_tuple_keys(tmp_path, kind):
     weights, _ = train(kind, tmp_path / "whole", shuffled(ModelWithPairs))
     with pytest.raises(KilledError):
         train(kind, tmp_path / "killed", shuffled(ModelWithPairs), kill_at=6)

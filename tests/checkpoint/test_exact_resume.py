@@ -141,7 +141,7 @@ def assert_same(one, other, root, other_root):
           "torchdata, sampler", "max_size_cycle", "max_size", "max_size of streams", "sampler generator",
           "TensorLoader", "list", "limit", "limit, persistent", "reload", "validation, generator"),
 )  # fmt: skip
-def test_a_killed_run_resumes_exactly(tmp_path, name):
+def test_a_killed_and_resumed_run_matches_an_uninterrupted_run(tmp_path, name):
     """Copy the run folder before some batches, and resume each copy with a different seed."""
     options = {"save_every_n_steps": 1 if name in KILLS else 5, **CASES[name]}
     kills = KILLS.get(name, (6, 11))
@@ -168,7 +168,7 @@ class Raises(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_a_failed_run_with_two_iterable_datasets_of_unequal_length_resumes_exactly(tmp_path):
+def test_a_failed_run_with_two_iterable_datasets_of_different_lengths_resumes_exactly(tmp_path):
     train, raises = LOADERS["cycle of streams"], Raises("on_train_batch_start", 6)
     options = {"save_every_n_steps": 1}
     with pytest.raises(RuntimeError, match="stop"):
@@ -203,7 +203,7 @@ class Kills(Raises):
 
 
 @pytest.mark.parametrize("name", keep(["persistent", "TensorLoader"], "TensorLoader"))
-def test_a_run_killed_by_sigkill_resumes_exactly(tmp_path, name):
+def test_a_run_killed_by_sigkill_and_resumed_matches_an_uninterrupted_run(tmp_path, name):
     """The run resumes from its last checkpoint. No temporary file is left."""
     options = {"save_every_n_steps": 2, "val_check_interval": 3}
     whole = fit(tmp_path / "whole", LOADERS[name], **options)

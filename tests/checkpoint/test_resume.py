@@ -76,7 +76,7 @@ def classifier(optimizers):
 @pytest.mark.parametrize(
     ("optimizers", "accumulate"), once([momentum, by_step, by_epoch, plateau, plateau_by_step], [1, 3])
 )
-def test_learning_rate_schedulers_resume_exactly(tmp_path, optimizers, accumulate):
+def test_each_learning_rate_scheduler_continues_exactly_in_a_resumed_run(tmp_path, optimizers, accumulate):
     compare_with_resume(tmp_path, classifier(optimizers), accumulate_grad_batches=accumulate)
 
 

@@ -89,7 +89,7 @@ def values(net):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, kind):
+def test_a_run_with_a_wrapped_or_compiled_model_resumes_exactly(tmp_path, kind):
     whole = train(tmp_path / "whole", ALL[kind], 3)
     train(tmp_path / "parts", ALL[kind], 1)
     resumed = train(tmp_path / "parts", ALL[kind], 3, resume="last")

@@ -604,7 +604,9 @@ def test_a_run_whose_loader_changes_its_own_attributes_resumes_exactly(tmp_path,
 
 
 @pytest.mark.parametrize(("loop_name", "workers"), halve(LOOPS, [0, 2]))
-def test_resuming_twice_mid_epoch_is_exact_even_if_set_epoch_changes_the_sampler(tmp_path, loop_name, workers):
+def test_a_run_resumed_twice_mid_epoch_matches_an_uninterrupted_run_if_set_epoch_changes_the_sampler(
+    tmp_path, loop_name, workers
+):
     def make_loader():
         return DataLoader(DATA, 4, sampler=Turns([*range(4_000)]), num_workers=workers)
 

@@ -350,7 +350,7 @@ class LowRank(Lit):
 
 
 class Outside(Lit):
-    """Trains parameters that are not in the module, which Trainer accepts."""
+    """Trains parameters outside of the module, as Trainer allows."""
 
     def __init__(self):
         super().__init__()

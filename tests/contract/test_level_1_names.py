@@ -196,7 +196,7 @@ CONTAINERS = {
 }
 
 
-def test_loop_load_returns_lists_dicts_and_sets_as_they_were_saved(tmp_path):
+def test_loop_load_returns_lists_dicts_and_sets_unchanged(tmp_path):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {**CONTAINERS, "net": make_net()})
     # The old values in ``state`` may also be containers.

@@ -128,7 +128,7 @@ def test_log_dict_without_a_step_number_adds_no_step_column():
     assert Path("logs/rows/version_0/steps.csv").read_text().splitlines() == ["step,loss", "3,0.25"]
 
 
-def test_setup_applies_the_precision_and_wraps_a_dataloader():
+def test_setup_applies_the_precision_option_and_wraps_a_dataloader():
     loop = make_loop("bf16", precision="bf16-mixed", logger=False)
     bare, seen = make_net(), []
     loader = torch.utils.data.DataLoader(make_data(8), batch_size=4)

@@ -61,7 +61,7 @@ class Shuffles:
 
 
 class ShufflesItself(Shuffles):
-    """A loader that is its own iterator, and counts the calls of __iter__."""
+    """A loader that is its own iterator, and counts the calls to __iter__."""
 
     passes = 0
 
@@ -275,7 +275,9 @@ def kill_and_resume(root, loop, name, is_lightning_module, steps, **options):
         ("MiniLoop", "set_epoch has its own generator, workers", True, 4),
     ],
 )
-def test_a_killed_run_resumes_exactly_if_iter_or_set_epoch_shuffles(tmp_path, loop, name, is_lightning_module, steps):
+def test_a_killed_run_resumes_exactly_if_iter_or_set_epoch_shuffles_the_data(
+    tmp_path, loop, name, is_lightning_module, steps
+):
     options = {"validate_every_n_steps": 2}
     expected = train(loop, name, is_lightning_module, tempfile.mkdtemp(), **options)
     resumed = kill_and_resume(tmp_path, loop, name, is_lightning_module, steps, **options)

@@ -549,7 +549,9 @@ DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
 @pytest.mark.parametrize(
     ("hook", "draw", "num_workers"), halve(["on_train_start", "on_train_epoch_start"], DRAWS, [0, 1])
 )
-def test_resuming_mid_epoch_is_exact_even_if_a_hook_draws_random_numbers(hook, draw, num_workers):
+def test_a_run_resumed_mid_epoch_matches_an_uninterrupted_run_even_if_a_hook_draws_random_numbers(
+    hook, draw, num_workers
+):
     """A DataLoader without workers draws its order after the hook has run."""
 
     def make_module():
@@ -1337,7 +1339,7 @@ class AccumulationChange(Classifier):
         self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 2
 
 
-def test_both_loops_use_each_gradient_once_if_a_hook_changes_accumulate_grad_batches():
+def test_no_gradient_is_used_in_two_optimizer_steps_if_a_hook_changes_accumulate_grad_batches():
     """After such a change, Trainer adds the new gradients to those of the previous step."""
     (loop, module, _), (other, expected, _) = (fit(kind, kind, 2, make_module=AccumulationChange) for kind in LOOPS)
     assert_same_weights(expected, module)
@@ -1479,7 +1481,7 @@ class MovingCenters(Classifier):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_resuming_is_exact_if_training_replaces_buffers(kind):
+def test_a_run_whose_training_step_replaces_buffers_resumes_exactly(kind):
     options = {"make_module": MovingCenters, "log_every_n_steps": 100}
     _, expected, rows = fit(kind, "whole", 3, **options)
     fit(kind, "parts", 1, **options)

@@ -208,7 +208,7 @@ def adversarial(net, batch):
 
 
 def refused(name, step):
-    """Return a context manager that expects an error, unless FabricLoop accepts the step."""
+    """Return a context manager that expects an error, or does nothing if FabricLoop accepts the step."""
     message = r"^training_step: got a call to loss.backward\(\)"
     is_refused = step is backward_twice or name == "MiniLoop"
     return pytest.raises(ValueError, match=message) if is_refused else nullcontext()

@@ -141,7 +141,7 @@ class OwnLoader(Classifier):
         self.validation_step(batch, batch_idx)
 
 
-def test_validate_after_fit_uses_module_loaders_instead_of_datamodule_loaders():
+def test_validate_after_fit_uses_the_loaders_of_the_module_and_not_those_of_the_datamodule():
     seen = []
     for run in (run_trainer, run_loop):
         trainer, module = run(OwnLoader, lambda: None, fit={"datamodule": (data := Data())}, max_epochs=1)

@@ -279,7 +279,7 @@ for kind in (MiniLoop, FabricLoop):
 """
 
 
-def test_the_recipe_for_averaged_weights_saves_and_restores_them_exactly(tmp_path):
+def test_the_recipe_for_averaged_weights_saves_and_restores_the_averages_exactly(tmp_path):
     text = PAGES["docs/recipes.md"]
     title = "## Validate and save averaged weights (EMA), with MiniLoop or FabricLoop"
     ((_, recipe),) = blocks(section(text, title), "python")

@@ -199,7 +199,7 @@ class PlainObject:
 
 
 @pytest.mark.parametrize("level", ["object", "functions"])
-def test_step_methods_and_step_functions_train_like_a_hand_written_loop(level, tmp_path):
+def test_training_with_step_methods_or_step_functions_matches_a_hand_written_loop(level, tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     twin = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))

@@ -44,7 +44,7 @@ def trained_optimizer():
     return optimizer
 
 
-# Names that lightning_compat/private.py uses, each with the object that has it.
+# Names that lightning_compat/private.py uses, each with an object that has the name as an attribute.
 OF_LIGHTNING = {
     "_strategy": trained_optimizer,
     "_on_after_step": wrapped_optimizer,
@@ -61,29 +61,29 @@ OF_LIGHTNING = {
 
 # Names of Python, torch and torchmetrics that other files use, each with its purpose.
 NAMES_OF_OTHERS = {
-    "_base": "Whether a loss is a view, for example of a parameter.",
-    "_forward_cache": "A metric's value for the current batch.",
-    "_step_supports_amp_scaling": "Fused optimizers unscale the gradients themselves.",
-    "_iterator": "The workers of a persistent loader.",
+    "_base": "Detect a loss that is a view, for example of a parameter.",
+    "_forward_cache": "Read a metric's value for the current batch.",
+    "_step_supports_amp_scaling": "Detect fused optimizers, which unscale the gradients themselves.",
+    "_iterator": "Access the workers of a loader with persistent workers.",
     "_MultiProcessingDataLoaderIter": "Shut down the workers of a loader.",
     "_shutdown_workers": "Shut down the workers of a loader.",
     "_sampler_iter": "Read the batches that workers have started, without requesting more.",
-    "_index_sampler": "Give persistent workers the indices of the rest of a pass.",
-    "_parameters": "Share a network's parts by name.",
-    "_buffers": "Share a network's parts by name.",
-    "_modules": "Share a network's parts by name.",
-    "_non_persistent_buffers_set": "The buffers that a state_dict leaves out.",
-    "_metadata": "The versions of the modules of a state_dict.",
-    "_orig_mod": "The module that torch.compile has wrapped.",
-    "_utils": "torch.save names functions of torch._utils in its files.",
-    "_rebuild_sparse_tensor": "torch.save names this function for a sparse tensor.",
-    "_rebuild_tensor_v2": "torch.save names this function for a tensor.",
-    "_rebuild_tensor_v3": "torch.save names this function for a tensor such as float8.",
-    "_fields": "The documented names of the items of a named tuple.",
-    "_actions": "The options that are suggested for a mistyped option.",
+    "_index_sampler": "Give persistent workers the remaining indices of a pass.",
+    "_parameters": "Share a network's parameters with the module that wraps it.",
+    "_buffers": "Share a network's buffers with the module that wraps it.",
+    "_modules": "Share a network's submodules with the module that wraps it.",
+    "_non_persistent_buffers_set": "Find the buffers that a state_dict leaves out.",
+    "_metadata": "Keep the versions of the modules in a state_dict.",
+    "_orig_mod": "Find the module that torch.compile has wrapped.",
+    "_utils": "Files written by torch.save refer to functions in torch._utils.",
+    "_rebuild_sparse_tensor": "torch.save refers to this function when it writes a sparse tensor.",
+    "_rebuild_tensor_v2": "torch.save refers to this function when it writes a tensor.",
+    "_rebuild_tensor_v3": "torch.save refers to this function when it writes a tensor of a dtype such as float8.",
+    "_fields": "Read the field names of a named tuple. This attribute is documented.",
+    "_actions": "List the options that can be suggested for a mistyped option.",
 }
 
-# Names that the package offers, each with its path from a Trainer and the file that reads it.
+# Private attributes of Trainer that FabricLoop provides, each with the Lightning file that reads it.
 OFFERED = [
     ("_evaluation_loop", "callbacks.throughput_monitor"),
     ("_results", "core.module"),
@@ -121,10 +121,10 @@ def test_lightning_still_needs_each_private_attribute_provided_by_fabric_loop(tr
     trainer, loop = pl.Trainer(**quiet()), trained_loop
     for parent in parents:
         trainer, loop = getattr(trainer, parent), getattr(loop, parent)
-    assert name in dir(trainer), f"Lightning no longer has trainer.{path}, which FabricLoop offers"
-    assert hasattr(loop, name), f"FabricLoop has no {path}, for which lightning.pytorch.{file} asks"
+    assert name in dir(trainer), f"Lightning no longer has trainer.{path}, which FabricLoop provides"
+    assert hasattr(loop, name), f"FabricLoop has no {path}, which lightning.pytorch.{file} reads"
     source = inspect.getsource(import_module(f"lightning.pytorch.{file}"))
-    assert name in source, f"lightning.pytorch.{file} no longer asks for {name}, which FabricLoop offers"
+    assert name in source, f"lightning.pytorch.{file} no longer reads {name}, which FabricLoop provides"
 
 
 def test_private_py_uses_at_most_15_private_names_of_lightning():
@@ -143,7 +143,7 @@ def test_the_package_uses_only_allowed_private_names_of_lightning():
         for path, tree in trees.items()
         for name in foreign_names(tree) - own - listed
     }
-    assert not unlisted, "Use a public name, or list these with their reason"
+    assert not unlisted, "Use public names, or add these names with their purpose"
 
 
 def own_names(tree):

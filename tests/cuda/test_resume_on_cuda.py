@@ -15,7 +15,7 @@ CPU = {"accelerator": "cpu"}
 @pytest.mark.parametrize("loader", [make_loader, shuffled_on_device], ids=["DataLoader", "TensorLoader"])
 @pytest.mark.parametrize("optimizers", [by_step, fused_adam])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_killed_run_resumes_exactly(tmp_path, precision, optimizers, loader):
+def test_a_killed_and_resumed_run_matches_an_uninterrupted_run(tmp_path, precision, optimizers, loader):
     """Weights, optimizers, random numbers and files equal those of an uninterrupted run."""
     options = {**ON, "precision": precision, "max_epochs": 2, "save_every_n_steps": 3}
     options |= {"make_module": lambda: Drawing(optimizers), "train": loader, "val": val_loader}

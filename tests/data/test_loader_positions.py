@@ -278,6 +278,6 @@ def set_offset(worker):
 
 
 @pytest.mark.parametrize("done", [1, 2, 5])
-def test_a_resumed_worker_has_the_id_of_the_worker_that_it_replaces(done):
+def test_data_loader_workers_keep_their_ids_in_a_resumed_run(done):
     expected, resumed = resume_at(lambda: DataLoader(AddsWorker(), 3, num_workers=2, worker_init_fn=set_offset), done)
     assert same(list(resumed), expected)

@@ -69,7 +69,7 @@ def agent():
     process.join()
 
 
-def test_processes_restarted_by_torchrun_resume_exactly(agent):
+def test_a_run_that_torchrun_restarts_matches_an_uninterrupted_run(agent):
     """After a SIGKILL, torchrun restarts both processes."""
     codes, errors = run_processes(train, "killed", True, agent=agent)
     assert codes == [1, -signal.SIGKILL]

@@ -72,7 +72,7 @@ def fork(work, *args):
 
 
 def strategy_options(kind):
-    """Return the strategy option. It is "ddp", unless `kind` is "sharded"."""
+    """Return the strategy option, which is "ddp" unless `kind` is "sharded"."""
     return {"strategy": sharded_strategy() if kind == "sharded" else "ddp"}
 
 

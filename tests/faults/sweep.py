@@ -92,8 +92,8 @@ def sweep(kinds, buffer, every=1):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="ways to fail (all)")
-    parser.add_argument("--buffer", type=int, default=8192, help="bytes that are written at a time (8192)")
-    parser.add_argument("--every", type=int, default=1, help="let only every n-th operation fail (1)")
+    parser.add_argument("--buffer", type=int, default=8192, help="number of bytes that are written at a time (8192)")
+    parser.add_argument("--every", type=int, default=1, help="make only every n-th operation fail (1)")
     options = parser.parse_args()
     figures = sweep(options.kinds, options.buffer, options.every)
     print(json.dumps(figures))

@@ -18,7 +18,7 @@ from fabric_template import FabricLoop
 CALLS = {"fit", "validate", "test", "predict", "print", "save_checkpoint", "init_module"}
 NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))} - CALLS if name[0] != "_")
 
-_OWN_CLASS = "an object of another class"
+_OWN_CLASS = "FabricLoop uses its own class for this object"
 _METRICS = ({"setup"}, "FabricLoop clears the metrics before each call")
 
 # {attribute: (hooks in which its value differs from Trainer's, reason)}. None means all hooks.
@@ -33,8 +33,14 @@ DIFFERENT = {
         "FabricLoop raises an error before fit, and keeps the value in evaluations after fit",
     ),
     "train_dataloader": (None, "FabricLoop keeps the loader in evaluations after fit"),
-    "is_last_batch": (None, "False outside of batches. Trainer keeps the value of the previous epoch"),
-    "val_check_batch": (None, "an error before the loader exists. Trainer keeps the value of the previous run"),
+    "is_last_batch": (
+        None,
+        "FabricLoop returns False outside of batches. Trainer keeps the value of the previous epoch",
+    ),
+    "val_check_batch": (
+        None,
+        "FabricLoop raises an error before the loader exists. Trainer keeps the value of the previous run",
+    ),
     "callback_metrics": _METRICS,
     "logged_metrics": _METRICS,
     "progress_bar_metrics": _METRICS,

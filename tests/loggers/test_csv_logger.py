@@ -212,7 +212,7 @@ def test_read_table_ignores_a_stray_quote_in_the_header(tmp_path):
     assert (found.columns, len(found.rows), found.damaged) == (["epoch", "step", "loss", "note"], 3, [1])
 
 
-def test_the_logger_copies_a_csv_file_that_another_program_changed(logger, metrics_csv):
+def test_the_csv_logger_backs_up_a_csv_file_that_another_program_changed(logger, metrics_csv):
     logger.log_epoch(epoch(0, loss=1.0))
     content = metrics_csv.read_bytes() + b'"1,20,0.5\n'
     metrics_csv.write_bytes(content)

@@ -249,7 +249,7 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_torchmetrics_objects_in_lists_and_dicts_resume_exactly(loop_class):
+def test_torchmetrics_objects_in_lists_and_dicts_are_restored_exactly(loop_class):
     loader = TensorLoader(torch.arange(3.0).reshape(3, 1))
 
     def train(name, resume=None, **options):

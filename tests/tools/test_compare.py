@@ -398,7 +398,7 @@ def test_comparing_two_scripts_ignores_buffers_that_training_never_changes(tmp_p
     assert str(compare(Weighted().by_hand, with_module)) == "equal    no difference in 10 steps"
 
 
-def test_buffers_of_lazy_modules_are_compared():
+def test_compare_also_compares_the_buffers_of_lazy_modules():
     class Lazy(Normed):
         def net(self):
             net = nn.Sequential(nn.Linear(8, 16), nn.LazyBatchNorm1d(), nn.Linear(16, 3))
@@ -414,7 +414,7 @@ def test_buffers_of_lazy_modules_are_compared():
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_buffers_of_compiled_modules_are_compared():
+def test_compare_also_compares_the_buffers_of_compiled_modules():
     def compiled(kind):
         class Compiled(kind):
             def net(self):

@@ -149,7 +149,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
             loop.fit(*given)
     assert len([warning for warning in caught if "The clean-up after the error failed" in str(warning.message)]) == 2
     assert recorder.recorded == ("interrupted", "Broken('mine')")
-    # Here, pytest turns warnings from the clean-up into errors.
+    # This time, the clean-up raises errors, because pytest turns its warnings into errors.
     with pytest.raises(Broken, match="mine"):
         loop.fit(*given)
 
