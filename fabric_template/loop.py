@@ -186,7 +186,8 @@ class FabricLoop(TrainerAPI):
             scheduler: A scheduler for the optimizer, or a list of schedulers.
             training_step, validation_step: Functions fn(model, batch[, batch_idx]) to use instead
                 of the model's methods.
-            weights_only: If this is False, torch.load may run code that the checkpoint contains.
+            weights_only: If False, torch.load reads objects of any class, which may run code from
+                the checkpoint.
         """
         functions = {"training_step": training_step, "validation_step": validation_step}
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
@@ -442,12 +443,12 @@ class FabricLoop(TrainerAPI):
         Return the checkpoint's values for all keys that ``state`` lacks.
 
         Args:
-            weights_only: If False, also read objects of other classes, which may run code from the
-                file. By default, reading such an object raises an error.
+            weights_only: If False, read objects of any class, which may run code from the file. By
+                default, an object of an unsupported class raises an error.
         """
         self._prepare_files("load", path, state)
-        # Pass None in place of each container, because Fabric.load replaces the container anyway.
-        # For some containers, such as a range object, Fabric.load raises an error.
+        # Fabric.load replaces each container anyway, and raises an error for some of them, such as
+        # a range object. So pass None instead.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}
@@ -598,7 +599,7 @@ def check_setup_loaders(loaders: tuple[Any, ...]) -> None:
 
 
 class StatefulValue:
-    """Wrap a container, because Fabric.save would, for example, copy a deque without its maxlen."""
+    """Wraps a container so that Fabric.save does not copy it. A copied deque would lack maxlen."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -625,9 +626,9 @@ def check_state(method: str, state: Mapping[str, Any]) -> None:
         place, value, is_nested = waiting.pop()
         if is_nested and has_state(value):
             raise ConfigurationTypeError(
-                f"loop.{method}: got {describe(value)} in {place}, expected each module and each"
-                " optimizer as a top-level value of the dict, not nested in a list or a dict. Give"
-                " each one its own key, or write nn.ModuleList(nets) or nn.ModuleDict(nets)."
+                f"loop.{method}: got {describe(value)} in {place}, but each module and each"
+                " optimizer must be a top-level value of the dict, not nested in a list or a dict."
+                " Give each one its own key, or write nn.ModuleList(nets) or nn.ModuleDict(nets)."
             )
         if isinstance(value, dict | list | tuple):
             items = value.items() if isinstance(value, dict) else enumerate(value)

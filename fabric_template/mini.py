@@ -906,8 +906,9 @@ class MiniLoop:
 
     def _warn_if_not_synced(self, name: str, is_synced: bool) -> None:
         if not is_synced and self.fabric.world_size > 1 and self.fabric.is_global_zero:
-            text = f"log: got {name!r} without sync_dist=True. The files contain the mean of only"
-            warnings.warn(f"{text} one process. Pass sync_dist=True to log().", stacklevel=5)
+            text = f"log: got {name!r} without sync_dist=True. The CSV files contain the mean"
+            text += " over the batches of only one process. Pass sync_dist=True to log()."
+            warnings.warn(text, stacklevel=5)
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return each metric's mean, or the result of compute() for a torchmetrics object."""
@@ -946,8 +947,9 @@ class MiniLoop:
 
     def _check_is_logged(self, name: str, option: str) -> None:
         names = ", ".join(sorted(self.callback_metrics)) or "none"
-        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Return the"
-        text += " loss from the step. A metric is missing until the first epoch or validation ends."
+        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Log"
+        text += " this metric with self.log(), or return the loss from the step. A metric is"
+        text += " missing until the first epoch or validation ends."
         check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:

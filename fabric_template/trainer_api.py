@@ -125,8 +125,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # ``optim_step_progress.total.completed`` to count the step.
     **dict.fromkeys(("optim_step_progress", "total"), lambda api: api),
     "completed": lambda api: api.progress.global_step,
-    # For a missing metric, ModelCheckpoint raises an error if ``val_loop._has_run`` is True, and
-    # only warns otherwise.
+    # If the monitored metric is missing, ModelCheckpoint raises an error if ``val_loop._has_run``
+    # is True, and otherwise only warns.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
     # Some modules monitor a different metric if there is no validation loader.
     "_data_source": lambda api: SimpleNamespace(
@@ -320,7 +320,7 @@ class TrainerAPI:
         bars = find_callbacks(self.callbacks, "ProgressBar")
         if bars or not self.config.enable_progress_bar:
             return next(iter(bars), None)
-        # Modules and callbacks call methods such as get_metrics() of Trainer's progress bar.
+        # Modules and callbacks call methods such as get_metrics() on Trainer's progress bar.
         bar = TQDMProgressBar()
         bar.disable()
         return bar
@@ -418,7 +418,7 @@ class TrainerAPI:
         if run.stop.failure is not None and run.fabric.world_size > 1:
             raise RuntimeError(
                 "save_checkpoint: an error ended the run in this process, but all processes must"
-                " save together. Continue from the previous checkpoint with resume='last'."
+                " save together. Resume from the previous checkpoint with resume='last'."
             )
         with run.hooks.profiled("save_checkpoint"):
             checkpoint = build_checkpoint(run, bool(weights_only))
@@ -505,7 +505,7 @@ class LoopAPI:
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether the loop validates in this epoch, for Lightning's progress bar."""
+        """Return whether the loop validates in this epoch. Lightning's progress bar calls this."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 

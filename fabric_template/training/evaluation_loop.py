@@ -200,7 +200,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if a hook lacks ``dataloader_idx`` for several loaders or needs it for one."""
+    """Raise an error if ``dataloader_idx`` is missing with several loaders or required with one."""
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
     functions = getattr(run.module, "functions", {})
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):

@@ -35,7 +35,7 @@ class FirstStepCheck:
     def call_step(self, step: Callable, batch: Any, batch_idx: int) -> Any:
         """Call training_step, and store gradients if training_step itself calls backward()."""
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        # Raise an error if training_step calls optimizer.step(), because the loop calls it.
+        # Raise an error if training_step calls optimizer.step(), because the loop itself calls it.
         handle = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             output = step(batch, batch_idx)

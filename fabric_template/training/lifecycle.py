@@ -370,7 +370,7 @@ def finish_signal(run: Run) -> None:
     if run.fabric.is_global_zero:
         run.console.close(run)
         position = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        saved = f" To continue from {shorten_path(Path(path))!r}, write resume='last'."
+        saved = f" To resume from {shorten_path(Path(path))!r}, write resume='last'."
         text = f"{end_reason(run)}: training stops {position}.{saved if path else ''}"
         print(text, file=sys.stderr)
     if is_notebook():

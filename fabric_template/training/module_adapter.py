@@ -376,8 +376,8 @@ class StepRunner:
             if not any(parameter.requires_grad for parameter in self.network.parameters()):
                 raise ConfigurationError(
                     f"strategy: got {type(self.fabric.strategy).__name__} for a model in which no"
-                    " parameter requires a gradient, expected at least one that does. The buffers"
-                    " would differ between the processes. Train with devices=1."
+                    " parameter requires a gradient, expected at least one trainable parameter."
+                    " The buffers would differ between the processes. Train with devices=1."
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
         for module in self.network.modules():

@@ -381,8 +381,8 @@ class AutomaticOptimization(Optimization):
     def accumulated_gradients(self) -> dict[str, Tensor]:
         progress, optimizer = self.run.progress, self._optimizer
         if progress.phase == "train_batch":
-            # A checkpoint saved within a batch needs no accumulated gradients, because a resumed
-            # run repeats all batches since the last optimizer step.
+            # A checkpoint saved within a batch need not contain the accumulated gradients, because
+            # a resumed run repeats all batches since the last optimizer step.
             return {}
         if not progress.is_window_end:
             return self._copy_gradients()
@@ -429,8 +429,8 @@ class ManualOptimization(Optimization):
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear the set before each batch, because only loop.backward(loss) clears it, and a
-            # step function may call loss.backward().
+            # Clear the set before each batch. loop.backward(loss) also clears the set, but a step
+            # function may call loss.backward() instead.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         run.progress.count_manual_batch()
@@ -455,10 +455,10 @@ class ManualOptimization(Optimization):
         has_gradients = any(p.grad is not None for p in self.run.network.parameters())
         if loss.requires_grad and not self._stepped_optimizers and not has_gradients:
             raise ConfigurationError(
-                "training_step: got several optimizers, but used none of them. With several"
-                " optimizers, the step itself must call loss.backward(), and must call zero_grad()"
-                " and step() on each optimizer. To let the loop make these calls, pass one"
-                " optimizer with all parameters."
+                "training_step: fit got several optimizers, but the step used none of them. With"
+                " several optimizers, the step itself must call loss.backward(), and must call"
+                " zero_grad() and step() on each optimizer. To let the loop make these calls, pass"
+                " one optimizer with all parameters."
             )
 
     def _count_step(self, index: int, *args: Any) -> None:

@@ -43,7 +43,7 @@ class Progress:
     """The number of training batches in all epochs so far."""
     optimizer_steps_in_epoch: int = 0
     logging_step: int = 0
-    """The number of batches that ended with an optimizer step. Loggers use it as the step."""
+    """The number of batches that ended with an optimizer step, which is the step in loggers."""
     is_last_batch: bool = False
     """Whether the current batch is the last one of its epoch."""
     is_in_epoch: bool = False
@@ -57,7 +57,7 @@ class Progress:
     eval_batches_done: int = 0
     """The number of batches in the current evaluation, including the current one."""
     total_eval_batches: int = 0
-    """The number of batches in all validations of this epoch, or in one test or prediction."""
+    """The number of batches in this epoch's validations, or in the current test or prediction."""
     eval_batches_by_loader: dict[int, int] = field(default_factory=dict)
     """The number of evaluated batches of each loader. Loggers receive this number as the step."""
     has_started: bool = False
@@ -340,7 +340,7 @@ class ValidationSchedule:
         self.restart()
 
     def start(self) -> None:
-        """Compute the validation interval when the number of training batches is known."""
+        """Compute the validation interval once the number of training batches is known."""
         self.restart()
         self.count_batches()
 

@@ -49,8 +49,8 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation takes over the previous run's counters, such as global_step, and its
-        # checkpoint manager.
+        # An evaluation continues with the previous run's checkpoint manager and with its counters,
+        # such as global_step.
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
@@ -107,7 +107,10 @@ class Run:
         self.plain_state = make_plain_state(self)
 
     def mark_changes(self) -> None:
-        """Save what on_train_start has changed, because a resumed run calls the hook again."""
+        """Mark the values that on_train_start has changed, so that checkpoints contain them.
+
+        A resumed run calls this hook again, and must restore these values afterwards.
+        """
         self.plain_state.mark_changes()
         self.data.mark_changes()
         self.steps.mark_changed_flags(self.optimization.named_parameters())
@@ -118,7 +121,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, add modules that its hooks created to ``network``."""
+        """If the model is not an nn.Module, update ``network`` with modules from its hooks."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 

@@ -278,7 +278,7 @@ def test_the_message_after_ctrl_c_mentions_the_saved_checkpoint(capsys):
     with pytest.raises(KeyboardInterrupt):
         fit(".", Plain, four, max_epochs=2, callbacks=[Interrupt()])
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"SIGINT: training stops in epoch 0, after step 2. To continue from '{LAST}', write resume='last'."
+        f"SIGINT: training stops in epoch 0, after step 2. To resume from '{LAST}', write resume='last'."
     )
     assert list_runs("logs")["state"].tolist() == ["interrupted"]
 

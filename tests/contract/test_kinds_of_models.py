@@ -626,7 +626,7 @@ def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, mo
 def test_save_and_load_refuse_modules_and_optimizers_nested_in_lists_or_dicts(tmp_path, method, state, place):
     loop, path = FabricLoop(**with_files(tmp_path)), tmp_path / "mine.ckpt"
     with pytest.raises(
-        TypeError, match=f"^loop.{method}: got {place}, expected each module and each optimizer as a top-level value"
+        TypeError, match=f"^loop.{method}: got {place}, but each module and each optimizer must be a top-level value"
     ):
         getattr(loop, method)(path, state)
     assert not path.exists()

@@ -78,7 +78,7 @@ def test_fit_warns_about_a_validation_step_without_a_return_value(name):
     with pytest.warns(UserWarning, match=text):
         _, history = fit(name, val=make_loader(), validation_step=forgets)
     assert "train_loss" in history
-    error = r"^monitor: got 'val_loss', which is not .*train_loss.*Return the loss from "
+    error = r"^monitor: got 'val_loss', which is not .*train_loss.*[Rr]eturn the loss from "
     with pytest.warns(UserWarning, match=text), pytest.raises(ValueError, match=error):
         fit(name, options={"monitor": "val_loss"}, val=make_loader(), validation_step=forgets)
 

@@ -280,7 +280,7 @@ def test_the_message_after_a_signal_starts_on_a_new_line(in_terminal):
     before, message = in_terminal[1].split("SIGINT: training stops ")
     assert before.endswith("\n")
     assert message.startswith(
-        "in epoch 1, after step 7. To continue from 'checkpoints/signal/version_0/last.ckpt', write resume='last'."
+        "in epoch 1, after step 7. To resume from 'checkpoints/signal/version_0/last.ckpt', write resume='last'."
     )
     assert "\nSIGINT: stopping after this step" in before
     assert len(re.findall(r"in epoch \d", in_terminal[1])) == 1
