@@ -56,7 +56,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
-    # The two killed runs saved their newest checkpoints in the validations after batches 3 and 14.
+    # Both runs resume from a checkpoint that was saved in a validation: after batch 3, or after batch 14.
     for batches in (3, 15):
         root = tmp_path / "killed" / str(batches)
         assert_same_end(whole, fit(root, seed=9, resume="last", **options))

@@ -336,7 +336,7 @@ class Mining(Model):
 
 
 class WarmUp(Model):
-    """Deletes an attribute and a buffer and sets another attribute to None after its warm-up."""
+    """Deletes an attribute and a buffer after its warm-up, and sets another attribute to None."""
 
     def __init__(self):
         super().__init__()
@@ -1026,7 +1026,7 @@ def test_a_run_whose_model_has_an_empty_tensor_and_an_empty_buffer_resumes_exact
 
 
 class HasKeyedMeters(Model):
-    """The loss depends on one object for each kind of batch, which training creates when it is first needed."""
+    """The loss depends on one object for each kind of batch. The object is created when it is first needed."""
 
     def __init__(self):
         super().__init__()

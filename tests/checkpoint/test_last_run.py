@@ -78,7 +78,7 @@ def test_resume_continues_the_run_that_saved_the_latest_checkpoint(tmp_path, cha
 
 
 def test_resume_finds_the_newest_run_after_its_folder_was_moved(tmp_path):
-    """If the .lock file is missing, the time inside the checkpoints is used."""
+    """If the .lock file is missing, FabricLoop uses the time that a checkpoint contains."""
     fit(tmp_path / "a", Plain, max_epochs=1)
     fit(tmp_path / "b", Plain, max_epochs=2)
     for kind in ("checkpoints", "logs"):

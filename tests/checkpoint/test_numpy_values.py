@@ -108,7 +108,7 @@ def sgd(module, rate):
 
 
 def exponential(module):
-    """The scheduler multiplies the learning rate in each epoch, so rounding would be visible."""
+    """Return SGD, and a scheduler that repeatedly multiplies the learning rate, so that rounding is visible."""
     optimizer = sgd(module, np.float32(0.1))
     return [optimizer], [schedulers.ExponentialLR(optimizer, np.float32(0.7))]
 

@@ -218,7 +218,7 @@ def test_a_restored_generator_draws_the_same_numbers_as_the_saved_generator(tmp_
 
 
 def test_find_generators_omits_the_global_random_generators():
-    """Each checkpoint contains the states of the global generators separately."""
+    """Each checkpoint already contains their states in a separate entry."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
     found = find_generators({**own, "list": [1, own["torch"]], "dict": {"x": own["random"]}, **others})
@@ -226,7 +226,7 @@ def test_find_generators_omits_the_global_random_generators():
 
 
 class Memory(nn.Module):
-    """A layer with a memory bank, a cache that appears later, and plain attributes."""
+    """A layer with a memory bank, a cache that is created later, and plain attributes."""
 
     def __init__(self):
         super().__init__()

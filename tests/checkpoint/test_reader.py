@@ -222,7 +222,7 @@ def test_accessing_a_checkpoint_entry_that_contains_a_custom_object_raises_an_er
 
 
 class Colored(Callback):
-    """Has an Enum in its state, which a resumed run refuses to create."""
+    """Has an Enum in its state, an object that a resumed run refuses to create."""
 
     def __init__(self):
         self.color = Color.RED

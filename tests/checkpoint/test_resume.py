@@ -154,7 +154,7 @@ def test_resume_best_drops_the_csv_rows_after_the_best_epoch(tmp_path):
     assert read_logs(tmp_path / "logs")["epoch"].tolist() == [0, 1, 2]
 
 
-def test_resume_refuses_a_checkpoint_beyond_max_epochs(tmp_path):
+def test_resume_refuses_a_run_that_has_already_trained_for_more_than_max_epochs(tmp_path):
     fit(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         fit(tmp_path, resume="last", max_epochs=1)

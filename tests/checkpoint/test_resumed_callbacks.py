@@ -1,4 +1,4 @@
-"""Test that a resumed run continues the callbacks of the saved run, or warns about differences."""
+"""Test that a resumed run restores the callbacks of the saved run, or warns about differences."""
 
 from types import SimpleNamespace
 

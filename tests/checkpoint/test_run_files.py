@@ -287,7 +287,7 @@ def test_the_message_after_ctrl_c_mentions_the_saved_checkpoint(capsys):
 
 
 class Recorder(Logger):
-    """Records the calls of its methods."""
+    """Records the calls to its methods."""
 
     def __init__(self):
         super().__init__()

@@ -110,7 +110,7 @@ def test_an_optimizer_or_scheduler_that_cannot_be_pickled_is_refused(tmp_path, o
 
 
 class Keeps(Callback):
-    """Returns a state that cannot be pickled, starting in epoch ``since``."""
+    """Returns a state that cannot be pickled, from epoch ``since`` on."""
 
     def __init__(self, since=0):
         self.epoch, self.since = 0, since

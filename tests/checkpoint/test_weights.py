@@ -1,4 +1,4 @@
-"""Test that weights are loaded into a model that is wrapped differently from the saved one."""
+"""Test that weights can be loaded into a model that is wrapped differently from the saved model."""
 
 import functools
 import tempfile

@@ -213,7 +213,7 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     functions = {"training_step": step, "validation_step": step}
     history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
     rows = history.drop(columns=["time", "waiting", "samples_per_second"], errors="ignore").to_dict("records")
-    # Leave out NaN values. The row after the last steps has no val_loss, for example.
+    # Leave out NaN values. For example, the row that a run writes at max_steps has no val_loss.
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
@@ -266,7 +266,7 @@ def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, 
 
 @pytest.mark.parametrize(("loop_name", "limit"), once(LOOPS, [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}]))
 def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, loop_name, limit):
-    """The weights and all CSV rows stay the same, including the row after the last steps."""
+    """The rows include the one that a run writes when it stops at max_steps."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
     resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
@@ -531,7 +531,7 @@ class IsItsIterator:
 
 
 class SavesEpochs(CountsEpochs):
-    """A sampler whose state_dict() a plain DataLoader never calls."""
+    """A sampler with a state_dict() that a plain DataLoader never calls."""
 
     def state_dict(self):
         return dict(vars(self))

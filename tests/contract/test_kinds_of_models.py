@@ -1,4 +1,4 @@
-"""Test that every kind of model trains like a hand-written loop, saves, resumes and loads."""
+"""Test that every kind of model trains as in a hand-written loop, and can be saved, resumed and loaded."""
 
 import contextlib
 import io

@@ -109,7 +109,7 @@ FORMATS = {
 @pytest.mark.parametrize("format_name", FORMATS)
 @both_loops
 def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_class, format_name):
-    """Lightning's example fails for some formats, and ignores the scheduler of others."""
+    """Lightning's example fails with some formats, and ignores the scheduler in others."""
     make_optimizer, rates = FORMATS[format_name]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
     assert (loop.global_step, net.rates) == (12, rates)
@@ -319,7 +319,7 @@ def test_both_loops_accept_loaders_without_length(loop_class):
 
 @both_loops
 def test_a_second_fit_does_not_call_the_hooks_of_the_first_module(loop_class):
-    """Fabric keeps each LightningModule as a callback, so that the next fit calls its hooks."""
+    """Fabric keeps each LightningModule as a callback, so the next fit would also call its hooks."""
 
     class Named(Classifier):
         def __init__(self, name):

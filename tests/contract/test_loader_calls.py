@@ -1,4 +1,4 @@
-"""Test that both loops call iter() and set_epoch() in the order of Trainer or of a hand-written loop."""
+"""Test that both loops call iter() and set_epoch() in the same order as Trainer or a hand-written loop."""
 
 import functools
 import itertools
@@ -346,7 +346,7 @@ def test_fabric_loop_warns_if_a_loader_yields_more_batches_than_its_length(tmp_p
 
 
 class KeepsIterator(DataLoader):
-    """A loader whose worker processes continue in the next epoch, as in a loader that repeats its sampler."""
+    """A loader whose workers continue in the next epoch, like those of a loader that repeats its sampler."""
 
     def __init__(self, **options):
         super().__init__(DATA, 4, sampler=torch.randperm(100) % 20, **options)

@@ -1289,7 +1289,7 @@ def test_an_attribute_error_in_a_property_of_a_subclass_reaches_the_user():
         loop.rate  # noqa: B018
 
 
-def test_an_attribute_of_trainer_that_mini_loop_lacks_raises_an_error_that_names_fabric_loop():
+def test_the_error_about_a_trainer_attribute_that_mini_loop_lacks_suggests_fabric_loop():
     with pytest.raises(AttributeError, match="'MiniLoop' object has no attribute 'fit_loop'. .*, use FabricLoop"):
         MiniLoop(max_epochs=1).fit_loop.max_epochs  # noqa: B018
 

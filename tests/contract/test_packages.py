@@ -32,7 +32,7 @@ class Rows(Logger):
 def both(make_module, **options):
     """Train with Trainer and FabricLoop, and compare the results.
 
-    Return both, with their modules.
+    Return (trainer, its module, loop, its module).
     """
     rows = Rows(), Rows()
     trainer, expected = run_trainer(
@@ -235,7 +235,7 @@ class ShuffledByEpoch(torch.utils.data.IterableDataset):
 
 
 class SetsEpoch(Classifier):
-    """Calls set_epoch() of each dataset that it finds through trainer.fit_loop."""
+    """Calls set_epoch() on each dataset that it finds through trainer.fit_loop."""
 
     def on_train_epoch_start(self):
         loaders = [self.trainer.fit_loop._combined_loader]

@@ -114,7 +114,7 @@ def test_an_option_that_only_the_constructor_reads_cannot_be_changed_later(kind,
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_epochs", "2"), ("accumulate_grad_batches", 0), ("max_steps", -3)])
-def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_of_fit(option, value):
+def test_mini_loop_checks_an_option_that_is_changed_between_two_calls_to_fit(option, value):
     loop = train("MiniLoop", 1)
     setattr(loop, option, value)
     with pytest.raises(ValueError, match=f"{option}: got {value!r}, expected an int >= "):

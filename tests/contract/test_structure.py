@@ -1,4 +1,4 @@
-"""Test that imports between folders follow one order, and that no files import each other."""
+"""Test that imports between folders follow one order, so that no two folders import each other."""
 
 import ast
 from pathlib import Path

@@ -121,7 +121,7 @@ class Slices:
 
 
 class Doubled:
-    """Changes the batches of another iterable, like a pipeline of transforms."""
+    """Changes the batches of another iterable, as a pipeline of transforms does."""
 
     def __init__(self, source):
         self.source = source

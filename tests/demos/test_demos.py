@@ -1,4 +1,4 @@
-"""Test that each demo can be trained by its short name, and scores better than chance."""
+"""Test that each demo can be trained by its short name and scores better than chance."""
 
 import re
 from pathlib import Path

@@ -130,7 +130,7 @@ def _content(path, root):
 
 
 def without_names(value, names):
-    """Return a copy of a nested value without the entries that have these names."""
+    """Return a copy of a nested value without the entries that have the given names."""
     if isinstance(value, dict):
         return {key: without_names(part, names) for key, part in value.items() if key not in names}
     if isinstance(value, list | tuple):
