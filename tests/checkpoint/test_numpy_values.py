@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_the_precision_of_numpy_values(tmp_path, optimizers)
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_trainer_resumes_a_fabric_loop_checkpoint_with_numpy_values(tmp_path, optimizers):
+def test_trainer_can_resume_from_a_fabric_loop_checkpoint_with_numpy_values(tmp_path, optimizers):
     fit(tmp_path, lambda: Classifier(optimizers), max_epochs=2)
     module = Classifier(optimizers)
     trainer = pl.Trainer(**quiet(max_epochs=3))

@@ -319,7 +319,7 @@ class Counts(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def test_mini_loop_refuses_a_checkpoint_with_saved_loader_attributes():
+def test_mini_loop_refuses_a_checkpoint_that_contains_attributes_of_a_loader():
     def train(kind, epochs, resume=None):
         known_class, options = LOOPS[kind]
         loop = known_class(max_epochs=epochs, accelerator="cpu", **options)
@@ -668,7 +668,7 @@ def test_a_row_of_steps_csv_contains_no_values_logged_in_earlier_batches(kind):
 
 @pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.filterwarnings("ignore:.*(another program changed|rows from before the checkpoint)")
-def test_a_resumed_run_writes_no_row_twice_if_a_user_has_deleted_a_row(kind):
+def test_a_resumed_run_duplicates_no_csv_rows_if_a_user_has_deleted_a_row(kind):
     fit(kind, "run", 2)
     checkpoint = Path("checkpoints/run/version_0/last.ckpt")
     saved = checkpoint.read_bytes()
