@@ -131,7 +131,7 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 CONTAINER_TYPES: Any = (list, tuple, torch.Size, set, frozenset, deque)
 CONTAINER_TYPES += (dict, OrderedDict, Counter, defaultdict)
 CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
-# For these weights, the faster `torch.add(total, value, alpha=weight)` returns exactly
+# If a weight is a power of two, the faster `torch.add(total, value, alpha=weight)` returns exactly
 # `total + value * weight`. For other weights, the two results may differ by rounding.
 POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
 OPEN_LOCKS: list[IO[str]] = []
@@ -161,7 +161,8 @@ LOOP_ATTRIBUTES = f"""
 class MiniLoop:
     """Train an nn.Module with step functions, or any object with a ``training_step`` method."""
 
-    # -1 means no limit. None means 1000 epochs, or no limit if max_steps is set.
+    # Stop after this many epochs. -1 means no limit. None means 1000 epochs, or no limit if
+    # max_steps is set.
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
@@ -569,7 +570,8 @@ class MiniLoop:
         if self.batches_done == 0:
             if is_started and self._is_lightning_module:
                 set_epoch(self.train_loader, self.current_epoch)
-            # Hooks such as on_train_start may have changed the loader after iter() was called.
+            # Hooks such as on_train_start may have changed the loader after iter() was called, so
+            # record its state again.
             first = self._attributes.get_changed_state(True) if is_started else get_rng_state()
             self._epoch_start["first_batch"] = first
         # Outside of terminals and notebooks, update the progress bar only once a minute. In
@@ -622,7 +624,7 @@ class MiniLoop:
             iter(loader)
 
     def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield (is_last, batch). If a loader has no length, prefetch a batch to detect the end."""
+        """Yield pairs (is_last, batch). If ``length`` is inf, prefetch a batch to find the end."""
         if length < math.inf:
             # Call next(), because zip() would call iter() again, which restarts some iterators.
             for number in range(1, int(length) + 1):
@@ -715,7 +717,7 @@ class MiniLoop:
 
     def _stop_batches(self) -> None:
         """End the worker processes of an unfinished epoch."""
-        # Without close(), garbage collection would take five seconds per process.
+        # Without close(), garbage collection would end each process, which takes five seconds.
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -751,7 +753,8 @@ class MiniLoop:
             # Before validating, run the loader's code after its last yield, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
-        # Clear the gradients here, not in validate(), which hooks may call before optimizer.step().
+        # Clear the gradients here and not in validate(), because a hook may call validate() before
+        # optimizer.step().
         self.network.zero_grad()
         self._validate()
         if not is_due:
@@ -1000,7 +1003,8 @@ class MiniLoop:
             with path.open("a") as file:
                 csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
         elif self.fabric.is_global_zero:
-            # A file that the resumed checkpoint does not list has only rows written after it.
+            # If the resumed checkpoint does not list this file, all of the file's rows are newer
+            # than the checkpoint.
             rows = [*(read_rows(path) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
@@ -1042,7 +1046,7 @@ class MiniLoop:
         checkpoint = self._build_checkpoint()
         if self._saved_step is None:
             # Check only the first checkpoint, because later checkpoints contain the same types of
-            # values. Leave out the states of the processes, which may be large, and in which
+            # values. Do not check the states of the processes. These states may be large, and
             # `encode` allows only readable values.
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
@@ -1216,7 +1220,8 @@ class MiniLoop:
         self._before_next = of_process.get("before_next")
         self._saved_step = self.global_step
         sums = of_process.get("sums", self._sums)
-        # If the saved run used a different validate_every_n_steps, the number of sums may differ.
+        # If the saved run used a different validate_every_n_steps, it may have saved fewer or more
+        # dicts of sums than the new run needs.
         self._sums = [sums[0], dict(sums[-1])][: len(self._sums)]
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
         self._validation_names = {*of_process.get("validation_names", ())}
@@ -1631,7 +1636,7 @@ class MiniLoop:
             warnings.warn(f"{text} from those of an uninterrupted run.", stacklevel=5)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Refuse a changed dtype of a trained parameter, because optimizer.step() may fail."""
+        """Raise an error if a trained parameter's dtype changed. optimizer.step() could fail."""
         trained = {*parameters_of(self.optimizer)}
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
@@ -1641,7 +1646,7 @@ class MiniLoop:
             check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Refuse a changed parameter order, because torch assigns the saved states by position."""
+        """Raise an error if the parameter order has changed. torch restores states by position."""
         known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
@@ -1710,7 +1715,8 @@ class MiniLoop:
             found = self._unwrapped.load_state_dict(weights, is_strict)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:300] + f" The weights in '{path}' do not match"
-            raise ValueError(f"{text} the model. Create the model as it was when saved.") from error
+            text += " the model. Create the model with the same arguments as the saved model."
+            raise ValueError(text) from error
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
         got = f"the weights {others[:3]}" if others else "no weights"
@@ -2032,7 +2038,7 @@ def warn_of_lazy_sampler(loader: Any, done: int) -> None:
 
 
 def warn_of_drawing_stream(batches: Iterator[Any], loader: Any, done: int) -> Iterator[Any]:
-    """Yield batches. Warn if an iterable draws random numbers in the first ``done`` batches."""
+    """Yield batches. Warn if the iterable draws random numbers for the first ``done`` batches."""
     dataset = getattr(loader, "dataset", loader)
     is_plain = getattr(type(loader), "__iter__", None) is torch_data.DataLoader.__iter__
     is_indexed = is_plain and not isinstance(dataset, torch_data.IterableDataset)
@@ -2217,11 +2223,12 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 class SavedAttributes:
-    """The attributes and random generators that checkpoints contain, but state_dict() does not.
+    """Saves and restores attributes and random generators that state_dict() does not contain.
 
     A checkpoint contains all random generators, and the attributes that have changed since the
-    start of training. `record_start_values` records all attributes, `get_changed_state` compares
-    them with the current ones, and `load_state` restores them, in place where possible.
+    start of training. `record_start_values` records all attributes. `get_changed_state` compares
+    the recorded attributes with the current ones, and returns those that differ. `load_state`
+    restores attributes, in place where possible.
 
     Attributes:
         weights: Maps ids and memory addresses of the model's weights and modules to their names.
@@ -2701,7 +2708,7 @@ def encode(
 def has_ids(value: Any, weights: Mapping[int | None, str]) -> bool:
     """Return whether a dict or set contains ids of parameters or modules."""
     keys = value if isinstance(value, dict | set | frozenset) else ()
-    # A parameter can be a key, but cannot be compared with ids.
+    # Compare only int keys, because a key may be a parameter, which cannot be compared with ids.
     return not weights.keys().isdisjoint(key for key in keys if type(key) is int)
 
 

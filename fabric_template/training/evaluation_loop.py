@@ -209,7 +209,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
             continue
         where = f"`{hook}()`" if hook in functions else f"`{type(run.model).__name__}.{hook}()`"
         parameter = parameters_of(method).get("dataloader_idx")
-        # If there are several loaders, only a LightningModule's steps must have the argument.
+        # The argument is optional in the steps of a model that is not a LightningModule.
         is_optional = hook == f"{name}_step" and not run.is_lightning_module
         if has_several and not is_optional and not takes_argument(method, "dataloader_idx"):
             raise RuntimeError(

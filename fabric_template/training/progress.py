@@ -420,7 +420,7 @@ class ValidationSchedule:
         self._checked_at, self._checked_batch = now, batches
 
     def is_due_at_short_end(self) -> bool:
-        """If an epoch had fewer batches than expected, return whether to validate after it."""
+        """Return whether to validate after an epoch that had fewer batches than expected."""
         progress, every = self.run.progress, self.every_n_batches
         if every == math.inf or not self._counts_in_epoch or not self.is_in_this_epoch():
             return False
