@@ -30,7 +30,7 @@ UNUSED_PARAMETERS = (
     " intentional, write strategy='ddp_find_unused_parameters_true'."
 )
 SECOND_BACKWARD = (
-    "got a second backward pass through the same graph, expected one. If the step calls"
+    "got a second backward pass through the same graph, expected only one. If the step calls"
     " loss.backward(), remove the call, because the loop calls loss.backward(). If the step keeps"
     " tensors for later batches, such as a hidden state, call detach() on them."
 )
@@ -105,7 +105,7 @@ def unknown_argument(
 def explain_error(
     error: BaseException, hook: str | None, model: str, is_automatic: bool
 ) -> Exception | None:
-    """Translate a torch error into an error with advice for training loops, or return None.
+    """Return an error that adds advice to a common error of torch, or None for all other errors.
 
     Args:
         hook: The name of the hook or step that raised the error.

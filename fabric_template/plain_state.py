@@ -53,7 +53,7 @@ from .plain_values import (
 )
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
-# Do not save objects from these packages, because they may hold open files or processes.
+# Do not save objects of these packages, because such objects may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 # The attributes that torch sets in every module.
@@ -65,7 +65,9 @@ REMOVED: Any = ("removed", None)
 # The digest of an attribute that is saved even if it does not change.
 ALWAYS_SAVED: Any = ("always", None)
 _SMALL_BYTES = 10 * 2**20
-_NOT_CREATED = "this run has not created it. The saved run may have created it during training"
+_NOT_CREATED = (
+    "it does not exist in the resumed run. The saved run may have created it during training"
+)
 
 Place = tuple[str, str]
 
@@ -172,7 +174,7 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES
     # Use __package__, because users may rename this package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
-    # A dataset of torch, such as a Subset, may contain a user's dataset.
+    # A dataset class of torch, such as Subset, may wrap a user's dataset.
     is_searched = not is_library or isinstance(value, Dataset | SimpleNamespace)
     is_searched = is_searched or is_hparams(kind)
     return hasattr(value, "__dict__") and is_searched and not is_known
@@ -186,7 +188,7 @@ def is_hparams(kind: type) -> bool:
 def is_installed(kind: type) -> bool:
     """Return whether a class comes from an installed package rather than from the user's code."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    # A dataset of torch, such as a Subset, may contain a user's dataset.
+    # A dataset class of torch, such as Subset, may wrap a user's dataset.
     return "-packages" in (file or "") and not (is_hparams(kind) or issubclass(kind, Dataset))
 
 
@@ -197,7 +199,7 @@ def is_library_iterator(value: Any) -> bool:
 
 
 def is_separate(module: nn.Module, network: nn.Module | None) -> bool:
-    """Return whether a module, such as a teacher model, shares no submodules with the network."""
+    """Return whether a module, such as a teacher, has no submodules in common with the network."""
     return network is not None and set(network.modules()).isdisjoint(module.modules())
 
 
@@ -242,10 +244,10 @@ class PlainState:
     """Save and restore the random generators and attributes of objects such as the model.
 
     Args:
-        parts: The objects by name. Attributes that change after this call are saved.
+        parts: The objects, keyed by name. Attributes are saved if they change after this call.
         device: The run's device.
         network: The run's network. If it is None, objects in attributes are not saved.
-        find_parts: Returns the current modules of the network, because hooks may add modules.
+        find_parts: Returns the network's modules at the time of the call. Hooks may add modules.
     """
 
     is_per_process = True
@@ -288,10 +290,10 @@ class PlainState:
                 self._at_start[place] = digests[place]
 
     def mark_changes(self) -> None:
-        """Always save what on_fit_start and on_train_start have changed.
+        """Always save the attributes that on_fit_start and on_train_start have changed.
 
-        A resumed run calls these hooks again. If training changes a value back to its value from
-        before the hooks, the checkpoint must still contain this value.
+        A resumed run calls these hooks again. Even if training later changes an attribute back to
+        its value from before the hooks, the checkpoint must contain the attribute.
         """
         self._find_objects()
         digests = self.digests()
@@ -380,10 +382,12 @@ class PlainState:
                 if is_small and (self._is_state(value) or check_size(value) > _SMALL_BYTES):
                     continue
                 if ids and refers_to(value, ids):
-                    raise TypeError("it contains ids of modules or parameters, which change")
+                    reason = "it contains ids of modules or parameters, which differ in each run"
+                    raise TypeError(reason)
                 changed[place] = self._encode(value, weights)
         # If an attribute has been saved once, always save it, even if training changes it back to
-        # its value from the start. Otherwise, a resumed run could keep the value saved earlier.
+        # its initial value. Otherwise, a resumed run that has already restored an earlier value
+        # from the checkpoint would keep that value.
         self._at_start |= dict.fromkeys(changed, ALWAYS_SAVED)
         return changed
 
@@ -411,7 +415,7 @@ class PlainState:
         return "state", encode(state, self._device, weights), flags
 
     def _is_state(self, value: Any) -> bool:
-        """Return whether to save an attribute's state_dict, such as that of a teacher model."""
+        """Return whether to save an attribute's state_dict, as for a teacher model."""
         if self._network is None or id(value) in self._saved:
             return False
         is_module = isinstance(value, nn.Module)
@@ -445,8 +449,8 @@ class PlainState:
         self._find_objects()
         self.load_generator_states(state["generators"])
         self.load_attributes(state["attributes"], set(state["rebound"]))
-        # The next checkpoint must contain the restored attributes, even if this run started with
-        # the same values, for example because an earlier fit has set them.
+        # The next checkpoint must contain the restored attributes, even if they already had the
+        # restored values when the resumed run started, for example after an earlier call to fit.
         self._at_start |= dict.fromkeys(state["attributes"], ALWAYS_SAVED)
         for place in state["rebound"]:
             self._start_objects.pop(place, None)
@@ -502,6 +506,6 @@ class PlainState:
         with suppress(Warning):
             warnings.warn(
                 f"checkpoint: {what} is neither saved nor restored ({reason}). A resumed run may"
-                " differ. Save the value in on_save_checkpoint, or as a buffer of a module.",
+                " give different results. Save the value in on_save_checkpoint, or in a buffer.",
                 stacklevel=5,
             )

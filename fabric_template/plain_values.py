@@ -53,8 +53,8 @@ class TooLargeError(Exception):
 def digest(value: Any, most: int = 10_000) -> Any:
     """Return a digest of a value, to detect later changes to it.
 
-    The digest covers only a sample of tensors above 1 MB on a GPU, of values above 256 MB, and of
-    long lists of tensors.
+    For GPU tensors above 1 MB, arrays and tensors above 256 MB, and long lists of tensors, the
+    digest covers only a sample of the elements.
 
     Args:
         most: The approximate number of items in the sample of a list.
@@ -273,7 +273,7 @@ def decode(
     """Convert an encoded value back to the original value.
 
     Args:
-        weights: The network's state_dict, for the weights that were encoded by name.
+        weights: The network's state_dict, to look up the weights that were encoded by name.
     """
     if not isinstance(encoded, tuple | list):
         return encoded
@@ -317,8 +317,8 @@ def replace_content(current: Any, value: Any) -> bool:
         return False
     if type(current) is not type(value):
         return False
-    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. They
-    # may already have the value, because they are views of another attribute.
+    # Some tensors and arrays, such as expanded or read-only ones, cannot be changed in place. If
+    # such a tensor or array is a view of another attribute, it may already have the value.
     with suppress(RuntimeError, ValueError):
         if isinstance(current, Tensor):
             if not torch.equal(current, value):
@@ -364,7 +364,7 @@ def load_object(
         requires_grad: The requires_grad flag of each parameter of a module.
     """
     if not (is_stateful(current) or isinstance(current, nn.Module)):
-        raise ValueError("the saved run had an object with a state_dict, but this run has none")
+        raise ValueError("the saved value has a state_dict, but the current value has none")
     if isinstance(current, torch.optim.Optimizer):
         load_optimizer(current, state)
     else:
@@ -379,7 +379,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     # old ones. Copy the loaded content into the old lists and dicts.
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    # torch cannot load NumPy arrays. The end of this function restores them.
+    # Leave out NumPy arrays, which torch cannot load. The end of this function restores them.
     without_arrays = apply_to_collection(saved, np.ndarray, lambda array: None)
     optimizer.load_state_dict(without_arrays if is_usual else saved)
     if is_usual and isinstance(groups, list) and isinstance(state, dict):

@@ -244,7 +244,7 @@ def plain_array(array: np.ndarray) -> Any:
 def numpy_value(plain: Any, dtype: str) -> Any:
     """Convert a Python value or a tensor to a NumPy value of the given dtype, such as "<f4"."""
     if not _DTYPE.fullmatch(dtype):
-        raise ValueError(f"got the dtype {dtype!r}")
+        raise ValueError(f"the dtype {dtype!r} is not supported")
     if isinstance(plain, torch.Tensor):
         return plain.numpy().astype(dtype)
     array = np.array(plain, dtype)

@@ -47,9 +47,9 @@ def find_start_point(
     """Read the checkpoint that fit, validate, test or predict starts from, if there is one.
 
     Args:
-        given: The values of the ``resume``, ``load`` and ``ckpt_path`` arguments. ``resume`` also
-            restores optimizers and counters, and ``load`` reads only the weights. ``ckpt_path``
-            acts like ``resume`` in fit, and like ``load`` in the other methods.
+        given: The values of the ``resume``, ``load`` and ``ckpt_path`` arguments. ``load`` restores
+            only the weights. ``resume`` also restores the optimizers and the counters. In fit,
+            ``ckpt_path`` acts like ``resume``. In the other methods, it acts like ``load``.
     """
     loop = plan.loop
     name, keyword = choose_argument(plan.stage, given)
@@ -224,9 +224,9 @@ def read_newest(
             if time_of(checkpoint, default=version.started) >= version.started:
                 if version.name and index > 0 and versions[0].time > version.time:
                     rank_zero_warn(
-                        f"{argument}: {versions[0].name} was started later but has no checkpoint,"
-                        f" so {version.name} is used. To use a different run, pass version= or"
-                        " the path of a checkpoint."
+                        f"{argument}: {versions[0].name} is newer but has no checkpoint, so"
+                        f" {version.name} is used. To use a different run, pass version= or the"
+                        " path of a checkpoint."
                     )
                 return path, checkpoint
         if is_damaged:
@@ -368,12 +368,12 @@ def report_missing(
 ) -> None:
     """Raise an error if no checkpoint was found, or only warn for "auto" and ckpt_path="last"."""
     if keyword == "auto":
-        # The run in ``logs`` may have used a ModelCheckpoint that this run does not have.
+        # An earlier run with a ModelCheckpoint callback may have saved checkpoints in ``logs``.
         found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)
         if found is not None and not find_callbacks(callbacks, "Checkpoint"):
             rank_zero_warn(
                 f"{argument}: a new run starts. To continue the run that saved {found}, pass its"
-                " ModelCheckpoint in callbacks=, or the path of the file."
+                " ModelCheckpoint in callbacks=, or pass the path of the file."
             )
     elif (argument, keyword) == ("ckpt_path", "last"):
         # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.

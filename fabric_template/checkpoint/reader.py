@@ -90,8 +90,8 @@ class PartialCheckpoint(dict[Any, Any]):
         if key in self._unbuilt:
             raise CheckpointError(
                 f"{self._path}: got {self._unbuilt[key]}, expected tensors, numbers, strings, or"
-                " containers of these. Other objects are not created, because reading a checkpoint"
-                " runs no code. If you trust the file, pass weights_only=False."
+                " containers of these. Other objects are not created, because creating them could"
+                " run arbitrary code. If you trust the file, pass weights_only=False."
             )
 
     def __getitem__(self, key: Any) -> Any:

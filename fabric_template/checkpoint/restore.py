@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # | restore_states   | on_train_start       | options, gradients, loader positions, RNG states   |
 # | restore_position | restore_states       | iterators of the loaders, attributes               |
 #
-# Validate, test and predict call only restore_model.
+# The methods validate, test and predict call only restore_model.
 
 # The keys under which Lightning, Fabric and PyTorch's tutorials save the weights.
 _WEIGHTS_KEYS = ("state_dict", "model", "model_state_dict")
@@ -120,8 +120,8 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
             " Create the model with the same arguments as the saved model."
         ) from error
     others = getattr(found, "unexpected_keys", [])
-    # With strict_loading = False, torch ignores unknown names. A module with on_load_checkpoint may
-    # have loaded the weights in this hook.
+    # With strict_loading = False, torch ignores unknown names, so check that at least one name is
+    # known. Skip this check if on_load_checkpoint may have loaded the weights.
     has_hook = overridden(run.model, "on_load_checkpoint") is not None
     if len(others) == len(weights) and not has_hook and target.state_dict():
         got = f"the weights {others[:3]}" if others else "no weights"
@@ -233,8 +233,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any]) -> None:
     """Restore the optimizers, the schedulers, the counters and the CSV files."""
     if run.hooks.callbacks_of("ModelPruning"):
         raise CheckpointError(
-            "resume: got the callback ModelPruning, but checkpoints do not contain its masks. Leave"
-            " it out, or use load= to start a new run from the weights."
+            "resume: got the callback ModelPruning, but checkpoints do not contain its masks."
+            " Remove this callback, or use load= to start a new run from the weights."
         )
     check_dtypes(run, checkpoint)
     restore_optimizers(run, checkpoint)
@@ -268,7 +268,7 @@ def restore_options(run: Run, changed: dict[str, Any]) -> None:
     options = run.given_options
     for name, (given, value) in changed.items():
         # If the user passes a new value for the option, do not replace it with the saved value.
-        # The loop already has the saved value if the saved run was an earlier fit of this loop.
+        # If the saved run was an earlier call to fit on this loop, the loop already has that value.
         if name in options and options[name] in (given, value):
             setattr(run.loop, name, value)
             options[name] = given
@@ -405,8 +405,8 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     if has_buffers and not getattr(run.steps.ddp, "broadcast_buffers", True):
         run.warn_once(
             "resume: got broadcast_buffers=False, but a checkpoint contains only the buffers of the"
-            " first process. The results of a resumed run may differ. Leave out"
-            " broadcast_buffers."
+            " first process. The results may differ from those of an uninterrupted run. Leave"
+            " out broadcast_buffers."
         )
 
 

@@ -95,7 +95,8 @@ class RunFolders:
     def use_log_folder(self, log_folder: Path | None) -> None:
         """Set the folder whose CSV files a new run replaces.
 
-        The old CSV files are kept until the run saves a checkpoint, because the old run may resume.
+        The earlier run's CSV files are kept until the new run saves a checkpoint, because until
+        then the user may still resume the earlier run.
         """
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
@@ -104,9 +105,9 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a checkpoint's save time, and remove the files of a run that this run replaces."""
-        # This run has now saved a checkpoint, so the older CSV files that were set aside are no
-        # longer needed. Remove them even if a ModelCheckpoint saved to a different folder.
+        """Record a checkpoint's save time, and remove the files of an earlier, replaced run."""
+        # The new run has saved a checkpoint, so the CSV files of the earlier run are no longer
+        # needed. Remove them even if a ModelCheckpoint saved the checkpoint to a different folder.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):
@@ -142,8 +143,8 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
     checkpoint_folder = folder
     if checkpoint_folder is None and folders and version is not None:
-        # If an older run with the same version has checkpoints, also lock their folder, because
-        # this run's start time must be written to the folder's .lock file.
+        # An earlier run with the same version may have saved checkpoints. Also lock the folder of
+        # these checkpoints, because its .lock file must record the new run's start time.
         checkpoint_folder = run_folder(run.plan) / version_folder(version)
     if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
         folders.append(checkpoint_folder)
@@ -254,7 +255,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
             stacklevel=2,
         )
         return None
-    # Windows lacks fcntl and some network drives lack file locks, so continue without a lock there.
+    # Continue without a lock on Windows, which lacks fcntl, and on network drives without locks.
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -1,4 +1,4 @@
-"""Hold the checkpoint from which a run starts, with its content in FabricLoop's layout.
+"""Store the checkpoint that a run starts from, converted to FabricLoop's layout.
 
 The "writer" entry names the class that saved the checkpoint: FabricLoop, MiniLoop or Trainer.
 """
@@ -20,7 +20,7 @@ class StartPoint:
         path: The path of the checkpoint.
         keyword: The keyword or path that selects the checkpoint, such as "last".
         resumes: Whether the run also restores the optimizers and the counters.
-        is_safe: Whether the file was read without running its code.
+        is_safe: Whether the file is read without executing code in it.
         error: The error that was raised if this process found no checkpoint.
         checkpoint: The content in Trainer's layout, or None after the run has restored it.
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is

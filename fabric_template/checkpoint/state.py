@@ -119,9 +119,9 @@ def check_learning_rates(run: Run) -> None:
     if found.count(found[0]) != len(found):
         raise ConfigurationError(
             f"optimizer: got the learning rates {', '.join(found)} in the processes, expected the"
-            " same values in each. Otherwise, their weights would differ. If ReduceLROnPlateau"
-            " monitors a metric, log this metric with sync_dist=True. If the script draws random"
-            " hyperparameters, pass devices=1."
+            " same values in each. With different values, the processes would train different"
+            " weights. If ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True."
+            " If the script draws random hyperparameters, pass devices=1."
         )
 
 
@@ -354,8 +354,8 @@ def check_saved_state(run: Run) -> None:
     for problem in find_unreadable(states):
         raise CheckpointError(
             f"{problem.rpartition(' ')[2]}: got {problem.partition(' in the part ')[0]}, which a"
-            " resumed run could not restore, because reading a checkpoint runs no code. Leave this"
-            " object out of state_dict()."
+            " resumed run could not restore, because creating this object could run arbitrary code."
+            " Leave the object out of state_dict()."
         )
 
 
@@ -402,8 +402,8 @@ def find_unreadable(states: dict[str, Any]) -> list[str]:
 
 def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
     """Warn about saved objects that can be read only with weights_only=False."""
-    # Only on_load_checkpoint hooks read the keys that on_save_checkpoint hooks added. Without such
-    # a hook, do not check these keys.
+    # Only on_load_checkpoint hooks read the keys that on_save_checkpoint hooks have added. Do not
+    # check these keys if no on_load_checkpoint hook is defined.
     readers = (run.module, run.model, *run.hooks.callbacks)
     is_read = any(overridden(part, "on_load_checkpoint") for part in readers)
     states = {
@@ -456,8 +456,8 @@ def record_optimizer_attributes(run: Run) -> None:
         for index, item in enumerate(optimizers)
     }
     saved = [*optimizers, *optimization.lightning_optimizers, *run.hooks.callbacks, run.datamodule]
-    # configure_optimizers runs after the weights of a checkpoint are loaded. If it copies weights,
-    # the copies in a resumed run differ from those of the saved run.
+    # A resumed run calls configure_optimizers after it has loaded the weights. If this method
+    # copies weights, the copies differ from those in the saved run, so always save them.
     is_created = run.plan.optimizer is None or callable(run.plan.optimizer)
     saved += [config.scheduler for config in optimization.lr_schedulers]
     groups = [optimizer.param_groups for optimizer in optimizers]

@@ -67,7 +67,7 @@ def find_stateful_part(loader: Any) -> Any:
 
 
 def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
-    """Return the objects that determine the order of the samples or create the samples."""
+    """Return the objects that determine the order and the content of the samples."""
     dataset, collate_fn = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     samples = parts_of_samples(dataset, collate_fn, is_stateful=has_state(loader))
     samplers = samplers_of(loader)
@@ -93,7 +93,7 @@ def parts_of_samples(dataset: Any, collate_fn: Any, is_stateful: bool = False) -
     """Return the objects that create the samples and batches, such as datasets and transforms.
 
     Args:
-        is_stateful: Whether the loader has a ``state_dict``, which includes the dataset's state.
+        is_stateful: Whether the loader's ``state_dict`` already includes the dataset's state.
     """
     is_saved = is_stateful or isinstance(dataset, IterableDataset)
     found: dict[str, Any] = {"dataset": dataset}
@@ -182,9 +182,9 @@ def is_restartable(iterator: Iterator[Any]) -> bool:
 class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
-    Some streams start not only the resumed epoch, but also all later epochs, at the position that
-    load_state_dict() has set. After the resumed epoch, the attributes that load_state_dict() has
-    changed are therefore reset to the values that they had in the saved run.
+    After load_state_dict(), some streams start every epoch at the restored position, not only the
+    resumed epoch. At the end of the resumed epoch, ``end_pass`` therefore resets the attributes
+    that load_state_dict() has changed to their values in the saved run.
     """
 
     def __init__(self, loader: Any, stream: Any) -> None:
@@ -198,7 +198,8 @@ class StreamState:
         self._start_values = dict(self._plain.attributes())
         self._start_digests = self._plain.digests()
         self._saved_attributes: dict[Place, Any] = {}
-        # Digests of the attributes whose values differ from the saved run after load_state_dict().
+        # The attributes whose values after load_state_dict() differ from those in the saved run,
+        # each with the digest of its value after load_state_dict().
         self._to_reset: dict[Place, Any] = {}
         # Holds the loader's saved state_dict until the first batch is requested.
         self._loaded: Any = None
@@ -224,7 +225,7 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # If a start value is not plain, it has no digest, so keep the loaded value.
+            # A start value that is not plain has no digest. In this case, keep the loaded value.
             unknown = loaded if place in self._start_values else None
             expected = self._start_digests.get(place, unknown)
             with suppress(Exception):

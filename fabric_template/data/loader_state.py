@@ -6,11 +6,12 @@ How a loader is restored depends on its type:
 - A DataLoader with a map-style dataset skips the batches that were already used.
 - Any other loader reads and drops the batches that were already used.
 
-A run records the RNG states and the loader's changed attributes at three points of each epoch:
+A run records the RNG states and the loader's changed attributes at three points in each epoch:
 before set_epoch(), before iter(loader), and before the first batch. A resumed run has new loader
 objects and restores the recorded values at the same points.
 
-If all epochs of a loader read from one Python generator, a run cannot resume after the first epoch.
+If a loader reads every epoch from the same Python generator, a run cannot resume after the first
+epoch.
 If a sampler draws random numbers between batches, a resumed run may read different samples.
 """
 
@@ -60,8 +61,8 @@ class ResumableLoader:
     Args:
         is_saved: Whether checkpoints contain the position. If False, the loader's attributes are
             not recorded, because recording a large dataset may take seconds.
-        find_model_state: Returns the attributes of the model, which the loader may read. Small
-            attributes are recorded and restored like those of the loader.
+        find_model_state: Returns the PlainState with the model's attributes. Because the loader may
+            read these attributes, the small ones are recorded and restored with the loader's own.
 
     Attributes:
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
@@ -144,7 +145,8 @@ class ResumableLoader:
             self._reader = self._resume_pass(state, early)
         self._restore(state)
         if model is not None and current is not None:
-            # The snapshots contain the model's attributes from before the saved batches.
+            # _resume_pass() has set the model's attributes back to their values from before the
+            # finished batches, so restore the current values.
             model.load_state_dict(current)
         if state["passes"] > 0:
             return self._reader
@@ -159,7 +161,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def read_to_end(self) -> None:
-        """Run the loader's code after the last batch, if exactly len(loader) batches were read."""
+        """If exactly len(loader) batches were read, run the loader's code that follows them."""
         reader, number = self._reader, self.batches
         if reader is None or self.is_finished or number != sized_len(self.loader):
             return
@@ -233,7 +235,8 @@ class ResumableLoader:
         self._restore(self._snapshots["iter"])
         iterator = self._iterate(self.batches)
         if done and not self.workers and "first_batch" not in self._snapshots:
-            # The saved run had workers, which start to read as soon as the iterator is created.
+            # The saved run had workers, which start reading as soon as the iterator is created. The
+            # state before the first batch is therefore the current state.
             self._snapshots["first_batch"] = self._capture()
         return iterator
 
@@ -254,8 +257,8 @@ class ResumableLoader:
             warnings.warn(
                 f"resume: {done} batches of {type(self.loader).__name__} are read again and"
                 " dropped. To avoid this, use a loader with state_dict() and load_state_dict(),"
-                " such as torchdata's StatefulDataLoader. The loader's samplers need both methods,"
-                " too.",
+                " such as torchdata's StatefulDataLoader. The loader's samplers must also define"
+                " both methods.",
                 stacklevel=2,
             )
         reader = self._read(iterator)
@@ -346,7 +349,8 @@ class ResumableLoader:
 
         Args:
             is_in_pass: Whether a resumed run continues with the epoch's remaining batches.
-            is_per_batch: Omit attributes if possible, because the loop calls this method per batch.
+            is_per_batch: Whether the loop calls this method for every batch. If so, attributes are
+                omitted if possible, to save time.
         """
         if self._restored is not None:
             return self._restored
@@ -546,14 +550,16 @@ class WorkerRecorder:
             os.setpgid(0, 0)
         self._worker = (worker + self._first) % len(self._states)
         info: Any = get_worker_info()
-        # In a resumed run, this worker gets the id of the worker whose batches it loads. Assign the
-        # values through object.__setattr__, because WorkerInfo forbids assignments.
+        # In a resumed run, this worker may load the batches of a different worker of the saved run.
+        # Use that worker's id and seed. Assign them through object.__setattr__, because WorkerInfo
+        # forbids assignments.
         object.__setattr__(info, "seed", info.seed + self._worker - worker)
         object.__setattr__(info, "id", self._worker)
         if self._worker_init_fn is not None:
             self._worker_init_fn(self._worker)
         dataset: Any = info.dataset
-        # Also record random generators in the dataset, the collate_fn and objects in them.
+        # Also record the random generators in the dataset, in the collate_fn, and in the objects
+        # that these contain.
         parts = {
             name: Part(part.instance, has_attributes=False)
             for name, part in parts_of_samples(dataset, self._collate_fn).items()

@@ -52,8 +52,8 @@ _IMMUTABLE_TYPES = frozenset([type(None), bool, int, float, str, bytes, range])
 # A list of objects that have one of these attributes is a list of loaders.
 _NAMES_IN_LOADERS = ("batch_size", "dataset", "sampler", "batch_sampler", "__next__")
 _USED_UP = (
-    "An iterator yields its batches only once. Pass an object that can be iterated several times,"
-    " such as a DataLoader or a list."
+    "An iterator yields its batches only once. Pass an object that can be iterated over several"
+    " times, such as a DataLoader or a list."
 )
 
 
@@ -154,8 +154,8 @@ class DataConnector:
             if is_built_in and isinstance(loader, Iterator):
                 raise ConfigurationTypeError(
                     f"val_dataloaders: got a {type(loader).__name__}, which can be read only once,"
-                    " expected a loader that each validation can read again. Pass a DataLoader or a"
-                    " list."
+                    " expected a loader that can be read in every validation. Pass a DataLoader or"
+                    " a list."
                 )
 
     @contextmanager
@@ -181,7 +181,7 @@ class DataConnector:
             yield
 
     def _saved_state(self) -> dict[str, Any]:
-        """Return this process's saved state, or {} if there is none or it is already restored."""
+        """Return this process's saved state, or {} if it does not exist or was already restored."""
         start = self.run.plan.start
         state: dict[str, Any] = start.state_of_process(self.run.fabric.global_rank).get("data", {})
         return state
@@ -269,8 +269,8 @@ class DataConnector:
 
     def setup_val_loaders(self) -> None:
         """Create the validation loaders before the first epoch, because progress bars need them."""
-        # In a resumed run, an additional call to val_dataloader() might draw random numbers and so
-        # change the training. Call val_dataloader() here only if the saved run had called it.
+        # In a resumed run, an additional call to val_dataloader() might draw random numbers, which
+        # would change the results. Call it here only if the saved run had already called it.
         is_early = "val" in self.given or "val" in self._saved_loads()
         if is_early or self.run.plan.start.own.get("writer") != "FabricLoop":
             self._create_val_loaders()
@@ -302,7 +302,7 @@ class DataConnector:
             self.eval_loaders.load_state_dict(state["val"])
 
     def check_iterators(self, names: list[str]) -> None:
-        """Raise an error if MiniLoop found iterators whose positions are not saved."""
+        """Raise an error if a MiniLoop checkpoint lists iterators whose positions are not saved."""
         if names:
             raise make_restart_error(describe_iterators(self.train.loaders[0], names))
 
@@ -389,7 +389,7 @@ class StageLoaders:
     """The loaders of a stage, adapted to the number of processes and to the run's options.
 
     Args:
-        previous: The loaders of the stage before a reload.
+        previous: The stage's loaders from before a reload, or None if there were none.
 
     Attributes:
         loaders: The loaders as a flat list.
@@ -625,14 +625,14 @@ class StageLoaders:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.stage == "train" and len(state["loaders"]) != len(self.resumable):
             raise CheckpointError(
-                f"resume: got a checkpoint of a run with {len(state['loaders'])} training loaders,"
-                f" expected {len(self.resumable)}. Pass the same loaders as in the saved run, or"
-                " start a new run from the weights with load=."
+                f"resume: the number of training loaders is {len(self.resumable)}, but was"
+                f" {len(state['loaders'])} in the saved run. Pass the same loaders as in the saved"
+                " run, or use load= to start a new run from the weights."
             )
         if not state["are_positions_known"]:
             raise CheckpointError(
-                "resume: got a checkpoint saved during a batch, after one of several loaders had"
-                " yielded its last batch, expected a checkpoint saved between batches. Call"
+                "resume: the checkpoint was saved during a batch, after one of several loaders had"
+                " yielded its last batch. A run cannot resume from this position. Call"
                 " save_checkpoint() in on_train_batch_end, or use load= to start a new run from the"
                 " weights."
             )
@@ -652,7 +652,7 @@ class StageLoaders:
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:
     """Move a loader's saved position back by a number of batches."""
-    # The last next() call on a finished loader yields no batch, but it counts as one here.
+    # For a finished loader, also count the last call to next(), which yielded no batch.
     done = max(0, position["batches"] + position["is_finished"] - dropped)
     # A resumed run restarts the samplers at the start of the epoch, so omit their later states.
     # If the loader cannot skip batches by index, omit the dataset's state for the same reason.
@@ -795,7 +795,7 @@ def make_transfer(run: Run, loaders: list[Any]) -> Callable[[Any, int], Any] | N
 
 
 def creates_batches_of_tensors(loader: Any) -> bool:
-    """Return whether each batch is a new container of tensors, which can be used as it is."""
+    """Return whether each batch is a new container of tensors, which need not be copied."""
     is_default = type(loader) is DataLoader and loader.collate_fn is default_collate
     return is_default or type(loader) is TensorLoader
 
@@ -805,7 +805,7 @@ def move_to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
-    """Copy the containers in a batch, as Trainer does, and call ``to(device)`` on its objects."""
+    """Copy a batch's containers as Trainer does, and call ``to(device)`` on the objects in them."""
     # A fast path for the usual batch, which is a tuple or a list of tensors on the CPU.
     kind = type(batch)
     if kind in (tuple, list) and {*map(type, batch)} == {Tensor} and all(map(_IS_CPU, batch)):
@@ -824,7 +824,7 @@ def move_to_cpu(run: Run, batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 def copy_to_cpu(batch: Any, device: Any) -> Any:
-    """Do the same as move_data_to_device, but faster for the usual containers and values."""
+    """Move a batch like move_data_to_device, but faster for the usual containers and values."""
     kind = type(batch)
     if kind is Tensor:
         return batch if batch.is_cpu else batch.to(device)

@@ -131,8 +131,8 @@ def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
         raise ConfigurationError(
             f"batch_sampler: got the class {kind.__name__}, expected a class with the same"
             f" arguments as torch's BatchSampler ({error}). Use such a class, or write"
-            " DataLoader(data, sampler=batch_sampler, batch_size=None). In this case, the"
-            " dataset's __getitem__ receives a list of indices."
+            " DataLoader(data, sampler=batch_sampler, batch_size=None). With"
+            " batch_size=None, the dataset's __getitem__ receives a list of indices."
         ) from error
 
 

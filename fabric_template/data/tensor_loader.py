@@ -173,7 +173,7 @@ def check_options(batch_size: Any, shuffle: Any, drop_last: Any, generator: Any)
 
 
 def check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Raise an error unless all values are tensors of the same length, with a first dimension."""
+    """Raise an error unless all values are tensors of shape (samples, ...) and the same length."""
     wrong = [describe(part) for part in tensors if not isinstance(part, Tensor)]
     wrong = wrong or ["a tensor without dimensions" for part in tensors if part.dim() == 0]
     if wrong:

@@ -142,7 +142,7 @@ def test_resume_ignores_a_lock_file_with_missing_or_invalid_timestamps(tmp_path,
 def test_resume_warns_about_a_newer_run_without_a_checkpoint(tmp_path):
     fit(tmp_path, Plain, max_epochs=1)
     fail(tmp_path)
-    with pytest.warns(UserWarning, match="resume: version_1 was started later but has no checkpoint, so ver"):
+    with pytest.warns(UserWarning, match="resume: version_1 is newer but has no checkpoint, so ver"):
         loop, *_ = fit(tmp_path, Plain, max_epochs=2, resume="last")
     assert loop.checkpoint_dir.name == "version_0"
     # Now version_0 is the newest run.

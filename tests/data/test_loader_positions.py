@@ -110,7 +110,7 @@ def test_resuming_with_a_different_number_of_loaders_is_refused(tmp_path):
     fit(tmp_path, TakesSeveral, lambda: [loader(), loader()], max_epochs=1)
     with (
         pytest.warns(UserWarning, match=r"batch size was \[4, 4\] and is now \[4\]"),
-        pytest.raises(ValueError, match="got a checkpoint of a run with 2 training loaders, expected 1. .* with load="),
+        pytest.raises(ValueError, match="number of training loaders is 1, but was 2 in the saved run. .* use load="),
     ):
         fit(tmp_path, TakesSeveral, loader, resume="last", max_epochs=2)
 
