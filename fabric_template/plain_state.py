@@ -125,7 +125,9 @@ class ListItem(SimpleNamespace):
 def find_objects(
     parts: dict[str, Part], known: set[int], network: nn.Module | None = None
 ) -> dict[str, Part]:
-    """Return the objects in the given objects' attributes, keyed by paths such as "model.pool".
+    """Search the attributes of the given objects for other objects.
+
+    Return the objects found, keyed by paths such as "model.pool".
 
     Args:
         known: The ids of objects to skip, such as those of the network's modules.
@@ -320,7 +322,7 @@ class PlainState:
                 self._parts = {**self._given, **find_objects(self._given, known, self._network)}
 
     def objects(self) -> dict[str, Any]:
-        """Return the objects nested in objects such as the model, as {"model.pool": model.pool}."""
+        """Return the objects found in attributes, such as {"model.pool": model.pool}."""
         self._find_objects()
         return {n: part.instance for n, part in self._parts.items() if n not in self._given}
 
@@ -362,8 +364,8 @@ class PlainState:
         """
         self._find_objects()
         saved = self.changed_attributes(is_small) if has_attributes else {}
-        # The run has assigned new objects to these attributes. A resumed run must also assign new
-        # objects, because other objects may refer to the old ones.
+        # List the saved attributes to which the run has assigned new objects. A resumed run must
+        # also assign new objects, because other objects may refer to the old ones.
         current = self.attributes() if saved else ()
         rebound = [place for place, v in current if place in saved and self._is_rebound(place, v)]
         return {"generators": self.generator_states(), "attributes": saved, "rebound": rebound}

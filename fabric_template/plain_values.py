@@ -197,7 +197,7 @@ def encode(
     """Encode a value as a tuple such as ("list", [1, 2]).
 
     Args:
-        device: The run's device. A resumed run moves tensors from this device to its own device.
+        device: The run's device. A resumed run moves tensors that were on it to its own device.
         weights: The memory addresses and names of the tensors in the network's state_dict.
 
     Raises:
@@ -361,7 +361,7 @@ def load_object(
     """Load a saved state into an existing object.
 
     Args:
-        requires_grad: The requires_grad flag of each parameter of a module.
+        requires_grad: The saved requires_grad flags of a module's parameters, keyed by name.
     """
     if not (is_stateful(current) or isinstance(current, nn.Module)):
         raise ValueError("the saved value has a state_dict, but the current value has none")

@@ -256,7 +256,7 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
     paths = [getattr(saver, "dirpath", None) for saver in savers]
     has_own_folder = all(path and not is_in_log_folder(path, folder) for path in paths)
     if not has_own_folder and save_dir is not None:
-        # A killed run may have no last.ckpt, so resume="auto" accepts any checkpoint.
+        # A run that was killed may have no last.ckpt, so resume="auto" accepts any checkpoint.
         name = "*" if keyword == "auto" else "last*"
         patterns = {f"checkpoints/{pattern_of(saver, name)}" for saver in savers}
         found = list_versions(plan, folder, patterns)

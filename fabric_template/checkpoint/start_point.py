@@ -22,7 +22,7 @@ class StartPoint:
         resumes: Whether the run also restores the optimizers and the counters.
         is_safe: Whether the file is read without executing code in it.
         error: The error that was raised if this process found no checkpoint.
-        checkpoint: The content in Trainer's layout, or None after the run has restored it.
+        checkpoint: The checkpoint in Trainer's layout, or None after the run has restored it.
         own: The training state in FabricLoop's layout, which is not passed to hooks. The dict is
             empty unless the run resumes.
         sampler_seed: The seed with which the saved run shuffled samples, or None.

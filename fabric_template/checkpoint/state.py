@@ -509,8 +509,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
             # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
             if not isinstance(network, torch.nn.Module):
                 continue
-            # Do not save buffers twice if a callback's network shares modules with the trained
-            # model.
+            # If a callback's network shares modules with the trained model, the buffers of these
+            # modules are already saved.
             if own.isdisjoint(map(id, network.modules())):
                 saved = network.state_dict(keep_vars=True)
                 for inner, module in network.named_modules():

@@ -160,7 +160,7 @@ def find_iterators(loader: Any) -> dict[str, Any]:
 
 
 def iterators_in(part: Any, path: str, depth: int = 6) -> dict[str, Any]:
-    """Return the iterators in an object's attributes and, recursively, in iterable attributes."""
+    """Return the iterators in an object's attributes. Search iterable attributes recursively."""
     found: dict[str, Any] = {}
     for attribute, value in getattr(part, "__dict__", {}).items():
         place = f"{path}.{attribute}"

@@ -196,7 +196,7 @@ class ResumableLoader:
             self._restore(self._snapshots["set_epoch"])
 
     def create_iterator_early(self) -> None:
-        """Create the iterator of a resumed epoch, unless it must be created later."""
+        """If possible, create a resumed epoch's iterator before on_train_start, as in a new run."""
         state = self._restored
         if state is None or state["passes"] != 1 or state["is_finished"] or "stream" in state:
             return

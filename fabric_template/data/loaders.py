@@ -142,7 +142,7 @@ class DataConnector:
         return loaders
 
     def _check_validation_loaders(self, loaders: list[Any]) -> None:
-        """Raise an error for iterators such as generators, which the sanity check would consume."""
+        """Raise an error for iterators such as generators, which the sanity check would use up."""
         config = self.run.config
         is_limited = config.limit_val_batches != 1.0 or config.reload_dataloaders_every_n_epochs
         if is_limited or config.num_sanity_val_steps == 0:
@@ -493,8 +493,8 @@ class StageLoaders:
             items = self._until_first_end(items)
         if self._is_prefetching:
             items = self._with_prefetch(items)
-        # CombinedLoader applies options such as limit_train_batches only in sequential mode, so
-        # apply them here with islice.
+        # CombinedLoader applies options such as limit_train_batches only in sequential mode. Apply
+        # them in all modes with islice.
         most = None if num_batches == math.inf else int(num_batches) - self._num_given
         now = perf_counter
         requested = now()
