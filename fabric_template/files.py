@@ -22,7 +22,7 @@ _TIME_LINE = re.compile(rb"^(started|saved) ([0-9]+\.[0-9]+)$", re.MULTILINE)
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file, which replaces the file at ``path`` at the end of the `with` block.
+    """Open a temporary file that replaces the file at ``path`` when the `with` block ends.
 
     Even after a crash or a power failure, ``path`` contains either the complete old file or the
     complete new file.
@@ -114,7 +114,7 @@ def version_folder(version: int | str) -> str:
 
 
 def version_of(name: str) -> int | str:
-    """Return the number in a name such as "version_3", but return all other names unchanged."""
+    """Return the number in a name such as "version_3". Return all other names unchanged."""
     text = name[8:] if name.startswith("version_") else ""
     return int(text) if text.isdecimal() and str(int(text)) == text else name
 

@@ -88,7 +88,7 @@ def digest(value: Any, most: int = 10_000) -> Any:
 
 def _is_simple(items: list[Any], depth: int = 3) -> bool:
     """Return whether all items are numbers, strings, or containers of these."""
-    # With a list that contains itself, marshal could run for hours, so limit the depth.
+    # Limit the depth, because marshal could run for hours on a list that contains itself.
     if ATOMS.issuperset(map(type, items)):
         return True
     return depth > 0 and all(

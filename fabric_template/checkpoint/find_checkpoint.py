@@ -276,7 +276,7 @@ def list_candidates(plan: Plan, keyword: str, callbacks: list[Any]) -> list[Vers
 
 
 def pattern_of(saver: Any, name: str = "*") -> str:
-    """Return a glob pattern that matches the files that a checkpoint callback saves."""
+    """Return a glob pattern for the files that a checkpoint callback saves."""
     # A slash in ModelCheckpoint's filename, as in "{val/loss:.2f}", creates subfolders. In this
     # case, the pattern must also match files in subfolders.
     is_nested = "/" in str(getattr(saver, "filename", None))
@@ -286,7 +286,7 @@ def pattern_of(saver: Any, name: str = "*") -> str:
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
     """Return whether ``path`` has the form ``folder/version_0/checkpoints``."""
-    # Without dirpath=, ModelCheckpoint saves to a folder of this form if the run has a logger.
+    # In a run with a logger, a ModelCheckpoint without dirpath= saves to such a folder.
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 

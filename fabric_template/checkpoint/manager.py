@@ -181,7 +181,8 @@ class CheckpointManager:
         if self.folder is None or config.monitor is None or config.save_top_k == 0:
             return
         is_validated, self._is_validated = self._is_validated, False
-        # Do not save again for the same validation, because the validation metric is unchanged.
+        # Save only one checkpoint per validation, because the validation metric does not change
+        # until the next validation.
         is_repeated = config.monitor in run.results.evaluated and not is_validated
         run.row.check_loss(run.row.step_values)
         if is_repeated or run.stop.divergence:

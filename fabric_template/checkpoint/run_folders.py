@@ -105,7 +105,7 @@ class RunFolders:
         return max(time.time(), self._newest)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record a checkpoint's save time, and remove the files of an earlier, replaced run."""
+        """Record when a checkpoint was saved, and remove the files of the run that was replaced."""
         # The new run has saved a checkpoint, so the CSV files of the earlier run are no longer
         # needed. Remove them even if a ModelCheckpoint saved the checkpoint to a different folder.
         self.remove_replaced_logs()

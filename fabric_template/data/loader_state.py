@@ -376,7 +376,7 @@ class ResumableLoader:
         return state if is_per_batch else self.with_attributes(state)
 
     def with_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved position with the loader attributes that have changed during the run."""
+        """Return a saved position, extended by the loader attributes that the run has changed."""
         if self._stream is None or "stream" not in state:
             return state
         return {

@@ -93,7 +93,7 @@ class DataConnector:
         return has_loader(self.given, self.source, stage)
 
     def common_seed(self) -> int:
-        """Return the shuffling seed of all processes. A resumed run uses the checkpoint's seed."""
+        """Return the seed for shuffling in all processes. A resumed run uses the saved seed."""
         if self._common_seed is None:
             saved = self.run.plan.start.sampler_seed
             self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
