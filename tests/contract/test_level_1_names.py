@@ -171,7 +171,9 @@ LOADER = TensorLoader(torch.ones(4, 4), batch_size=2)
 )
 def test_setup_refuses_an_argument_that_is_not_a_loader(make, name):
     loop, net = FabricLoop(**quiet()), make_net()
-    with pytest.raises(TypeError, match=f"^loop.setup: got {name}, expected a loader. Pass each loader as its own"):
+    with pytest.raises(
+        TypeError, match=f"^loop.setup: got {name}, expected a loader. Pass each loader as a separate argument"
+    ):
         loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), LOADER, make())
 
 
