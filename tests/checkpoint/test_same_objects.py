@@ -205,8 +205,7 @@ def test_raising_max_epochs_and_resuming_with_the_same_objects_matches_an_uninte
     assert script.rows() == whole.rows()
 
 
-@pytest.mark.parametrize(("kind", "change"), once(LOOPS, CHANGES))
-@pytest.mark.parametrize("error", [KilledError, KeyboardInterrupt])
+@pytest.mark.parametrize(("kind", "change", "error"), once(LOOPS, CHANGES, [KilledError, KeyboardInterrupt]))
 def test_a_run_stopped_by_an_error_resumes_exactly_with_new_objects_in_the_same_process(tmp_path, kind, change, error):
     expected = Script(kind, tmp_path / "whole", change).fit()
     script = Script(kind, tmp_path / "killed", change)

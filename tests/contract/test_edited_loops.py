@@ -382,6 +382,7 @@ def test_mini_loop_does_not_iterate_over_the_objects_in_a_large_list():
     assert not read
 
 
+@pytest.mark.soak
 def test_mini_loop_saves_a_large_dict_even_if_only_its_keys_change():
     class Renames(MiniLoop):
         def _reset(self):

@@ -320,8 +320,7 @@ def train_on_stored(kind, make_loader, take, **options):
 
 @pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(("name", "precision"), halve(STORED, ["32-true", "64-true"]))
 def test_batches_on_a_cpu_are_copied_and_moved_as_with_trainer(name, precision):
     make, take = STORED[name]
     for make_loader in (lambda: Stores(make), lambda: DataLoader(Stores(make).batches, None, collate_fn=lambda x: x)):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import fork_command, forking_python
-from parameters import keep
 from ports import free_port
 
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
@@ -136,7 +135,8 @@ loop.fabric.broadcast(1)
 """
 
 
-@pytest.mark.parametrize("loop", keep(["FabricLoop", "MiniLoop"], "FabricLoop"))
+@pytest.mark.soak
+@pytest.mark.parametrize("loop", ["FabricLoop", "MiniLoop"])
 def test_a_process_that_exits_right_after_a_collective_call_has_exit_code_0(loop, tmp_path):
     """Without a pause at exit, two out of five runs of this test aborted."""
     (tmp_path / "lit.py").write_text(LIT)

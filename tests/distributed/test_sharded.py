@@ -406,6 +406,7 @@ def fill_the_disk(rank):
 
 
 @needs_fsdp2
+@pytest.mark.soak
 def test_the_previous_checkpoint_is_kept_if_a_process_cannot_write_its_shards():
     codes, errors = run_processes(fill_the_disk)
     assert codes == [0, 0], errors

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from modules import make_data
+from parameters import halve
 from runs import logs_of
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -48,9 +49,7 @@ def train(loop_class, root, hook, steps_before_stop=None, **options):
     return net
 
 
-@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize(("loop_class", "hook", "every"), halve([FabricLoop, MiniLoop], HOOKS, [None, 3]))
 def test_the_lr_column_contains_the_rate_of_each_step_even_if_a_hook_sets_the_rate(tmp_path, loop_class, hook, every):
     options = {"num_sanity_val_steps": 0} if loop_class is FabricLoop else {}
     if every:
