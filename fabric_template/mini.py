@@ -1720,8 +1720,9 @@ class MiniLoop:
         # With strict_loading = False, torch ignores unknown names.
         others = getattr(found, "unexpected_keys", [])
         got = f"the weights {others[:3]}" if others else "no weights"
-        text = f"{path}: got {got}, expected weights of the model. Rename the saved weights."
-        check(len(others) < len(weights) or not self._unwrapped.state_dict(), text)
+        text = f"{path}: got {got}, expected weights of the model. Rename the keys of the saved"
+        is_found = len(others) < len(weights) or not self._unwrapped.state_dict()
+        check(is_found, f"{text} weights.")
 
     def _get_optimizer(self, use_pl_optimizer: bool = True) -> Any:
         return self.optimizer
@@ -3057,7 +3058,7 @@ def find_placeholder(value: Any) -> str | None:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return the time of a version folder's last use, from its .lock file, and its number."""
+    """Return when a version folder was last used, according to its .lock file, and its number."""
     text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

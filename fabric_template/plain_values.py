@@ -310,7 +310,7 @@ def replace_content(current: Any, value: Any) -> bool:
     """Copy a saved value into an existing tensor or container.
 
     Returns:
-        Whether the existing object now has the value.
+        True if the existing object was changed in place to hold the value.
     """
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):

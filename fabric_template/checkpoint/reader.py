@@ -298,7 +298,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function with the arguments in a pickle, unless an argument is a placeholder."""
+    """Calls a function with arguments from a pickle, or returns a placeholder if one of them is."""
 
     __slots__ = ("_function",)
 

@@ -126,7 +126,8 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     if len(others) == len(weights) and not has_hook and target.state_dict():
         got = f"the weights {others[:3]}" if others else "no weights"
         raise OtherModelError(
-            f"{path}: got {got}, expected weights of the model. Rename the saved weights."
+            f"{path}: got {got}, expected weights of the model. Rename the keys of the saved"
+            " weights."
         )
 
 

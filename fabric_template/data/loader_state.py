@@ -558,7 +558,7 @@ class WorkerRecorder:
         if self._worker_init_fn is not None:
             self._worker_init_fn(self._worker)
         dataset: Any = info.dataset
-        # Also record the random generators in the dataset, in the collate_fn, and in the objects
+        # Also save the random generators of the dataset, of the collate_fn, and of the objects
         # that these contain.
         parts = {
             name: Part(part.instance, has_attributes=False)

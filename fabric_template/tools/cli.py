@@ -252,7 +252,7 @@ def put_paths_first(argv: list[str]) -> list[str]:
 
 
 def complete_arguments(command: str, argv: list[str]) -> list[str]:
-    """Return ``argv`` for jsonargparse, with --config options instead of --run and demo names."""
+    """Replace --run options and demo names in ``argv`` by --config options for jsonargparse."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     for option in ("model", "data", "run", "resume", "load"):

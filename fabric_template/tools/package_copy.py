@@ -68,7 +68,7 @@ def copy_command(path: str, *, mini: bool = False) -> int:
     problem = problem or find_problem(copy.target)
     if problem:
         example = "--mini src/train_loop.py" if mini or copy.is_file else "src/my_loop"
-        raise ValueError(f"copy: got {path}, {problem}. Write `copy {example}`.")
+        raise ValueError(f"copy: got {path}, {problem}. Use `copy {example}`.")
     is_empty_folder = copy.target.is_dir() and not any(copy.target.iterdir())
     if copy.target.exists() and (mini or not is_empty_folder):
         text = f"copy: got {path}, which already exists, expected a new path. To update a copy, run"

@@ -334,7 +334,7 @@ class StepRunner:
     def load_flags(
         self, flags: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Any]
     ) -> None:
-        """Restore the flags from a checkpoint, and save them again in the next checkpoint."""
+        """Restore the flags from a checkpoint. Later checkpoints contain them, too."""
         self.set_training_modes(flags["training"])
         for name, parameter in parameters.items():
             parameter.requires_grad = flags["requires_grad"].get(name, parameter.requires_grad)
@@ -434,7 +434,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function such as torch.autocast, which creates a context for the precision."""
+        """Return a function such as torch.autocast, or None if the precision needs none."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

@@ -74,7 +74,7 @@ def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
     assert (ours["global_step"], ours["fabric_template"]["progress"]["epochs_done"]) == (12, 2)
 
 
-def test_checkpoints_of_plain_python_models_contain_the_keys_that_trainer_saves(tmp_path):
+def test_checkpoints_of_models_that_are_not_lightning_modules_contain_the_keys_that_trainer_saves(tmp_path):
     _, model, _ = fit(tmp_path, Plain, max_epochs=1)
     found = torch.load(last_of(tmp_path), weights_only=True)
     assert set(found) == TRAINER_KEYS | {"fabric_template"}
