@@ -1798,7 +1798,9 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    is_added = is_loop(getattr(method, "__self__", None))
+    owner = getattr(method, "__self__", None)
+    # FabricLoop adds ``log`` of its class ResultCollection to models.
+    is_added = is_loop(owner) or type(owner).__name__ == "ResultCollection"
     return method if callable(method) and not (is_empty or is_added) else None
 
 
@@ -3033,7 +3035,7 @@ def check_readable(checkpoint: Mapping[str, Any]) -> None:
         is_hparams, file = name == "hyper_parameters", io.BytesIO()
         try:
             # Replace the tensors, because saving them takes a long time.
-            plain = value if is_hparams else apply_to_collection(value, Tensor, Tensor.dim)
+            plain = value if is_hparams else apply_to_collection(value, Tensor, lambda tensor: 0)
             torch.save(plain, file)
             file.seek(0)
             loaded = load_file(file)

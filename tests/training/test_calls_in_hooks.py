@@ -134,8 +134,6 @@ CALLING_HOOKS = ["on_train_batch_end", "on_train_epoch_end"]
 def combine(values):
     """Combine two loops, a module and one value. The unmarked combinations alternate between the values."""
     cases = [*halve(KINDS, KINDS, [Classifier, PlainCalls]), pytest.param(FabricLoop, FabricLoop, OwnLog)]
-    # MiniLoop logs nothing for a plain module to which FabricLoop has added its own log().
-    cases = [case for case in cases if case.values != (FabricLoop, MiniLoop, PlainCalls)]
     return [
         pytest.param(*case.values, value, marks=case.marks if number // 2 % 2 == place else [pytest.mark.soak])
         for number, case in enumerate(cases)
