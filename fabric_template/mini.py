@@ -2613,7 +2613,7 @@ class Checksum(tuple[Any, ...]):
     """A checksum of a large value or of a module, to detect changes without keeping a copy."""
 
 
-def compute_checksum(value: Any) -> tuple[Any, ...]:
+def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
     """Return a checksum of a module, a tensor, an array or a container.
 
     For tensors on a GPU, values over 256 MB and long lists of tensors, use only a sample.
@@ -2641,11 +2641,13 @@ def compute_checksum(value: Any) -> tuple[Any, ...]:
         raise TypeError(type(value).__name__)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
-    known = [item for item in items[:: 1 + len(items) // 1000] if type(item) not in ATOMS]
+    others = [item for item in items if type(item) not in ATOMS]
+    known = others[:: 1 + len(others) // most]
     if any(isinstance(item, nn.Module) for item in known):
         # Compute no checksum here, because `objects_in` finds these modules.
         raise TypeError("Module")
-    return type(value), zlib.crc32(order), *map(compute_checksum, known)
+    most = max(most // max(len(known), 1), 10)
+    return type(value), zlib.crc32(order), *[compute_checksum(item, most) for item in known]
 
 
 def encode(

@@ -561,6 +561,7 @@ ON_PURPOSE = [
     ("optimizer a scheduler of another class", "an error before training"),
     ("optimizer one cycle by epoch", "no warning about an interval that the user wrote"),
     ("data empty", "names the loader instead of CombinedLoader"),
+    ("log a name that is no text", "names the value, which Trainer's error does not"),
     ("data too few for a row", "metrics.csv has a row for each epoch"),
 ]
 # Warnings from torch, and messages about the machine.

@@ -134,6 +134,7 @@ def assert_same(one, other, root, other_root):
     assert tree(root) == tree(other_root)
 
 
+@pytest.mark.filterwarnings("ignore:resume. Stream draws random numbers")
 @pytest.mark.parametrize(
     "name",
     leave(CASES, "workers", "three workers", "combined, workers", "noisy stream", "stateful stream",

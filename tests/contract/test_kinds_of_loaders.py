@@ -233,12 +233,14 @@ LIMITS = {"after an epoch": {"max_epochs": 2}, "within an epoch": {"max_steps": 
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
+@pytest.mark.filterwarnings("ignore:resume. Draws draws random numbers")
 @pytest.mark.parametrize(("limit", "name"), sample(2, LIMITS, LOADERS))
 def test_mini_loop_resumes_exactly_with_each_kind_of_loader(tmp_path, name, limit):
     check_resume(tmp_path, "MiniLoop", name, limit)
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* batches of .*DataLoader are read again")
+@pytest.mark.filterwarnings("ignore:resume. Draws draws random numbers")
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", FABRIC_LOOP_LOADERS)
 def test_fabric_loop_resumes_exactly_with_each_kind_of_loader(tmp_path, name, limit):
