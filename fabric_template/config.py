@@ -55,7 +55,7 @@ class LoopConfig:
     min_steps: int | None = None
     """Train for at least this many optimizer steps, even if a callback sets should_stop earlier."""
     max_time: Duration | None = None
-    """Stop after this duration: "DD:HH:MM:SS", a timedelta, or a dict such as {"minutes": 30}."""
+    """Stop after a duration, written as "DD:HH:MM:SS", {"minutes": 30} or a timedelta."""
 
     # Amount of data
     limit_train_batches: int | float | None = None

@@ -1543,8 +1543,9 @@ class MiniLoop:
             schedulers = [*scheduler] if isinstance(scheduler, list) else [scheduler]
         check_optimizer(optimizers, set(self.network.parameters()))
         kinds, clip_val = nn.Embedding | nn.EmbeddingBag, self.gradient_clip_val
-        layers = [layer for layer in self.network.modules() if isinstance(layer, kinds)]
-        is_sparse = any(layer.sparse and layer.weight.requires_grad for layer in layers)
+        sparse = [m for m in self.network.modules() if isinstance(m, kinds) and m.sparse]
+        trained = {p for p in parameters_of(optimizers[0]) if p.requires_grad}
+        is_sparse = not trained.isdisjoint(layer.weight for layer in sparse)
         text = f"gradient_clip_val: got {clip_val} for a layer with sparse=True, whose gradients"
         text += " torch cannot clip. Write sparse=False, or leave out gradient_clip_val."
         check(not (clip_val and is_sparse), text)
@@ -1798,8 +1799,9 @@ def find_method(model: Any, name: str) -> Callable[..., Any] | None:
     method = getattr(model, name, None)
     module = getattr(method, "__module__", None) or ""
     is_empty = module.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
-    owner = getattr(method, "__self__", None)
-    # FabricLoop adds ``log`` of its class ResultCollection to models.
+    # FabricLoop adds ``log`` of its class ResultCollection to models. With compile=True, it wraps
+    # this method.
+    owner = getattr(inspect.unwrap(method), "__self__", None) if callable(method) else None
     is_added = is_loop(owner) or type(owner).__name__ == "ResultCollection"
     return method if callable(method) and not (is_empty or is_added) else None
 

@@ -269,8 +269,10 @@ class AutomaticOptimization(Optimization):
     def _check_sparse_layers(self) -> None:
         """Raise an error if torch cannot clip the gradients of a layer."""
         clip_val, modules = self.run.config.gradient_clip_val, self.run.network.modules()
-        layers = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        if clip_val and any(layer.sparse and layer.weight.requires_grad for layer in layers):
+        sparse = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        trained = {parameter for parameter in parameters if parameter.requires_grad}
+        if clip_val and not trained.isdisjoint(layer.weight for layer in sparse):
             raise ConfigurationError(
                 f"gradient_clip_val: got {clip_val} for a layer with sparse=True, whose gradients"
                 " torch cannot clip. Write sparse=False, or leave out gradient_clip_val."

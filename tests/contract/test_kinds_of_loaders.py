@@ -797,25 +797,53 @@ def collate_with(model):
     return collate
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: DataLoader(ReadsScale(model), 4, shuffle=True, num_workers=2),
-        lambda model: DataLoader(DATA, 4, shuffle=True, num_workers=2, collate_fn=collate_with(model)),
-    ],
-    ids=["dataset", "collate_fn"],
-)
-def test_fabric_loop_resumes_exactly_if_workers_read_attributes_of_the_model(tmp_path, make):
+class Scale:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return x * (1 + 0.1 * self.model.writes)
+
+
+class ScalesInTransform(TensorDataset):
+    """The dataset's transform, an object in a list, refers to the model."""
+
+    def __init__(self, model):
+        super().__init__(X, Y)
+        self.transforms = [Scale(model)]
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return self.transforms[0](x), y
+
+
+def collate_for(model, samples):
+    return collate_with(model)(samples)
+
+
+READS_MODEL = {
+    "dataset": lambda model: {"dataset": ReadsScale(model)},
+    "transform": lambda model: {"dataset": ScalesInTransform(model)},
+    "collate_fn": lambda model: {"dataset": DATA, "collate_fn": collate_with(model)},
+    "partial": lambda model: {"dataset": DATA, "collate_fn": functools.partial(collate_for, model)},
+}
+
+
+@pytest.mark.parametrize(("name", "loop_name"), halve(READS_MODEL, LOOPS))
+def test_a_run_resumes_exactly_if_workers_read_attributes_of_the_model(tmp_path, name, loop_name):
     made = []
+
+    def make_loader():
+        return DataLoader(batch_size=4, shuffle=True, num_workers=2, **READS_MODEL[name](made[-1]))
 
     def run(root, last, **options):
         def make_model():
             made.append(RanksSamples("on_train_batch_end", False, last))
             return made[-1]
 
-        return train("FabricLoop", root, lambda: make(made[-1]), make_net=make_model, **options)
+        return train(loop_name, root, make_loader, make_net=make_model, **options)
 
-    check_killed_run("FabricLoop", tmp_path, run, [9])
+    check_killed_run(loop_name, tmp_path, run, [9])
 
 
 def test_an_attribute_still_shares_memory_with_a_weight_after_resuming(tmp_path):

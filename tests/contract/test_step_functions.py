@@ -245,3 +245,30 @@ def test_a_step_function_whose_signature_cannot_be_inspected_gets_model_and_batc
     history = loop.fit(net, make_loader(), val_loader(), optimizer=sgd(net), training_step=next, validation_step=next)
     assert history["val_loss"][0] > 0
     assert not torch.equal(net.weight, before)
+
+
+class HasSteps:
+    """A plain object with a validation step."""
+
+    def __init__(self):
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch):
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def test_fabric_loop_warns_about_a_validation_step_without_a_validation_loader():
+    net = nn.Linear(8, 3)
+    step = lambda net, batch: cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    functions = {"training_step": step, "validation_step": step}
+    message = "You defined a `validation_step` but have no `val_dataloader`"
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=message):
+        FabricLoop(**quiet(max_epochs=1)).fit(net, make_loader(), optimizer=optimizer, **functions)
+    with pytest.warns(UserWarning, match=message):
+        FabricLoop(**quiet(max_epochs=1)).fit(HasSteps(), make_loader())

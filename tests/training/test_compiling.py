@@ -3,9 +3,10 @@
 import pytest
 import torch
 from modules import Classifier, by_step, make_loader, quiet
+from runs import val_loader
 from torch import nn
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 
 # The eager backend uses PyTorch's kernels, so the results are bitwise identical.
 EAGER = {"backend": "eager"}
@@ -53,3 +54,14 @@ def test_a_compiled_run_gives_the_same_weights_as_an_uncompiled_run(tmp_path, op
     assert list(plain) == list(compiled)
     assert all(torch.equal(plain[name], compiled[name]) for name in plain)
     assert rates == compiled_rates
+
+
+def test_a_hook_of_a_compiled_run_may_call_validate_on_a_mini_loop(tmp_path):
+    """FabricLoop excludes log from compilation, and therefore wraps the method that it adds to the module."""
+    found, inner = [], MiniLoop(accelerator="cpu", default_root_dir=tmp_path)
+    module = Classifier()
+    module.on_train_epoch_end = lambda: found.extend(inner.validate(module, val_loader()))
+    loop = FabricLoop(**quiet(max_epochs=1), compile=EAGER)
+    loop.fit(module, make_loader(24), val_loader())
+    assert found[0]["val_loss"] == pytest.approx(float(loop.callback_metrics["val_loss"]))
+    assert "log" not in vars(module)

@@ -302,11 +302,11 @@ class ComplexAndHalf(nn.Module):
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 def test_gradient_clipping_is_refused_for_layers_with_sparse_gradients(tmp_path, loop_class, layer):
-    """torch cannot clip sparse gradients. Frozen layers have no gradients."""
+    """torch cannot clip sparse gradients. Layers that are frozen, or not in the optimizer, are not clipped."""
 
-    def train(net):
+    def train(net, parameters=None):
         loop = loop_class(max_epochs=1, accelerator="cpu", gradient_clip_val=1.0, default_root_dir=tmp_path)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(parameters or net.parameters(), lr=0.1)
         ids, step = torch.randint(0, 9, (8, 2)), lambda net, batch: net(batch).square().mean()
         loop.fit(net, DataLoader(ids, batch_size=4), optimizer=optimizer, training_step=step)
 
@@ -314,6 +314,8 @@ def test_gradient_clipping_is_refused_for_layers_with_sparse_gradients(tmp_path,
         train(layer(9, 3, sparse=True))
     frozen = layer(9, 3, sparse=True).requires_grad_(False)
     train(nn.Sequential(frozen, nn.Linear(3, 1)))
+    net = nn.Sequential(layer(9, 3, sparse=True), nn.Linear(3, 1))
+    train(net, [*net[1].parameters()])
 
 
 @pytest.mark.parametrize("make", [Sparse, ComplexAndHalf, lambda: nn.Sequential(Sparse(), nn.Linear(3, 3))])
