@@ -235,7 +235,7 @@ def register_buffer(module: nn.Module, name: str) -> None:
 
 
 def make_reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the object, or None if the object no longer exists."""
+    """Return a weak reference to the object if Python supports this, or else a normal one."""
     # Python supports no weak references to lists and dicts.
     with suppress(TypeError):
         return weakref.ref(value)

@@ -325,7 +325,7 @@ def newest_first(files: Iterable[Path]) -> Iterator[Path]:
     for path in files:
         groups[path.name.startswith("last")].append(path)
     for group in groups.values():
-        # Do not sort a single file, because sorting opens each file to read its save time.
+        # Sort only two or more files, because sorting opens each file to read its save time.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 
 

@@ -176,8 +176,8 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     if not run.is_lightning_module and is_in_eval_mode(run.network):
         # If only some modules are in eval mode, the user has probably frozen them on purpose.
         run.network.train()
-    # Call record_flags() before the sanity check, because a checkpoint contains only flags that
-    # change afterwards.
+    # Checkpoints contain only the flags that change after record_flags(). Hooks of the sanity check
+    # may change flags, so call record_flags() first.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
     run.results.start_training()

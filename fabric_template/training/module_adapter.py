@@ -319,7 +319,7 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def mark_changed_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Mark flags that on_train_start has changed, so that checkpoints always contain them."""
+        """Make each checkpoint contain the flags that on_train_start has changed."""
         for kind, flags in self.flags(parameters).items():
             unchanged = flags.items() & self._flags_at_start[kind].items()
             self._flags_at_start[kind] = dict(unchanged)

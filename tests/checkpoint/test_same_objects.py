@@ -228,7 +228,7 @@ def test_checkpoints_of_a_resumed_fit_contain_the_changes_that_the_first_fit_mad
 
 
 @both_loops
-def test_checkpoints_of_a_resumed_fit_contain_an_attribute_that_only_the_first_fit_changed(tmp_path, kind):
+def test_checkpoints_of_a_second_fit_contain_an_attribute_that_only_the_first_fit_changed(tmp_path, kind):
     script = Script(kind, tmp_path, scale, first=0)
     script.loop.max_epochs = 1
     script.fit()
@@ -271,7 +271,7 @@ def test_a_new_run_keeps_model_attributes_changed_by_the_previous_run(tmp_path, 
 
 
 @both_loops
-def test_resuming_an_earlier_run_keeps_loop_options_set_between_two_calls_to_fit(tmp_path, kind):
+def test_resuming_keeps_loop_options_that_were_set_after_the_first_call_to_fit(tmp_path, kind):
     script = Script(kind, tmp_path, scale)
     script.loop.max_epochs = 2
     script.fit()

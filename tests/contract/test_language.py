@@ -79,7 +79,7 @@ def measure_language(repository):
         files += [path for path in (repository / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
     counts = {}
     for path in files:
-        # This file contains all expressions. Jupyter writes copies into .ipynb_checkpoints.
+        # Skip this file, which lists all banned expressions, and Jupyter's copies of notebooks.
         if path.name != Path(__file__).name and ".ipynb_checkpoints" not in path.parts:
             counts.setdefault(folder_of(path.relative_to(repository)), Counter()).update(language_of(path))
     return {folder: (c["expressions"], c["headings"], c["headless"]) for folder, c in sorted(counts.items())}

@@ -703,7 +703,7 @@ def test_a_killed_and_resumed_run_matches_an_uninterrupted_run():
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
         assert codes == [code], errors
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
-    # The run that was killed before its first checkpoint has left the folder of an older version.
+    # The run killed before its first checkpoint has created version_0. The newest version has all rows.
     *_, newest = sorted(Path("logs/killed").iterdir())
     written = pd.read_csv(newest / "metrics.csv").drop(columns=["time", "waiting"])
     pd.testing.assert_frame_equal(written, rows)

@@ -733,7 +733,7 @@ def test_mini_loop_refuses_invalid_values_of_resume_and_load(argument, given):
         fit("MiniLoop", **{argument: given})
 
 
-# should_stop and log in the first hooks
+# Hooks that set should_stop or call log()
 
 
 @pytest.mark.filterwarnings("ignore:metrics.csv contains no metrics")

@@ -114,7 +114,7 @@ def test_notebook_outputs_contain_no_paths_warnings_or_errors(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_each_notebook_has_short_texts_and_cells_and_at_least_three_pictures(path):
+def test_each_notebook_has_short_cells_and_at_least_three_pictures(path):
     """Cells have at most 14 lines, except for classes and scripts."""
     notebook = read(path)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]

@@ -139,7 +139,7 @@ def test_resume_backs_up_a_metrics_csv_that_the_run_did_not_write(cut):
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
-def test_resuming_warns_about_a_missing_csv_file_and_keeps_the_rows_of_the_other_file(cut, name):
+def test_resuming_warns_if_one_csv_file_is_missing_and_keeps_the_rows_of_the_other(cut, name):
     Path(cut, "logs/run/version_0", name).unlink()
     with pytest.warns(UserWarning, match=rf"{name}: the rows from before the checkpoint are missing"):
         _, _, rows = run(cut, max_epochs=4, resume="last")

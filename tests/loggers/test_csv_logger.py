@@ -78,7 +78,7 @@ def test_the_csv_logger_appends_rows_to_the_files_of_an_existing_version(tmp_pat
     logger.log_epoch(epoch(0, loss=1.0))
     logger.finalize("success")
     logger.log_epoch(epoch(1, loss=0.5))
-    # A second logger for the same version writes between two rows.
+    # A second logger writes to the same file between two rows of the first logger.
     CSVLogger(tmp_path / "logs", name="digits", version=0).log_epoch(epoch(2, loss=0.25))
     logger.log_epoch(epoch(3, loss=0.125))
     pickle.loads(pickle.dumps(logger)).log_epoch(epoch(4, acc=1))

@@ -141,7 +141,7 @@ class Snapshots(Callback):
 
     def __init__(self, root, to, chosen=None):
         self.root, self.to, self.chosen = Path(root), Path(to), chosen
-        self.batches = itertools.count()  # Do not count with an int attribute, because state_dict() would save it.
+        self.batches = itertools.count()  # Not an int, because checkpoints would contain it.
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         batches = next(self.batches)

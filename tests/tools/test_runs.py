@@ -337,7 +337,7 @@ def test_finding_the_best_run_requires_a_metric_if_monitors_differ(capsys):
     assert run_command(capsys, "best", "--metric", "val_acc")[1].startswith("best        val_acc 0.7 in epoch 1\n")
 
 
-# Names from other sources
+# Unusual names of runs and hyperparameters
 
 
 def test_the_runs_command_escapes_terminal_codes_in_names(capsys):
