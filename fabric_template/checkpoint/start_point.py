@@ -50,7 +50,7 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the checkpoint's content, because each spawned process reads the file itself."""
+        """Leave out the checkpoint, because each spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
