@@ -147,9 +147,10 @@ class LoopConfig:
     checkpoint."""
     mode: str = "auto"
     """"min" if lower values of the monitored metric are better, "max" if higher values are better.
-    "auto" infers this from the metric's name."""
+    "auto" infers this from the metric's name: "min" for losses, errors and perplexity, "max"
+    for accuracy, F1, AUC, IoU and the like. An unknown name raises an error."""
     save_top_k: int = 1
-    """Keep the k best checkpoints. 1 keeps only best.ckpt. -1 keeps all checkpoints."""
+    """Besides last.ckpt, keep the k best checkpoints. 1 keeps best.ckpt. -1 keeps all."""
     save_last: bool = True
     """Save last.ckpt at the end of each epoch and after each validation."""
     save_every_n_steps: int | None = None
