@@ -125,7 +125,7 @@ NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 
 def find_direction(metric: str) -> str | None:
     """Return "min" if the smallest value of a metric is best, or "max" if the largest is best.
 
-    Return None if the metric's name does not determine which value is best.
+    The metric's name determines the result, which is None for a name such as "val_gap".
     """
     # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
     name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]

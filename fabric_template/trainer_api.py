@@ -128,7 +128,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # If the monitored metric is missing, ModelCheckpoint raises an error if ``val_loop._has_run``
     # is True, and otherwise only warns.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
-    # Some modules read ``_data_source`` to choose another metric if there is no validation loader.
+    # Some LightningModules check ``_data_source``, to monitor a training metric if there is no
+    # validation loader.
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),

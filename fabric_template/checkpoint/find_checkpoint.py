@@ -353,7 +353,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version, such as 0, of the version folder that contains a checkpoint."""
+    """Return the version of the run whose folder contains a checkpoint, such as 0, or None."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.

@@ -500,8 +500,8 @@ def check_parameter_order(run: Run) -> None:
     for old, new in zip(saved, names_of_groups(run), strict=False):
         names = zip(names_in_order(new), names_in_order(old), strict=False)
         for index, (found, expected) in enumerate(names):
-            # Ignore names that this run does not have, because a layer may have been renamed. A
-            # name such as "optimizer.0.3" means that a hook replaced the parameter in the model.
+            # Ignore names that this run does not have, because a layer may have been renamed. Do
+            # not ignore "optimizer.0.3", the name of a parameter that is no longer in the model.
             if found != expected and (expected in known or expected.startswith("optimizer.")):
                 raise CheckpointError(
                     f"resume: parameter {index} of the optimizer is {found!r}, but was"
