@@ -122,7 +122,8 @@ class LoopConfig:
     train_loss in steps.csv, and ends training without saving another checkpoint. "off" does not
     check the loss."""
     barebones: bool = False
-    """Turn off everything except training, to measure the loop's overhead."""
+    """Turn off log files, checkpoints, console output, training metrics and the sanity check.
+    Validation and callbacks still run."""
     logger: Any = None
     """A logger or a list of loggers. None and True mean the CSV logger. False means no logger.
     "tensorboard", "wandb" or "mlflow" adds Lightning's logger of that name to the CSV logger."""
