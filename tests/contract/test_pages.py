@@ -88,7 +88,7 @@ def same(net, other):
 CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
-    "docs/checkpoints.md": "Counted.meter.images > 0 and state['global_step'] > 0",
+    "docs/checkpoints.md": "state['global_step'] > 0",
     "docs/fine-tuning.md": "[g['lr'] for g in loop.optimizers[0].param_groups] == [1e-3, 1e-4]",
     "docs/levels.md": "same(plain_net, net_by_fit) and rest['epoch'] == 2",
     "docs/recipes.md": (
