@@ -22,7 +22,8 @@ import torch
 
 from fabric_template.checkpoint.checkpoint_io import AtomicCheckpointIO
 
-# Goals: the smallest allowed ratio of speeds, and the largest allowed ratio of peak memory to the size of the weights.
+# The goals: saving reaches at least 0.7 times the speed of
+# torch.save, and needs at most 1.1 times the memory of the weights.
 SPEED, MEMORY = 0.7, 1.1
 
 
@@ -57,14 +58,15 @@ def main():
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        # The first save also imports modules.
+        # Save once before the measurement, because the first save also imports modules.
         ours({"w": torch.zeros(1)}, Path(folder, "warm.ckpt"))
         before, size = peak(), arguments.megabytes * 10**6
         layers = [torch.randn(size // 40) for _ in range(10)]
         state = {"state_dict": {f"layer{i}": layer for i, layer in enumerate(layers)}}
         times = {ours: [], plain: []}
         ours(state, Path(folder, "ours.ckpt"))
-        memory = (peak() - before) / size  # Measure the memory before the plain save.
+        # Read the peak memory now, because the plain saves below could raise it.
+        memory = (peak() - before) / size
         for number in range(arguments.pairs):
             for save in (ours, plain) if number % 2 else (plain, ours):
                 times[save].append(seconds(save, state, Path(folder, f"{save.__name__}.ckpt")))

@@ -187,7 +187,7 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-# The contestants. Each one trains for several epochs, and reports the start of each epoch to the clock.
+# The contestants: functions that train for several epochs and report the start of each epoch to the clock.
 
 
 def tutorial(
@@ -442,7 +442,8 @@ def tensor_loop(
 
 
 Contestant = tuple[str, Callable[[Problem, int, Clock], None]]
-MNIST: dict[str, Contestant] = {  # Maps each name to (required package, function).
+# Map each contestant's name to (the package that it needs, the function that trains it).
+MNIST: dict[str, Contestant] = {
     TUTORIAL: ("torch", tutorial),
     FABRIC: ("lightning", on_fabric),
     TRAINER: ("lightning", trainer),
@@ -467,7 +468,8 @@ CIFAR: dict[str, Contestant] = {
         tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
     ),
 }
-GOALS = {  # Maps each problem to (contestants, baseline, largest allowed ratio).
+# The goals of each problem: (contestants, baseline, largest allowed ratio of their times per epoch).
+GOALS = {
     "mnist": [
         ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), FABRIC, 1 / 15),
         ((OURS_TENSORS, OURS_COMPILED, OURS_REDUCED), GRAPH, 1.2),
@@ -478,7 +480,7 @@ GOALS = {  # Maps each problem to (contestants, baseline, largest allowed ratio)
 }
 
 
-# Measuring
+# Functions that measure the contestants and print the results
 
 
 def measure(
@@ -495,7 +497,8 @@ def measure(
                 with run_silently():
                     torch._dynamo.reset()
                     run(problem, epochs + 2, clock)
-            except Exception as error:  # Continue with the other contestants.
+            except Exception as error:
+                # A failing contestant is left out, so that the benchmark continues with the other contestants.
                 print(f"left out: {name} ({type(error).__name__}: {error})")
                 measured.pop(name, None)
                 continue
@@ -579,7 +582,8 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="check the script with a few images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent))  # Import the package from this clone.
+    # Import the package from this clone, even if it is also installed.
+    sys.path.insert(0, str(HERE.parent))
     warnings.simplefilter("ignore")
     silence_loggers()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"

@@ -15,9 +15,9 @@ from pathlib import Path
 CONTESTANTS = {
     "import lightning.fabric": [sys.executable, "-c", "import lightning.fabric"],
     "import fabric_template": [sys.executable, "-c", "import fabric_template"],
-    # The package imports each class on first use, and most scripts use this class.
+    # Measure FabricLoop separately, because the package imports each class only when it is first used.
     "its FabricLoop": [sys.executable, "-c", "from fabric_template import FabricLoop"],
-    # The console script calls this function. Calling the function does not require an installation.
+    # Call main() directly, because the console script `fabric-template` requires an installation of the package.
     "fabric-template --help": [
         sys.executable,
         "-c",
@@ -26,7 +26,7 @@ CONTESTANTS = {
     ],
 }
 BASE = "import lightning.fabric"
-# The largest allowed times in seconds, in addition to the time of BASE.
+# The largest allowed number of seconds in addition to the time of `import lightning.fabric`.
 GOALS = {"import fabric_template": 0.2, "its FabricLoop": 0.2, "fabric-template --help": 1.0}
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
 
-    # This first call of each command also fills the file caches.
+    # Run each command once before the measurement. This call finds failing commands and fills the file caches.
     runs = {name: command for name, command in CONTESTANTS.items() if seconds(command) is not None}
     for name in CONTESTANTS.keys() - runs.keys():
         print(f"left out: {name} (it fails)")

@@ -28,7 +28,7 @@ from overhead import MINI_ALL, OURS, OURS_ALL, PLAIN, PLAIN_METRICS, Problem
 STEPS = 100, 200
 EPOCHS = 0, 1, 11
 CONTESTANTS = [PLAIN, PLAIN_METRICS, OURS, OURS_ALL, MINI_ALL, "Fabric, its tutorial"]
-# Maps each problem to (layer sizes, batch size).
+# Map each problem's name to (layer sizes, batch size).
 PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}
 
 
@@ -38,7 +38,8 @@ def counted(problem: Problem, folder: Path) -> None:
     draw_once()
     for name in CONTESTANTS:
         train = overhead.CONTESTANTS[name][1]
-        run(train, problem, 20)  # The first run also imports and compiles.
+        # Train once before forking, so that the counted runs include no imports and no compilation.
+        run(train, problem, 20)
         for steps in STEPS:
             child = os.fork()
             if not child:
@@ -58,7 +59,8 @@ def counted_once(folder: Path) -> None:
         "MiniLoop": once.mini,
         "Trainer": once.trainer,
     }.items():
-        fit(make, 2)  # The first run also imports modules.
+        # Call fit once before forking, so that the counted fits include no imports.
+        fit(make, 2)
         for epochs in EPOCHS:
             child = os.fork()
             if not child:
@@ -139,7 +141,7 @@ def main() -> None:
     parser.add_argument(
         "--once", action="store_true", help="count complete fits of the tiny model with adam"
     )
-    # The script passes this option to itself under valgrind.
+    # The help does not show --into, because only this script passes it, to itself under valgrind.
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     problem = Problem(arguments.problem, *PROBLEMS[arguments.problem], arguments.optimizer)

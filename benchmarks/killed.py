@@ -86,7 +86,7 @@ def module(log=True):
     return Module()
 
 
-# The contestants. Each starts or resumes a run in a folder, and returns the network.
+# The contestants: functions that start or resume a run in a folder and return the network.
 
 
 def ours(root):
@@ -210,7 +210,7 @@ CONTESTANTS = {
 }
 
 
-# Killing and resuming
+# Functions that kill contestants at random times, resume their runs and compare the results
 
 
 def command(name, root, log):
@@ -256,9 +256,9 @@ def warm_up(name, folder):
     """Run a contestant once in this process, so that forked processes have already imported its modules."""
     from tqdm import tqdm
 
-    # Otherwise, a progress bar would start a thread, and a forked process would wait for the thread's locks.
+    # Prevent tqdm from starting a monitor thread, because a forked process would wait forever for this thread's locks.
     tqdm.monitor_interval = 0
-    # Otherwise, forked processes would share tqdm's lock, which a killed process never releases.
+    # Replace tqdm's lock, which forked processes would share and a killed process would never release.
     tqdm.set_lock(threading.RLock())
     CONTESTANTS[name](folder / "warm")
     if name in (ACCELERATE_EPOCH, ACCELERATE_STEPS):
@@ -288,7 +288,8 @@ def compete(name, runs, draw, folder):
     while killed < runs:
         root = folder / "run"
         (code,) = end([fork(command, name, root, log)], after=draw.uniform(0, seconds))
-        if code != 0:  # With code 0, the command ended before it could be killed.
+        # With exit code 0, the command ended before it could be killed, so the attempt does not count.
+        if code != 0:
             killed += 1
             (code,) = end([fork(command, name, root, log)])
             ended += code == 0
@@ -327,7 +328,8 @@ def main():
     for name in needed + ["accelerate"] * (
         not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
     ):
-        importlib.import_module(name)  # Import once here, so that forked processes need not.
+        # Import each package once before forking, so that forked processes need not import it.
+        importlib.import_module(name)
     if arguments.example:
         sys.path.insert(0, str(arguments.example.resolve()))
     print("| contestant | killed | ended | same weights | complete CSV |\n|---|---|---|---|---|")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Import the package from this clone.
+# Import the package from this clone, even if it is also installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch

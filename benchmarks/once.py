@@ -29,15 +29,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Import the package from this clone.
+# Import the package from this clone, even if it is also installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from overhead import Problem, lightning_module, run_silently, silence_loggers
 
-GOAL = 10.0  # The largest cost of a fit besides its steps, in milliseconds.
+# The largest allowed CPU time of a fit besides its steps, in milliseconds.
+GOAL = 10.0
 PROBLEM = Problem("tiny", (64, 32, 10), 32, "adam")
-Time = tuple[float, float]  # CPU time and wall-clock time, in milliseconds.
+# A measured time: (CPU time, wall-clock time), both in milliseconds.
+Time = tuple[float, float]
 
 
 def module(validates: bool) -> Any:
@@ -109,7 +111,8 @@ def by_hand() -> Time:
 
 
 def timed(call: Callable[[], Any]) -> Time:
-    gc.collect()  # Collect the previous contestant's garbage.
+    # Collect the previous contestant's garbage now, so that collecting it is not part of the measured time.
+    gc.collect()
     cpu, clock = time.process_time(), time.perf_counter()
     call()
     return 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - clock)
@@ -138,7 +141,8 @@ def parts(make: Callable[[int, bool], Any], epochs: int) -> dict[str, Time]:
     with_val = subtract(fitted(make, epochs, validates=True), fitted(make, 1, validates=True), by)
     found = {"the loop is made": made, "once: a fit of one step": once, "an epoch of one step": epoch,
              "a validation of one batch": subtract(with_val, epoch)}  # fmt: skip
-    if make is not mini:  # MiniLoop always saves a checkpoint.
+    # MiniLoop cannot turn off checkpoints, so the cost of its checkpoints cannot be measured as a difference.
+    if make is not mini:
         without = subtract(fitted(make, epochs, saves=False), fitted(make, 1, saves=False), by)
         found["a checkpoint"] = subtract(epoch, without)
     return found
@@ -163,7 +167,8 @@ def main() -> None:
         rows["by hand", "that step"] = by_hand()
         for name, make in contestants.items():
             rows |= {(name, part): value for part, value in parts(make, epochs).items()}
-        if number or arguments.toy:  # The first round also imports modules.
+        # Leave out the first round, which also imports modules. With --toy, there is only one round.
+        if number or arguments.toy:
             for key, value in rows.items():
                 found.setdefault(key, []).append(value)
     print(

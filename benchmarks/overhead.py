@@ -42,7 +42,8 @@ from torch.utils.data import DataLoader, Dataset
 PLAIN, PLAIN_METRICS = "plain", "plain, same metrics"
 OURS, OURS_ALL, MINI_ALL = "ours, barebones", "ours, everything on", "MiniLoop, everything on"
 TRAINER, TRAINER_ALL = "Trainer, barebones", "Trainer, everything on"
-LOG_EVERY = 50  # The default of Trainer's log_every_n_steps.
+# The hand-written loop with metrics logs every 50 steps, as Trainer does by default.
+LOG_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def as_it_is(batch):
     return batch
 
 
-# The contestants. Each trains for one epoch of `steps` steps and returns the trained network.
+# The contestants: functions that train for one epoch of `steps` steps and return the trained network.
 
 
 def plain(problem: Problem, steps: int) -> nn.Module:
@@ -210,7 +211,7 @@ def trainer_bare(problem: Problem, steps: int) -> nn.Module:
 def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
 
-    # Trainer uses this bar if rich is not installed.
+    # Trainer shows a TQDMProgressBar if rich is not installed. Use it here in any case.
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
@@ -254,7 +255,7 @@ def ignite(problem: Problem, steps: int) -> nn.Module:
     return model
 
 
-# Maps each name to (required package, function).
+# Map each contestant's name to (the package that it needs, the function that trains it).
 CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {
     PLAIN: ("torch", plain),
     PLAIN_METRICS: ("tqdm", plain_metrics),
@@ -267,7 +268,8 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Problem, int], nn.Module]]] = {
     "Accelerate": ("accelerate", accelerate),
     "Ignite": ("ignite", ignite),
 }
-GOALS = [  # (contestant, baseline, largest allowed ratio, problem)
+# The goals: (contestant, baseline, largest allowed ratio of their times per step, problem).
+GOALS = [
     (OURS_ALL, PLAIN_METRICS, 1.08, "tiny"),
     (OURS_ALL, TRAINER_ALL, 0.21, "tiny"),
     (OURS, PLAIN, 1.03, "tiny"),
@@ -306,7 +308,7 @@ def lightning_module(problem: Problem, log: bool):
     return LoggingModule() if log else Module()
 
 
-# Measuring
+# Functions that measure the contestants and print the results
 
 
 class NoTerminal(io.TextIOBase):
@@ -350,7 +352,8 @@ def silence_loggers() -> None:
 
 def seconds(train: Callable[[Problem, int], nn.Module], problem: Problem, steps: int) -> float:
     with run_silently():
-        gc.collect()  # Collect the previous contestant's garbage.
+        # Collect the previous contestant's garbage now, so that collecting it is not part of the measured time.
+        gc.collect()
         start = time.perf_counter()
         train(problem, steps)
         if problem.device == "cuda":
@@ -369,7 +372,8 @@ def find_contestants(problem: Problem) -> list[str]:
         try:
             with run_silently():
                 weights = train(problem, 30).state_dict()
-        except Exception as error:  # Continue with the other contestants.
+        except Exception as error:
+            # A failing contestant is left out, so that the benchmark continues with the other contestants.
             print(f"left out: {name} ({type(error).__name__}: {error})")
             continue
         if all(torch.equal(weights[key].cpu(), value.cpu()) for key, value in expected.items()):
@@ -438,8 +442,9 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, rounds = (100, 3) if arguments.quick else (arguments.steps, arguments.rounds)
 
-    torch.set_num_threads(1)  # Tensors of this size are slower with more threads.
-    # Import the package from this clone.
+    # Use one thread, because operations on such small tensors are slower with more threads.
+    torch.set_num_threads(1)
+    # Import the package from this clone, even if it is also installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     warnings.simplefilter("ignore")
     silence_loggers()

@@ -40,7 +40,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-# Import the package from this clone.
+# Import the package from this clone, even if it is also installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -54,7 +54,8 @@ from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
 BATCH = 32
-DONE = 7  # The number of trained batches in the checkpoint. The script replaces this number.
+# A run saves a checkpoint after 7 batches. To resume later in the epoch, each 7 in its counters is replaced.
+DONE = 7
 
 
 class Net(nn.Module):
@@ -99,7 +100,7 @@ def make_batch() -> tuple[Tensor, ...]:
     return torch.randn(BATCH, 4), torch.randn(BATCH, 1)
 
 
-# Metrics
+# Section "metrics": the cost of a step that logs 0 to 64 values
 
 
 def by_hand(number: int, steps: int) -> None:
@@ -147,7 +148,7 @@ def metrics(size: float) -> Iterator[str]:
         / (2 * steps)
         for name, number in product(("by hand", "ours"), numbers)
     }
-    # The cost beyond the tensor arithmetic.
+    # Subtract the time of the hand-written loop, which does only the required tensor arithmetic.
     beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
     for before, number in zip((0, *numbers), numbers, strict=False):
@@ -158,7 +159,7 @@ def metrics(size: float) -> Iterator[str]:
         yield row
 
 
-# Steps
+# Section "steps": whether memory, open files and the time per step grow during a long fit
 
 
 def resident() -> float:
@@ -217,7 +218,7 @@ def steps(size: float) -> Iterator[str]:
         yield f"{'grown':24}{seen[-1][1] - seen[0][1]:12.1f}{seen[-1][2] - seen[0][2]:10}"
 
 
-# Epochs
+# Section "epochs": whether memory and the time per epoch grow during a fit of 5,000 epochs
 
 
 class Measurements(list[float]):
@@ -252,7 +253,7 @@ def epochs(size: float) -> Iterator[str]:
         yield f"{kind:24}{first:16.2f}{last:10.2f}{last / first:8.2f}{grown:10.1f}"
 
 
-# Rows
+# Section "rows": the cost of opening and continuing a CSV file that has many rows
 
 
 def make_filled_logger(name: str, rows: int) -> CSVLogger:
@@ -303,7 +304,7 @@ def rows(size: float) -> Iterator[str]:
                 yield f"{what:24}{opened:12.1f}{back:14.1f}{statistics.median(each):10.1f}"
 
 
-# Checkpoints
+# Section "checkpoints": the cost of saving and resuming if a run keeps the checkpoint of each epoch
 
 
 class Stopwatch:
@@ -369,7 +370,7 @@ def checkpoints(size: float) -> Iterator[str]:
             yield f"{among:24}{found['auto']:12.1f}{found['best']:12.1f}"
 
 
-# Versions
+# Section "versions": the cost of starting, resuming and listing runs in a folder with many versions
 
 
 def versions(size: float) -> Iterator[str]:
@@ -395,7 +396,7 @@ def fit_once(kind: str, resume: str | None = None) -> None:
     loop.fit(net, Repeated(1), resume=resume)
 
 
-# Resuming far into an epoch
+# Section "resume": the time to resume after a million batches of an epoch
 
 
 class Items(Dataset):
@@ -501,7 +502,7 @@ def main() -> None:
         flush=True,
     )
     for name in arguments.only:
-        # Print the table at the end, because output within a section is discarded.
+        # Print the table only after its section has ended, because output within a section is discarded.
         lines = list(SECTIONS[name](0.005 if arguments.toy else 1))
         print("", *lines, sep="\n", flush=True)
 

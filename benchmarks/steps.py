@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-# Import the package from this clone.
+# Import the package from this clone, even if it is also installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import overhead
@@ -26,8 +26,10 @@ import torch
 from instructions import CONTESTANTS
 from overhead import PLAIN, PLAIN_METRICS, Batches, Problem
 
-PARTS = 10, 4, 2  # The fastest tenth, quarter and half of the steps.
-WARM = 30  # The number of first steps to leave out.
+# Show the fastest tenth, quarter and half of the steps, because other load makes some steps slower but none faster.
+PARTS = 10, 4, 2
+# Leave out the first 30 steps of a run as a warm-up.
+WARM = 30
 
 
 class RecordingBatches(Batches):
@@ -83,7 +85,8 @@ def main() -> None:
     for turn in range(arguments.rounds + 1):
         for name in CONTESTANTS:
             found = microseconds(name, problem, arguments.steps)
-            if turn:  # The first round also imports and compiles.
+            # Leave out the first round, which also imports modules and compiles code.
+            if turn:
                 measured[name].append(found)
     overhead.Batches = kept  # type: ignore[misc]
     print(

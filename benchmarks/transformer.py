@@ -265,7 +265,7 @@ def main() -> None:
         "--toy", action="store_true", help="check the script with a tiny model and no compilation"
     )
     arguments = parser.parse_args()
-    # Import the package from this clone.
+    # Import the package from this clone, even if it is also installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     warnings.simplefilter("ignore")
     silence_loggers()

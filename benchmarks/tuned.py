@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-# Import the package from this clone.
+# Import the package from this clone, even if it is also installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabric_template import FabricLoop

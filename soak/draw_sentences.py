@@ -31,7 +31,7 @@ def docstrings(source):
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
     for node in ast.walk(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, kinds) else None
-        # Examples and lists of arguments are not sentences.
+        # Stop at the first example or list of arguments, because these parts are not sentences.
         yield from split_sentences(re.split(r"\n *(?:Example|Args|Attributes):", text or "")[0])
 
 

@@ -93,7 +93,7 @@ def kill_workers(run, draw, seconds):
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # Workers spend most of their time on imports, so three of four kills wait until training has started.
+        # A run spends most of its time on imports, so three of four kills wait until training has probably started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:
@@ -142,7 +142,8 @@ def campaign(kills, ranks, kind, seed, most):
             hits = kill_workers(run, draw, seconds)
             figures["kills"] += hits
             if not hits:
-                # If the machine has become less busy, runs are shorter than the undisturbed run, so kill earlier.
+                # The run ended before a kill, for example because the
+                # machine is less busy now. Kill earlier in the next runs.
                 seconds *= 0.8
             code = run.end()
             figures["rounds"] += 1

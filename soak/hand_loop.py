@@ -177,7 +177,8 @@ class HandLoop:
         if ranks > 1:
             self.steps = DistributedDataParallel(self.steps)
         self.epoch = self.global_step = 0
-        # The learning rate of the last step, and whether a validation has run since the last row.
+        # A CSV row needs the learning rate of the last step, and
+        # val_loss only after a validation since the previous row.
         self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
     def _prepare(self):
@@ -202,7 +203,8 @@ class HandLoop:
         if isinstance(loader, TensorLoader):
             dataset = TensorDataset(*loader.tensors)
             options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            # Unlike a DataLoader, a TensorLoader draws no random number for its workers.
+            # Give the DataLoader its own generator. Otherwise, it would
+            # draw a global random number, which a TensorLoader does not.
             options["generator"] = torch.Generator()
             shuffle = shuffle or loader.shuffle
             return DataLoader(dataset, sampler=self._sampler(dataset, shuffle), **options)
@@ -261,7 +263,7 @@ class HandLoop:
                 self.step_schedulers("step", batch_idx + 1, is_plateau=True)
             if self.is_done():
                 break
-        # If max_steps ends an epoch early, do not validate after this epoch.
+        # Validate only after a complete epoch, not after an epoch that max_steps ended early.
         if is_last and self.is_validation_due_at_end():
             self.validate()
         if is_last:
@@ -314,7 +316,7 @@ class HandLoop:
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
             if limit == length and not isinstance(loader, CombinedLoader):
-                # A for loop also runs the loader's code after the last batch.
+                # Call next() again, because a for loop also runs the code that a loader has after its last batch.
                 next(iterator, None)
             return
         # Without a length, only reading the next batch shows whether the current batch is the last one.
@@ -366,7 +368,7 @@ class HandLoop:
             return loss
 
         if not is_step:
-            # DDP averages the gradients only in the last batch before an optimizer step.
+            # Before the last batch of an accumulation window, no_sync() prevents DDP from averaging the gradients.
             with self.steps.no_sync() if self.ranks > 1 else contextlib.nullcontext():
                 closure()
             return

@@ -35,7 +35,7 @@ STRATEGIES = ("ddp", "fsdp", "single")
 CALLS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
 PATIENCE = 300.0
 BIN = Path(sys.executable).parent
-# The signals that torchrun handles by default, and SIGUSR1.
+# The first four are torchrun's default for --signals-to-handle. With SIGUSR1, torchrun handles that signal, too.
 CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 STEPS = 200
 
@@ -50,7 +50,7 @@ class Module(Classifier):
         return self(batch[0])
 
 
-# ---- The program of each process
+# ---- The training program that each launched process runs
 
 
 def where(launcher, strategy):
@@ -96,7 +96,8 @@ def work(launcher, strategy, folder):
             {k: v for k, v in row.items() if k not in ("time", "waiting")}
             for row in csv.DictReader(table.open())
         ]
-        # If the ranks are forked or spawned, the calling process has no optimizers.
+        # Return no optimizer states if the ranks are forked or
+        # spawned, because the calling process then has no optimizers.
         keeps = launcher not in ("spawn", "fork")
         return (
             loop,
@@ -138,7 +139,7 @@ def work_slowly():
     Path(f"ended{loop.global_rank}").write_text(str(loop.global_step))
 
 
-# ---- The launchers
+# ---- Functions that start the program with each launcher and compare the results
 
 
 def slurm(rank, ranks, port):
@@ -223,17 +224,19 @@ def run_table(folder):
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
         for launcher in LAUNCHERS:
+            # Fabric cannot fork or spawn the ranks of FSDP.
             if strategy == "fsdp" and launcher in (
                 "spawn",
                 "fork",
-            ):  # Fabric cannot fork or spawn the ranks of FSDP.
+            ):
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
             found = run(launcher, strategy, folder / f"{launcher}-{strategy}".replace(" ", "-"))
+            # A spawned or forked single process uses DDP, which draws different random numbers than a run without DDP.
             is_of_one = strategy == "single" and launcher in (
                 "spawn",
                 "fork",
-            )  # DDP with one rank draws different random numbers.
+            )
             expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
             problems = (
                 {"all": found} if isinstance(found, str) else compare_results(found, expected)
@@ -254,9 +257,9 @@ def run_table(folder):
     return cells, losses, furthest
 
 
-# ---- Signals
+# ---- Functions that send signals to torchrun and its workers
 
-# For each case: the receiver, the signal, --max-restarts, whether torchrun handles SIGUSR1, and whether the run is a SLURM job.
+# Each case: (receiver, signal, --max-restarts, whether torchrun handles SIGUSR1, whether the run is a SLURM job).
 SIGNALS = {
     "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
     "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),

@@ -20,7 +20,7 @@ X = torch.randn($samples, 8, generator=torch.Generator().manual_seed(5))
 Y = X[:, :3].argmax(1)
 """
 
-# ---- Datasets
+# ---- Source code of datasets, which defines make_data()
 
 _POINTS = """
 class Points(Dataset):
@@ -123,7 +123,7 @@ make_data = Points
 """,
 }
 
-# ---- Samplers: definitions, and arguments of the DataLoader
+# ---- Source code of samplers: (definitions, arguments of the DataLoader)
 
 _IMPORT = "from torch.utils.data import $name\n"
 _SEEDED = "torch.Generator().manual_seed(7)"
@@ -256,7 +256,7 @@ BATCH_SAMPLERS = {
     ),
 }
 
-# ---- Loaders: make_train(batch_size)
+# ---- Source code of loaders, which defines make_train(batch_size) or make_val()
 
 _DATALOADER = """
 def make_train(batch_size=4):
@@ -320,7 +320,7 @@ def make_train(batch_size=4):
     short = DataLoader(TensorDataset(X[:10], Y[:10]), batch_size, shuffle=True$collate)
     return CombinedLoader({{"a": DataLoader(data, $arguments), "b": short}}, "{_mode}")
 """
-# Loaders that use no dataset from the table, no sampler and no collate function.
+# These loaders create their batches themselves, without a dataset, a sampler or a collate function of this file.
 OWN_LOADERS = (
     "tensor_loader", "tensor_loader_generator", "list_of_batches", "own_iterable", "own_sized_iterable",
 )  # fmt: skip
@@ -354,7 +354,7 @@ def make_val():
 """,
 }
 
-# ---- Batches: collate and get_xy
+# ---- Source code that packs and unpacks batches, which defines collate() and get_xy()
 
 _STACK = """
 def stack(samples):
@@ -445,7 +445,7 @@ def eval_loss_of(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 """
 
-# ---- Networks: make_net
+# ---- Source code of networks, which defines make_net()
 
 _MLP = "nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))"
 
@@ -698,9 +698,9 @@ for _name, _value in {
         "        self.calls = int(state)\n    def forward",
     )
 
-# ---- Styles: step functions, step methods or a LightningModule, and the function build()
+# ---- Source code of models: step functions, step methods or a LightningModule, and the function build()
 
-# $log is the training step's line that logs. $returned is the value that the step returns.
+# In these templates, $log stands for the line of the training step that logs, and $returned for the returned value.
 STYLES = {
     "functions": """
 def training_step(net, batch):
@@ -824,7 +824,7 @@ for _kind, _nets, _first, _second, _all in (
         )
     )
 
-# Hooks of a LightningModule: (code in __init__, methods).
+# Source code of a LightningModule's hooks: (lines of __init__, methods).
 HOOKS = {
     "freezes": (
         "",
@@ -1054,7 +1054,7 @@ _LOG_VALUE = 'self.log("metric", self.metric($values), on_step=False, on_epoch=T
 _LOG_DICT = "self.log_dict(self.metric($values), on_step=False, on_epoch=True)"
 _SQUARES = "torch.arange(4.0) * (batch_idx + 1), torch.arange(4.0).sin()"
 _NUMBER = "torch.tensor(1.0 + batch_idx).sin()"
-# torchmetrics objects: (constructor, line in the training step).
+# Source code of torchmetrics objects: (constructor, line of the training step that updates and logs the object).
 METRICS = {
     "accuracy": (_ACCURACY, f"self.metric({_GUESS}){_LOG_OBJECT}"),
     "accuracy_value": (_ACCURACY, fill(_LOG_VALUE, values=_GUESS)),
@@ -1126,7 +1126,7 @@ class Settings:
 """,
 }
 
-# ---- Optimizers of the parameters p, and schedulers of the optimizer
+# ---- Source code of optimizers, whose parameters are in the variable p, and of schedulers
 
 OPTIMIZERS = {
     "SGD": "torch.optim.SGD(p, lr=0.05)",

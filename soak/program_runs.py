@@ -42,12 +42,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fabric_template import FabricLoop, MiniLoop
 
 LOOPS = ("FabricLoop", "MiniLoop", "Trainer", "HandLoop")
-# Options that Trainer does not have. Trainer saves checkpoints through ModelCheckpoint.
+# These options are removed before a run with Trainer, which does not have them.
 OWN_OPTIONS = (
     "name", "version", "monitor", "mode", "save_top_k", "save_last", "save_every_n_steps",
     "validate_every_n_steps", "seed", "compile", "on_nan", "hparams", "log_grad_norm",
 )  # fmt: skip
-# Options that do not affect the results, and that MiniLoop does not support.
+# These options are removed before a run with MiniLoop, which does not support them. They do not affect the results.
 NEUTRAL_OPTIONS = ("num_sanity_val_steps", "inference_mode", "deterministic", "detect_anomaly")
 MINI_OPTIONS = {field.name for field in fields(MiniLoop)}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -56,7 +56,8 @@ HOOKS = (
     "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_save_checkpoint",
 )  # fmt: skip
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
-SECONDS = 300  # A run that takes longer than this counts as hanging.
+# A run that takes longer than this number of seconds counts as hanging.
+SECONDS = 300
 
 
 class PlannedError(Exception):
@@ -112,7 +113,7 @@ class FullDisk(Fault):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
-# ---- The runs
+# ---- Functions that run a program with each kind of loop and return the results
 
 
 def load_program(source):
@@ -141,7 +142,7 @@ def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
         "options": program["options"],
-        # List the files before the validation, which writes another row to steps.csv.
+        # Read the files before calling validate(), which writes another row to steps.csv.
         "files": files_of(root),
         "validated": validate(loop, program) if program["changes"].get("is_logged") else None,
     }
@@ -255,7 +256,7 @@ def state_of(model, optimizers, schedulers):
     }
 
 
-# ---- Processes
+# ---- A run in forked processes, one per rank
 
 
 class Run:
@@ -264,7 +265,7 @@ class Run:
     def __init__(self, source, loop, root, ranks=1, seed=1, event=None, resume=None, **changes):
         self.source, self.loop, self.root, self.ranks = source, loop, Path(root), ranks
         self.seed, self.event, self.resume = seed, event, resume
-        # Options and program values that differ in this run.
+        # In this run, these options and values replace those of the program.
         self.options, self.changes = changes.get("options", {}), changes.get("changes", {})
         self.end_path = self.root.with_name(f"{self.root.name}.end")
         self.log_path = self.root.with_name(f"{self.root.name}.log")
@@ -281,7 +282,8 @@ class Run:
             end = {**read_pickle(self.end_path), "codes": codes}
             if self.ranks > 1 and "weights" in end:
                 others = read_pickle(Path(f"{self.end_path}1"))
-                # With DDP, buffers differ between processes, because each process has a different last batch.
+                # Ranks count as in sync even if buffers differ, because
+                # each rank updates its buffers with a different last batch.
                 names = {name for buffers in end["buffers"] for name in buffers}
                 found = differences(end["weights"], others)
                 end["is_in_sync"] = all(any(name in line for name in names) for line in found)
@@ -418,13 +420,13 @@ def wait(pids, is_ended):
                 codes[pid] = -signal.SIGKILL if is_left else "hang"
         time.sleep(0.001)
     for pid in pids:
-        # Kill the DataLoader workers that a killed run has left running.
+        # Kill the process group of each rank, because a killed rank leaves its DataLoader workers running.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     return list(codes.values())
 
 
-# ---- Comparable values
+# ---- Functions that convert results to plain values and compare them
 
 
 def plain(value):
@@ -467,7 +469,7 @@ class Numbers:
         return f"{self.dtype} {self.values}"[:80]
 
 
-# Values that depend on the time or on the number of restarts.
+# Comparisons ignore these values, which depend on the time or on the number of restarts.
 CLOCKS = {
     "time", "waiting", "seconds", "seconds_waited", "eval_seconds", "samples_per_second", "time_elapsed", "elapsed", "duration", "created",
     "written", "excluded_seconds", "saved_at", "last_model_path",
@@ -501,7 +503,8 @@ def differences(expected, found, path="", tolerance=0.0, is_subset=False):
         expected, found = expected.values, found.values
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *(key for key in found if key not in expected)]:
-            # Ignore "rebound", because a resumed run may have replaced more attributes with new objects.
+            # Ignore the list "rebound" of replaced attributes, because a
+            # resumed run may replace more attributes with new objects.
             if key in CLOCKS or key == "rebound":
                 continue
             if key in expected and key in found:

@@ -84,9 +84,6 @@ class Samples(Dataset):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-# mlcolvar
-
-
 def build_mlcolvar():
     from mlcolvar import cvs
     from mlcolvar.core.loss import TDALoss
@@ -147,9 +144,6 @@ def build_mlcolvar():
     return {case.__name__: case for case in cases}
 
 
-# chemprop
-
-
 def build_chemprop():
     from chemprop import data
     from chemprop import nn as chemprop_nn
@@ -200,7 +194,7 @@ def build_chemprop():
     return {case.__name__: case for case in (regression, evidential, atoms, multicomponent)}
 
 
-# disent
+# The dataset and the cases of the package disent
 
 
 class Observations(Dataset):
@@ -240,9 +234,6 @@ def build_disent():
     names += [(vae, "AdaVae"), (vae, "AdaGVaeMinimal"), (vae, "AdaNegTripletVae")]
     names += [(ae, n) for n in ("Ae", "TripletAe", "AdaAe", "AdaNegTripletAe")]
     return {name: partial(case, package, name) for package, name in names}
-
-
-# neuralforecast
 
 
 def build_neuralforecast():
@@ -303,9 +294,6 @@ def build_neuralforecast():
     return {name: partial(case, name) for name in options}
 
 
-# pytorch-forecasting
-
-
 def build_pytorch_forecasting():
     import pandas as pd
     import pytorch_forecasting as pf
@@ -350,9 +338,6 @@ def build_pytorch_forecasting():
     return {name: partial(case, name) for name in options}
 
 
-# darts
-
-
 def build_darts():
     from darts import TimeSeries, models
 
@@ -382,9 +367,6 @@ def build_darts():
         return capture_fit(lambda: model.fit(series(0), val_series=series(1)))
 
     return {name: partial(case, name) for name in options}
-
-
-# gluonts
 
 
 def build_gluonts():
@@ -426,9 +408,6 @@ def build_gluonts():
         return capture_fit(lambda: estimator.train(*sets))
 
     return {path.split(":")[1]: partial(case, path) for path in options}
-
-
-# scvi-tools
 
 
 def build_scvi():
@@ -474,9 +453,6 @@ def build_scvi():
     return {name: partial(case, name) for name in (*names, "AmortizedLDA")}
 
 
-# deeptab
-
-
 def build_deeptab():
     import pandas as pd
     from deeptab import models
@@ -500,9 +476,6 @@ def build_deeptab():
 
     cases = {f"{name}Regressor": partial(case, name, "Regressor") for name in names}
     return cases | {f"{n}Classifier": partial(case, n, "Classifier") for n in ("MLP", "TabM")}
-
-
-# lightly
 
 
 def build_lightly():
@@ -589,9 +562,6 @@ def build_lightly():
         return Contrastive(), loaders_of(Named())
 
     return {case.__name__: case for case in (linear, online, benchmark)}
-
-
-# lightning-uq-box
 
 
 def build_lightning_uq_box():
@@ -682,9 +652,6 @@ def build_lightning_uq_box():
         return model, {"datamodule": images(name) if is_image else table(name)}
 
     return {name: partial(case, name) for name in makers}
-
-
-# torch-uncertainty
 
 
 def build_torch_uncertainty():

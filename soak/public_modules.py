@@ -44,7 +44,7 @@ from fabric_template import FabricLoop
 
 EPOCHS = 3
 SECONDS_PER_RUN = 180
-# Columns that depend on the time.
+# Comparisons ignore these CSV columns, which differ even between two identical runs.
 CLOCK_COLUMNS = ("time", "waiting", "gpu_memory", "samples_per_second")
 OPTIONS = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "log_every_n_steps": 1}
 OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
@@ -74,7 +74,7 @@ def make_hook(name):
 Places = type("Places", (PlaceCounter,), {name: make_hook(name) for name in HOOKS})
 
 
-# Runs
+# Functions that train one module with Trainer or FabricLoop
 
 
 def set_random_states(seed):
@@ -167,7 +167,7 @@ def read_rows(path):
     return [{k: v for k, v in row.items() if k not in CLOCK_COLUMNS} for row in rows]
 
 
-# Processes
+# Functions that run a training in a forked process
 
 
 def run_process(folder, function, *args, **options):
@@ -213,7 +213,7 @@ def run_child(folder, result, output, function, args, options):
         os._exit(code)
 
 
-# Comparison
+# Functions that compare the results of two runs
 
 
 def first_difference(expected, actual, name=""):
@@ -276,7 +276,7 @@ def describe(expected, actual, ignored=()):
     return first_difference(expected, actual) or "same"
 
 
-# The campaign
+# Functions that train the modules of each package, kill the runs and resume them
 
 
 def choose_places(names, generator):
@@ -300,7 +300,7 @@ def try_module(case, folder, generator, options):
     trainer = run_process(folder / "a", train_with_trainer, case, folder / "a")
     every = generator.choice([1, 1, 2, 3])
     whole = run_process(folder / "b", train_with_loop, case, folder / "b", every)
-    # Do not compare CSV files, because Trainer writes different ones.
+    # Do not compare CSV files, because Trainer and FabricLoop write different files.
     found["parity"] = describe(trainer, whole, ignored=("csv",))
     if isinstance(whole, str):
         return found
@@ -311,13 +311,14 @@ def try_module(case, folder, generator, options):
         if killed != "killed":
             found[f"killed {number + 1}"] = f"not killed at {names[place]}: {killed}"
             continue
-        # A run that was killed before its first save starts from scratch, so it needs the same seed.
+        # A run that was killed before its first save starts from
+        # scratch, so it needs the seed of the uninterrupted run.
         has_saved = any(where.rglob("*.ckpt"))
         again = {"resume": "auto", "seed": options.other_seed if has_saved else None}
         resumed = run_process(where, train_with_loop, case, where, every, **again)
         difference = describe(whole, resumed)
         if "are not created" in difference:
-            # The checkpoint contains objects that can only be loaded with weights_only=False.
+            # Resume with weights_only=False, because the checkpoint contains objects that cannot be loaded otherwise.
             again["weights_only"] = False
             resumed = run_process(where, train_with_loop, case, where, every, **again)
             difference = f"refused by name; trusted: {describe(whole, resumed)}"

@@ -10,9 +10,10 @@ import re
 import program_pieces as pieces
 
 ORDERS = {**pieces.SAMPLERS, **pieces.BATCH_SAMPLERS}
-# Networks that draw random numbers. Trainer cannot continue their training exactly, because it does not restore RNG states.
+# These networks draw random numbers. Trainer cannot resume their
+# training exactly, because it does not restore RNG states.
 RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "recomputed")
-# Networks whose attributes change during training. Trainer does not save these attributes.
+# Training changes attributes of these networks. Trainer does not save them, so it cannot resume exactly.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
 NETS_WITH_ATTRIBUTES += ("recurrent_state", "schedule")
 HOOKS_WITH_ATTRIBUTES = {
@@ -25,7 +26,7 @@ HOOKS_WITH_ATTRIBUTES = {
 HOOKS_WITH_ATTRIBUTES |= {"captures_activations"}
 PLAIN_ORDERS = ("in_order", "sequential", "own_set_epoch", "distributed")
 
-# ---- Drawing a description
+# ---- Functions that draw the description of a random program
 
 
 def draw(seed, number, ranks=1, killed=False, only=()):
@@ -121,7 +122,7 @@ def draw_lightning(generator, description):
     description["callbacks"] = [name for name in pieces.CALLBACKS if generator.random() < 0.04]
 
 
-# The probability and the possible values of each option.
+# Map each option to (the probability that a program sets it, its possible values).
 OPTIONS = {
     "accumulate_grad_batches": (0.12, [2, 3]),
     "gradient_clip_val": (0.12, [0.1, 1.0]),
@@ -160,7 +161,8 @@ def draw_options(generator, description, killed):
     return options
 
 
-# Events and their relative frequencies. The last five events change something between two runs, such as the batch size.
+# Map each event to its relative frequency. The last five events
+# change something between two runs, such as the batch size.
 EVENTS = {
     "SIGKILL": 8,
     "SIGTERM": 2,
@@ -210,7 +212,7 @@ def has_repeated_method(hooks):
     return len(set(methods)) < len(methods)
 
 
-# Callbacks that monitor a metric.
+# These callbacks need a metric to monitor, so they exclude programs that do not log this metric.
 FOLLOWERS = {"early_stopping", "early_stopping_in_training", "best_checkpoint"}
 
 
@@ -218,7 +220,7 @@ def event_kind(d):
     return d["event"]["kind"] if d["event"] else None
 
 
-# Programs that make no sense, as (reason, condition).
+# Never draw a program that makes no sense. Each entry is (reason, condition on the description).
 INVALID = [
     ("persistent workers need workers", lambda d: d["persistent"] and not d["workers"]),
     (
@@ -407,7 +409,8 @@ INVALID = [
             d["loader"] == "dataloader"
             and d["sampler"] in ("in_order", "shuffle")
             and not is_lightning(d)
-            # Starting workers draws a random number, and the hand-written loop starts them at a different time.
+            # Starting workers draws a random number, and the hand-written
+            # loop starts persistent workers at a different time.
             and not d["persistent"]
         ),
     ),
@@ -434,7 +437,7 @@ INVALID = [
      and "max_steps" in d["options"]),
 ]  # fmt: skip
 
-# Programs in which torch or Lightning is inexact, as (reason, condition).
+# Never draw a program in which torch or Lightning is inexact. Each entry is (reason, condition on the description).
 EXCLUDED = [
     (
         "Trainer fails with EarlyStopping and a time-based val_check_interval",
@@ -548,13 +551,13 @@ def is_possible(description):
     return not any(is_in(description) for _, is_in in (*INVALID, *EXCLUDED))
 
 
-# ---- Assembling a script
+# ---- Functions that assemble the source code of a program from a description
 
 
 def assemble(description):
     d = description
     samples = 26 if d["ranks"] == 1 else 28
-    # The steps log val_loss. Without a validation, callbacks monitor train_loss.
+    # Callbacks monitor val_loss, or train_loss if the program has no validation.
     monitor = "val_loss" if d["val"] != "none" else "train_loss"
     sampler_code, sampler = {"none": ("", "")}.get(d["sampler"]) or ORDERS[d["sampler"]]
     is_own_loader = d["loader"] in pieces.OWN_LOADERS
@@ -708,7 +711,7 @@ def script_of(description, source):
     )
 
 
-# ---- Reducing a program
+# ---- Functions that simplify a program as long as it still shows a difference
 
 SIMPLEST = {
     "workers": 0, "persistent": False, "callbacks": [], "hooks": [], "hyperparameters": "none", "given": "loaders", "metric": "none",
@@ -716,7 +719,7 @@ SIMPLEST = {
     "batch": "default", "drop_last": False, "loader": "dataloader", "data": "tensors", "sampler": "in_order",
     "val": "none", "net": "linear", "style": "functions", "ranks": 1,
 }  # fmt: skip
-# Options that every program sets.
+# Every program sets these options, so they are never removed from a program.
 FREE = ("max_epochs", "log_every_n_steps")
 
 

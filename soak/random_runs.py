@@ -43,10 +43,10 @@ from random_programs import (
 from tqdm import tqdm
 from victim import quiet
 
-# ---- Checking a program
+# ---- Functions that run one program with several loops and compare the results
 
 ENDS = ("weights", "buffers", "attributes", "optimizers", "schedulers", "counters")
-# The results of a resumed run that must equal those of an uninterrupted run.
+# All of these results of a resumed run must equal those of an uninterrupted run.
 ALL_ENDS = (*ENDS, "metrics", "rows", "modes", "random", "files")
 OWN_LOOPS = ("FabricLoop", "MiniLoop")
 OTHER = {"FabricLoop": "MiniLoop", "MiniLoop": "FabricLoop"}
@@ -113,7 +113,7 @@ class Check:
         elif end.get("is_by_name"):
             self.outcome.refusals[loop] = end["error"]
         elif "MisconfigurationException" in end.get("error", ""):
-            # Lightning also refuses the program.
+            # A MisconfigurationException shows that Trainer refuses the program, too, so the program is invalid.
             self.outcome.is_invalid = True
         elif "error" in end and oracle is not None and "error" in oracle:
             self.outcome.is_invalid = True
@@ -134,13 +134,13 @@ class Check:
                 found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
                 names = ["logged", "validated", "random"] if self.event is None else ["random"]
                 found += part_differences(names, oracle, end)
-            # The numbers of rows differ if the run is step-based, with one row per validation.
+            # Skip the rows if their numbers differ, as in a step-based run, which writes one row per validation.
             if self.oracle == "HandLoop" and len(oracle["rows"]) == len(end["rows"]):
                 found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
             self.outcome.add(f"{loop} differs from {self.oracle}", found)
             self.outcome.compared.append(f"{loop} and {self.oracle}")
 
-    # Events
+    # Methods that end a run with an event and finish it in another run
 
     def check_event(self, loop, whole, oracle):
         """Compare an interrupted run with an uninterrupted one."""
@@ -246,27 +246,30 @@ def is_allowed_after_resume(line, end):
         line.startswith("files/checkpoints/run/last.ckpt")
         and end["options"].get("save_last") is False
     ):
-        # An interrupted run saves last.ckpt in any case, and the file stays in place.
+        # Even with save_last=False, an interrupted run saves last.ckpt, and the resumed run does not remove this file.
         return True
     if line.startswith(f"files/{last}"):
-        # At the end of a resumed run, ModelCheckpoint saves a checkpoint unless the run has already saved one.
+        # ModelCheckpoint's last.ckpt may differ, because a resumed
+        # run saves it at its end unless it has already saved it.
         return end["files"].get(last, {}).get("global_step") == end["counters"][1]
     if line.endswith("/differentiable: more"):
-        # When an optimizer loads a state, torch adds this default to the optimizer, so later groups also have it.
+        # When an optimizer loads a state, torch adds the default
+        # "differentiable" to it, so later groups also have this key.
         return True
     if line.endswith("/callbacks/callbacks.VisitsHooks: more"):
-        # Only runs that an event ends have this callback, which counts the hooks.
+        # The callback VisitsHooks counts hooks. Only runs that an event ends have it.
         return True
     if re.search(
         r"/((plain_state|model)/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$",
         line,
     ):
-        # A resumed run also saves an attribute or a flag that changed earlier and has since returned to its first value.
+        # A resumed run also saves an attribute or flag that has changed and then returned to its first value.
         return True
     if line == "schedulers: 0 items instead of 1":
-        # StochasticWeightAveraging sets its scheduler during an epoch, but this resumed run had no epoch left.
+        # StochasticWeightAveraging replaces the scheduler during an
+        # epoch, but this resumed run had no epoch left to train.
         return True
-    # ModelCheckpoint keeps the file from which the run was resumed.
+    # A resumed run may have one more file, because ModelCheckpoint keeps the file from which the run was resumed.
     return re.fullmatch(r"files/logs/run/checkpoints/.*\.ckpt: more", line) is not None
 
 
@@ -307,12 +310,12 @@ def best_differences(end):
     best = end["files"].get("checkpoints/run/best.ckpt")
     monitor, rows, options = end["options"].get("monitor"), end["rows"], end["options"]
     is_by_steps = "validate_every_n_steps" in options or "max_steps" in options
-    # With several validations in an epoch, an epoch-based run still writes a single row. In a step-based
-    # run, the monitored training loss is the mean of the epoch, but a row contains the mean since the previous row.
+    # Some rows do not show the monitored value. An epoch-based run writes one row even after several validations.
+    # A step-based run monitors the epoch mean of train_loss, but its rows contain the mean since the previous row.
     has_other_values = "val_check_interval" in options or (is_by_steps and monitor == "train_loss")
     if best is None or has_other_values or not all(monitor in row for row in rows):
         return []
-    # An epoch without a validation has no score.
+    # Leave out rows in which the monitored value is NaN, because an epoch without a validation has no score.
     scores = {row["step"]: row[monitor] for row in rows if row[monitor] == row[monitor]}
     expected = min(scores, key=scores.get)
     found = best["global_step"]
@@ -333,7 +336,7 @@ def check(path, ranks=1, event=None):
     sys.exit(bool(outcome.differences))
 
 
-# ---- Many programs
+# ---- Functions that check many random programs and report the results
 
 
 class Report:
@@ -401,19 +404,19 @@ def draw_program(options, number):
         return description
     known = {*MINI_OPTIONS, *NEUTRAL_OPTIONS}
     kept = {name: value for name, value in description["options"].items() if name in known}
-    # MiniLoop has no sanity check.
+    # Turn off the sanity check of the other loops, because MiniLoop has none.
     return {**description, "callbacks": [], "options": {**kept, "num_sanity_val_steps": 0}}
 
 
 def run_numbers(numbers, options, folder, pipe):
     """Check the programs with these numbers, and write each result to a pipe."""
     warm_up(folder / "warm")
-    # The known causes, each with the pieces of its reduced program.
+    # Remember (cause, pieces of the reduced program), so that each cause is reduced only once.
     causes = []
     for number in numbers:
         description = draw_program(options, number)
         outcome = check_description(description, folder / "runs", options.loops)
-        # Sort FabricLoop's differences first, so that the program is reduced for one of them.
+        # Sort FabricLoop's differences first, because the script contains the program reduced for the first difference.
         outcome.differences.sort(key=lambda item: "FabricLoop" not in item[0].split()[0])
         reduced, script_path = description, None
         if outcome.differences:
@@ -457,7 +460,7 @@ def warm_up(folder):
     """Run each loop once in this process, so that forked processes have already imported everything."""
     quiet()
     torch.set_num_threads(1)
-    # Otherwise, tqdm would start a thread that watches its bars.
+    # Prevent tqdm from starting a thread that watches its bars, because a process with threads must not fork.
     tqdm.monitor_interval = 0
     for style, loops in {"functions": LOOPS, "lightning": ("FabricLoop", "Trainer")}.items():
         description = {**SIMPLEST, "style": style, "options": {"max_epochs": 1}, "val": "one"}

@@ -50,14 +50,14 @@ class Reads(Layer):
         self.recorded.append((operation, os.path.relpath(path, self.root)))
         if self.count != self.n:
             return None
-        # Do not truncate reads of CSV files, because only the file's size would reveal the missing bytes.
+        # Truncate only checkpoints. In a CSV file, nothing but the file's size would reveal that bytes are missing.
         if self.kind == "end" and operation == "read" and path.endswith(".ckpt"):
             return 0
         code = errno.EMFILE if self.kind == "EMFILE" else errno.EIO
         raise OSError(code, os.strerror(code))
 
     def path_of(self, file=None):
-        # Do not count reads by this method itself.
+        # Ignore operations that path_of() itself causes, because they are not part of the run.
         if self._is_busy or file is None:
             return None
         self._is_busy = True

@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
 SOAK = ROOT / "soak"
+# The longest parts come first, so that parallel jobs end at about the same time.
 PARTS = (
     "programs",
     "killed",
@@ -43,8 +44,9 @@ PARTS = (
     "reads",
     "sweep",
     "tests",
-)  # The longest part comes first.
-SKIPPED = 77  # The exit code of a part that this machine cannot run.
+)
+# A part ends with this exit code if this machine cannot run it.
+SKIPPED = 77
 
 
 def command_of(part, options, seed):

@@ -5,6 +5,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Set this before torch and NumPy are imported. The scripts fork, so they must have only one thread.
+# torch and NumPy read OMP_NUM_THREADS at import. The scripts fork, so they must have only one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "faults")]

@@ -30,12 +30,12 @@ from pathlib import Path
 import search_path  # noqa: F401
 
 SOAK = Path(__file__).parent
-# This environment variable is set in processes that have preloaded the library.
+# preload() sets this environment variable in the process that has preloaded the library of failing system calls.
 READY = "FABRIC_TEMPLATE_FAULTS"
 
 HOW = {"error": 1, "done": 2, "half": 3, "SIGKILL": 4}
 CODES = ("EIO", "EIO", "ENOSPC", "EMFILE", "ENOMEM", "EACCES", "EDQUOT", "ESTALE")
-# Test harnesses read this exit code as "not run".
+# Exit with this code if the test cannot run here. Test harnesses such as automake's read 77 as "not run".
 SKIPPED = 77
 
 
@@ -68,7 +68,8 @@ def campaign(count, seed):
         read_checkpoint,
     )
 
-    library = ctypes.CDLL(os.environ[READY])  # The preloaded library.
+    # Load the library that preload() has preloaded, to call its functions.
+    library = ctypes.CDLL(os.environ[READY])
     library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p
     library.faults_arm.argtypes = (
         ctypes.c_char_p,
@@ -168,11 +169,11 @@ def campaign(count, seed):
         if at_least > max(steps(root), default=0):
             return f"step {at_least} was saved, but step {max(steps(root), default=0)} is left"
         if result["end"] == "a line" and previous is not None and files == contents(previous):
-            return None  # Nothing was changed.
+            # The run refused to start with a one-line error and changed no file, so nothing is lost.
+            return None
         train(root)
-        without = (
-            () if result["end"] == "SIGKILL" else BEST
-        )  # A best checkpoint that could not be written is missing.
+        # Do not compare the best checkpoint after an error, because a run continues if it cannot write this file.
+        without = () if result["end"] == "SIGKILL" else BEST
         return difference(without_names(whole, without), without_names(end_of(root), without))
 
     try:

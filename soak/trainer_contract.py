@@ -56,7 +56,8 @@ MODULE_HOOKS = [
 MODULE_HOOKS += [
     name for name in dir(pl.LightningModule) if name.startswith("on_") and name != "on_gpu"
 ]
-# Without a training loader, Trainer's estimated_stepping_batches leaves DataLoader patched.
+# Do not read methods or estimated_stepping_batches. Without a
+# training loader, reading the latter leaves DataLoader patched.
 NOT_READ = [
     "fit",
     "validate",
@@ -79,7 +80,7 @@ OWN_CLASSES |= dict.fromkeys(
     ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace"), "counters"
 )
 
-# Attributes that differ on purpose, as (attribute, moments, reason). docs/differences.md also lists them.
+# These attributes differ on purpose: (attribute, moments, reason). docs/differences.md also lists them.
 ON_PURPOSE = [
     (r"\w+_loop\.(restart|resum|is_resuming|skip|done)\w*", ".*", "states of Trainer's own loops"),
     (r"\w+_loop\.(inference_mode|verbose|num_dataloaders)", ".*", "arguments of a call"),
@@ -152,7 +153,7 @@ OPTIONS = {
     },
 }
 
-# torchrun sets WORLD_SIZE.
+# Use two processes only under torchrun, which sets WORLD_SIZE.
 PROCESSES = {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
 PROCESSES = PROCESSES if os.environ.get("WORLD_SIZE") == "2" else {}
 

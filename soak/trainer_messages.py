@@ -64,7 +64,7 @@ def without(name):
     return changed(**{name: getattr(pl.LightningModule, name)})
 
 
-# Options
+# Cases about the options of the loop
 
 OPTIONS = {
     "fast_dev_run": [-1],
@@ -103,7 +103,7 @@ def add_options():
         CASES[f"option barebones with {name}"] = lambda loop, o=options: fit(loop, **o)
 
 
-# Models and steps
+# Cases about models and their steps
 
 
 def add_models():
@@ -180,7 +180,7 @@ def model_is_no_module(loop):
     loop(**SILENT).fit(3)
 
 
-# Logging
+# Cases about self.log and self.log_dict
 
 
 def logs(*args, **kwargs):
@@ -281,7 +281,7 @@ def log_a_metric_before_its_update(loop):
     fit(loop, model)
 
 
-# Optimizers and schedulers
+# Cases about optimizers and schedulers
 
 
 def configured(make):
@@ -343,7 +343,7 @@ def optimizer_step_without_closure(loop):
     fit(loop, changed(optimizer_step=lambda self, *args: None))
 
 
-# Data
+# Cases about loaders and datamodules
 
 
 class Stream(IterableDataset):
@@ -429,7 +429,7 @@ def datamodule_and_module_have_hook(loop):
     )
 
 
-# Callbacks and checkpoints
+# Cases about callbacks and checkpoints
 
 CALLBACKS = {
     "two bars": lambda: [callbacks.TQDMProgressBar(), callbacks.RichProgressBar()],
@@ -549,10 +549,10 @@ def anomaly_detection(loop):
 for add in (add_options, add_models, add_logs, add_optimizers, add_data, add_callbacks):
     add()
 
-# Comparison
+# Functions that run a case with both loops and compare errors and warnings
 
 
-# The cases that differ on purpose. docs/differences.md also lists them.
+# These cases differ on purpose: (pattern of names, reason). docs/differences.md also lists them.
 ON_PURPOSE = [
     ("model_is_no_module|no_loader", "plain modules and objects are models, too"),
     ("half_precision_on_a_cpu|option devices=.*", "Fabric's message, with its own name"),
@@ -564,7 +564,7 @@ ON_PURPOSE = [
     ("log a name that is no text", "names the value, which Trainer's error does not"),
     ("data too few for a row", "metrics.csv has a row for each epoch"),
 ]
-# Warnings from torch, and messages about the machine.
+# Comparisons ignore warnings that torch raises and messages about the machine.
 NOISE = re.compile(r"`isinstance\(treespec|GPU available|TPU available|HPU available|💡|Handling")
 
 
@@ -590,7 +590,7 @@ class Records(logging.Handler):
 def listen(run, loop):
     found, records = Messages(), Records()
     for module in list(sys.modules.values()):
-        # Lightning shows some warnings only once per process.
+        # Clear Lightning's caches of warnings, because Lightning shows some warnings only once per process.
         if isinstance(vars(module).get("warning_cache"), WarningCache):
             module.warning_cache.clear()
     names = (

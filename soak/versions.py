@@ -29,7 +29,7 @@ TOOLS = [
 ]
 NOTEBOOKS = ["nbmake", "nbclient", "ipykernel"]
 
-# name: (pip's arguments for torch, and those for the other packages)
+# Map each row's name to (pip's arguments for torch, pip's arguments for the other packages).
 ROWS = {
     "lowest": ("torch==2.6.0", ["-c", "constraints-lowest.txt", "lightning", "pytorch-lightning"]),
     "lightning 2.5": ("torch==2.13.0", ["lightning==2.5.5", "pytorch-lightning==2.5.5"]),
@@ -84,7 +84,7 @@ def run_tests(python, tests):
     versions = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    # Other versions give different deprecation warnings, so warnings are not errors here.
+    # Do not turn warnings into errors, because other versions give different deprecation warnings.
     command = [
         python,
         "-m",
