@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-# Set these variables before torch and matplotlib are imported. Child processes inherit them.
+# Set these variables here, because matplotlib and torch read them at import, and child processes inherit them.
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ["OMP_NUM_THREADS"] = "1"  # Tests with two ranks are slower if each rank has several threads.
+# Use one thread, because tests with two ranks are slower if each rank has several threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
@@ -35,11 +36,11 @@ os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 FOLDER_NUMBERS = itertools.count()
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Folders that tools such as pytest and ruff may write at any time.
+# The check for new files ignores these folders, because tools such as pytest and ruff may write them at any time.
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
-# A shell starts background processes with SIGINT ignored, but some tests need Ctrl-C.
+# Some tests need Ctrl-C, but a shell starts background processes with SIGINT ignored.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -66,7 +67,8 @@ def pytest_configure(config):
         if len(cores) > 2:
             first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
             os.sched_setaffinity(0, {cores[first % len(cores)], cores[(first + 1) % len(cores)]})
-        elif len(cores) < 2:  # torch warns if there are more workers than processors.
+        elif len(cores) < 2:
+            # Report two processors, because torch warns if there are more workers than processors.
             os.sched_getaffinity = lambda pid: {0, 1}
     elif (os.cpu_count() or 1) < 2:
         os.cpu_count = lambda: 2
@@ -169,9 +171,8 @@ def repository_names():
 def run_in_temporary_folder(monkeypatch, tmp_path, repository_names):
     """Run each test in its own folder, and check that it writes nothing in the repository."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "GIT_CEILING_DIRECTORIES", str(tmp_path.parent)
-    )  # Git must not find a repository in a parent folder.
+    # Git must not find a repository in a parent folder.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     yield
     new = sorted(_repository_names() - repository_names)
     repository_names.update(new)
@@ -200,7 +201,8 @@ def seed_random_numbers():
     """Seed each test, so that its random numbers do not depend on earlier tests."""
     random.seed(0)
     np.random.seed(0)
-    # torch.manual_seed() is slower, because it records a traceback for each device type.
+    # Seed the generator directly, because torch.manual_seed() also
+    # records a traceback for each device type, which is slow.
     torch.default_generator.manual_seed(0)
 
 
@@ -236,7 +238,8 @@ def check_signal_handlers():
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]
-    if threading.current_thread() is threading.main_thread():  # Only the main thread may set handlers.
+    if threading.current_thread() is threading.main_thread():
+        # Only the main thread may set signal handlers.
         for number in changed:
             signal.signal(number, before[number])
     names = ", ".join(signal.Signals(number).name for number in changed)
@@ -246,14 +249,16 @@ def check_signal_handlers():
 @pytest.fixture
 def quick_spawn(monkeypatch):
     """Make spawned processes start quickly, by forking a process that has imported torch and Lightning."""
-    resource_tracker.ensure_running()  # The real Python must start the tracker, which outlives the test.
+    # Start the resource tracker with the real Python, because the tracker outlives the test.
+    resource_tracker.ensure_running()
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 
 
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
-    pyplot = sys.modules.get("matplotlib.pyplot")  # Do not import pyplot just to close figures.
+    # Close figures only if the test has imported pyplot, because the import is slow.
+    pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close("all")
 

@@ -12,7 +12,8 @@ from runs import Snapshots, assert_same_end, fit, logs_of, same, tree, val_loade
 
 from fabric_template import FabricLoop, MiniLoop
 
-EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_steps": 0}  # eight batches
+# Each training epoch has eight batches of four samples.
+EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_steps": 0}
 
 
 def scored(*scores, every=2):
@@ -56,7 +57,7 @@ def test_a_run_killed_after_a_validation_resumes_exactly(tmp_path):
     options = {**EPOCH, "monitor": "val_loss", "save_top_k": 2, "max_epochs": 2}
     options |= {"val_check_interval": 3, "accumulate_grad_batches": 2}
     whole = fit(tmp_path / "run", callbacks=[Snapshots(tmp_path / "run", tmp_path / "killed")], **options)
-    # Both runs resume from a checkpoint that was saved in a validation: after batch 3, or after batch 14.
+    # The newest checkpoint of each copied folder was saved during a validation: after 3 batches, or after 14 batches.
     for batches in (3, 15):
         root = tmp_path / "killed" / str(batches)
         assert_same_end(whole, fit(root, seed=9, resume="last", **options))

@@ -87,7 +87,7 @@ def test_resuming_with_a_different_scheduler_class_or_interval_raises_an_error(t
     match = r"class, interval and frequency .* changed from .*'ExponentialLR', 'epoch', 1\].* to .*LR"
     with pytest.raises(ValueError, match=match):
         fit(kind, tmp_path, 4, other, resume="last")
-    # The refused attempt to resume has not changed the saved run.
+    # The refused call to fit must not change the saved run, so the run can still resume with its own scheduler.
     assert fit(kind, tmp_path, 3, exponential, resume="last")[-1] == 0.025
 
 

@@ -128,7 +128,7 @@ def save_with_trainer(model, **options):
     trainer.save_checkpoint("trainer.ckpt")
 
 
-# Dtypes
+# Resuming with a different dtype of the weights
 
 
 @pairs_of_loops
@@ -197,7 +197,7 @@ def test_a_run_with_weight_averaging_in_bf16_or_float64_resumes_exactly(precisio
     assert all(map(torch.equal, whole, resumed))
 
 
-# Settings
+# Resuming with different settings of the loader
 
 
 @pairs_of_loops

@@ -53,7 +53,7 @@ def kept(root):
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# The layout of a checkpoint
+# The keys of a checkpoint
 
 
 def test_a_checkpoint_has_the_same_keys_as_one_from_trainer(tmp_path):
@@ -90,7 +90,7 @@ def test_load_from_checkpoint_reads_weights_and_hyperparameters(tmp_path):
     assert same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
-# Files of Trainer and of this package
+# Loading weights that torch or Fabric has saved
 
 
 def _trainer(root, **options):
@@ -116,7 +116,7 @@ def _save_plainly(layout, weights, path):
         net.load_state_dict(weights)
         net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
         fabric.save(path, {"model": net, "optimizer": optimizer, "step": 7})
-    # torch.compile adds this prefix. DDP adds "module." in front of it.
+    # torch.compile adds "_orig_mod." to the names of parameters. DDP adds "module." before this prefix.
     elif "_orig_mod." in layout:
         torch.save({"state_dict": {f"{layout}{key}": value for key, value in weights.items()}}, path)
     else:
@@ -140,7 +140,7 @@ def test_load_reads_weights_that_torch_or_fabric_has_saved(tmp_path, layout):
     assert same(dict(net.state_dict()), weights)
 
 
-# The files that are kept
+# The checkpoint files that a run keeps
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_the_loop_saves_no_other_checkpoints_if_a_model_checkpoint_callback_is_u
     assert set(found) >= TRAINER_KEYS
 
 
-# A custom CheckpointIO, and the names "best" and "last"
+# Saving with a custom CheckpointIO, and finding the checkpoints "best" and "last"
 
 
 class Counting(TorchCheckpointIO):

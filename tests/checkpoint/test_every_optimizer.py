@@ -101,7 +101,7 @@ def end_of(optimizer, scheduler, precision, resume=None):
         accelerator="cpu", max_epochs=2, logger=False, save_last=False, enable_progress_bar=False, plugins=plugins,
         enable_model_summary=False, callbacks=[] if resume else [Saves()], precision=None if plugins else precision,
     )  # fmt: skip
-    # In float16, Adam's default eps rounds to zero.
+    # Use a larger eps in float16, because Adam's default of 1e-8 rounds to zero.
     net = Tiny(optimizer, scheduler, {"eps": 1e-3} if precision == "16-true" else {})
     loop.fit(net, TensorLoader(options, labels, batch_size=4, shuffle=True), resume=resume)
     scheduler = loop.lr_scheduler_configs[0].scheduler

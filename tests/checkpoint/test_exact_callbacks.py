@@ -83,8 +83,8 @@ CALLBACKS = {
 }  # fmt: skip
 
 
-# With BatchNorm, SWA adds an epoch that only updates statistics and takes no optimizer step. A run
-# resumed in this epoch does not set up SWA's scheduler, so only the weights are compared.
+# With BatchNorm, SWA adds an epoch that updates the statistics and takes no optimizer step. A
+# run resumed in this epoch does not create SWA's scheduler, so only the weights are compared.
 ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 

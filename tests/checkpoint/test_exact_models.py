@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import FabricLoop, MiniLoop
 
-# Containers that also contain weights
+# Models with a list or dict that contains weights
 
 
 class Pairs(Model):
@@ -32,7 +32,7 @@ class Pairs(Model):
             weight.add_(average, alpha=0.01)
 
 
-# Large containers and arrays in which a run changes one value
+# Models and datasets with a large container or array, of which a run changes one value
 
 
 class Large(Model):
@@ -101,7 +101,7 @@ class CountingDataset(Dataset):
         return x + 0.001 * float(self.counts[7]), y
 
 
-# Optimizers
+# Models with unusual optimizers, such as an optimizer that wraps another one
 
 
 class Wrapper(torch.optim.Optimizer):

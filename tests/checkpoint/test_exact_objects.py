@@ -859,7 +859,7 @@ class ModelWithOptimizer(Model):
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_resume_warns_about_a_different_optimizer_class(tmp_path, kind):
-    # NAdam has all options of RAdam, so RAdam can load NAdam's state.
+    # Save with NAdam and resume with RAdam. NAdam has all options of RAdam, so loading its state raises no error.
     with pytest.raises(KilledError):
         train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.NAdam)), kill_at=6)
     with pytest.warns(UserWarning, match=r"optimizers was \['NAdam'\] and is now \['RAdam'\]"):

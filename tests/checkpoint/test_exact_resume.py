@@ -60,7 +60,8 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss)
-        # This value's step counts the validation batches of all epochs, even in a resumed run.
+        # A logger receives this value with a step that counts the
+        # validation batches of all epochs, even in a resumed run.
         self.log("val_step", loss, on_step=True, on_epoch=False)
 
     def configure_optimizers(self):
@@ -85,8 +86,8 @@ class Plain:
         return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
-# The options of the runs. Most runs are killed at two points: after the first epoch, and before the
-# last batch of the second epoch.
+# Map each case to the options of its run. Most runs are killed after
+# the first epoch, and before the last batch of the second epoch.
 CASES = {name: {"make_train": make} for name, make in LOADERS.items()} | {
     "endless sampler": {"make_train": with_sampler(lambda data: Endless()), "limit_train_batches": 6},
     "manual": {"make_module": lambda: Net(manual=True)},
@@ -159,7 +160,7 @@ class Raises(Callback):
     """Raises an error in one hook at one batch of the run."""
 
     def __init__(self, hook, batch, error=RuntimeError):
-        # A resumed run would restore an int attribute, but it does not restore an iterator.
+        # Count the batches with an iterator, because a resumed run would restore an int attribute.
         self.batches = itertools.count(1)
         setattr(self, hook, lambda trainer, module, *arguments: self.count(batch, error))
 

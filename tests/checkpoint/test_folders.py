@@ -52,7 +52,7 @@ def test_next_version_ignores_folders_whose_names_contain_no_version_number(tmp_
         (tmp_path / name).mkdir()
     assert next_version(tmp_path, tmp_path / "missing") == 4
     assert claim_version(tmp_path) == 4
-    # int() refuses the digit "²", so "version_²" is a version name without a number.
+    # "version_²" must count as a name without a number, because int() refuses the digit "²".
     fit(tmp_path, Plain, make_loader, max_epochs=1, version="version_²")
     assert fit(tmp_path, Plain, make_loader, max_epochs=2, resume="last")[0].current_epoch == 2
 

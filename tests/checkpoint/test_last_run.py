@@ -41,7 +41,7 @@ def fail(root, step=1, **options):
         fit(root, Plain, max_epochs=2, callbacks=[Stops(step)], **options)
 
 
-# The newest run
+# Finding the newest run
 
 
 def touch(root):
@@ -145,7 +145,7 @@ def test_resume_warns_about_a_newer_run_without_a_checkpoint(tmp_path):
     with pytest.warns(UserWarning, match="resume: version_1 is newer but has no checkpoint, so ver"):
         loop, *_ = fit(tmp_path, Plain, max_epochs=2, resume="last")
     assert loop.checkpoint_dir.name == "version_0"
-    # Now version_0 is the newest run.
+    # version_0 has now saved the latest checkpoint, so resuming it again causes no warning.
     fit(tmp_path, Plain, max_epochs=3, resume="last")
 
 
@@ -171,7 +171,7 @@ def test_resume_finds_the_newest_run_even_if_the_system_clock_was_set_back(tmp_p
     assert fit(tmp_path, Plain, max_epochs=3, resume="last")[0].current_epoch == 3
 
 
-# A new run in a fixed version
+# Starting a new run in the folder of an existing version
 
 BEST = {"val": val_loader, "monitor": "val_loss"}
 
@@ -191,7 +191,7 @@ def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(
     for given in (version, None):
         with pytest.raises(MissingCheckpointError, match="newest run has no undamaged last checkpoint in "):
             fit(root, Plain, max_epochs=3, version=given, resume="last")
-    # Passing the path of one of the older run's checkpoints continues that run.
+    # The older run continues if resume is the path of one of its checkpoints.
     path = max(folder(root, version).glob("*.ckpt"), key=lambda path: read_checkpoint(path)["global_step"])
     shutil.copytree(root, tmp_path / "again")
     loop, _, rows = fit(root, Plain, max_epochs=3, version=version, resume=path, **first)

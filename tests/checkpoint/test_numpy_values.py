@@ -100,7 +100,7 @@ def test_restore_numpy_refuses_invalid_dtypes(dtypes):
         restore_numpy({"a": 1.0, NUMPY_KEY: dtypes})
 
 
-# Runs
+# Runs whose optimizers or modules contain NumPy values
 
 
 def sgd(module, rate):

@@ -133,7 +133,7 @@ def test_a_restored_attribute_is_saved_again_even_if_its_value_does_not_change()
     holder.order = orders[1]
     again = second.state_dict()
     assert sorted(again["attributes"]) == [("a", "count"), ("a", "label"), ("a", "order")]
-    # A resumed run must assign a new list. It must not change the list to which its attribute refers at first.
+    # The key "rebound" makes a resumed run assign a new list. Otherwise, it would change the attribute's first list.
     assert list(again["rebound"]) == [("a", "order")]
 
 

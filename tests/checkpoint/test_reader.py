@@ -89,7 +89,7 @@ def write_pickle(content, path, storages=()):
             archive.writestr(f"archive/data/{number}", storage)
 
 
-# Plain values and tensors
+# Reading plain values and tensors from a checkpoint
 
 PLAIN = {
     "numbers": [1, -(10**40), 0.5, float("inf"), 1j, True, None],
@@ -149,7 +149,7 @@ def test_reading_a_checkpoint_drops_the_python_attributes_of_a_tensor(tmp_path):
     assert not hasattr(found["weight"], "scale")
 
 
-# Objects that reading a checkpoint does not create
+# Objects in a checkpoint that reading the file does not create
 
 
 def objects(folder):
@@ -184,7 +184,8 @@ class WithObjects(Classifier):
 @pytest.mark.filterwarnings("ignore:Attribute 'module' is an instance of `nn.Module`")
 def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
     def make():
-        # Lightning copies hyperparameters. Copying "call" or "state" would make the same calls as unpickling it.
+        # Leave out "call" and "state", because Lightning copies
+        # hyperparameters, and copying these two calls a function.
         values = {name: v for name, v in objects(tmp_path).items() if name not in ("call", "state")}
         return WithObjects(**values)
 
@@ -253,7 +254,7 @@ def test_resuming_is_refused_if_a_callback_state_contains_a_custom_object(tmp_pa
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):
         fit(tmp_path, max_epochs=2, resume="last", **options)
-    # load= reads only the weights.
+    # load="last" accepts the file, because it reads only the weights.
     assert fit(tmp_path, max_epochs=1, load="last", **options)[0].current_epoch == 1
 
 
@@ -268,7 +269,7 @@ def test_read_checkpoint_reads_any_object_if_weights_only_is_false(tmp_path):
     assert read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["mine"] is functools.partial
 
 
-# Crafted files
+# Maliciously crafted checkpoint files
 
 
 def call(name, *args):
@@ -389,7 +390,7 @@ def test_reading_a_checkpoint_does_not_unpickle_a_maliciously_crafted_numpy_arra
     assert all(map(is_placeholder, values.values()))
 
 
-# Damaged files
+# Damaged checkpoint files
 
 
 def saved_file(folder):
@@ -428,7 +429,7 @@ def test_resume_skips_a_checkpoint_with_a_damaged_zip_index(tmp_path):
     fit(tmp_path, max_epochs=2, **options)
     last = tmp_path / LAST
     content = bytearray(last.read_bytes())
-    # Change the compression method of the last entry.
+    # Flip a bit in the compression method of the zip index's last entry.
     content[content.rindex(b"PK\x01\x02") + 10] ^= 8
     last.write_bytes(content)
     with pytest.warns(UserWarning, match=r"last\.ckpt.*Using the previous checkpoint instead"):
@@ -449,7 +450,7 @@ def test_a_checkpoint_with_overlapping_zip_entries_is_refused(tmp_path):
     path = tmp_path / "a.ckpt"
     write_pickle(pickle.dumps({}, 2), path, [bytes(5000), bytes(5000)])
     content = path.read_bytes()
-    # Add entries to the directory that all refer to the second storage.
+    # Add ten entries to the zip directory, all of which refer to the second storage.
     entry = content.rindex(b"PK\x01\x02")
     directory = content[content.index(b"PK\x01\x02") : content.rindex(b"PK\x05\x06")]
     many = b"".join(content[entry : entry + 46] + b"archive/data/%d" % n for n in range(10))

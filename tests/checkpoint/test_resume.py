@@ -185,6 +185,6 @@ def test_load_restores_only_the_weights(tmp_path):
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         return module
 
-    # The result is the same as that of a run whose module had these weights from the start.
+    # A run with load= must end with the same weights as a run whose module had the loaded weights from the start.
     expected = fit(tmp_path / "b", trained_before, seed=5, max_epochs=1)
     assert same(weights_of(expected[1]), weights_of(loop.lightning_module))

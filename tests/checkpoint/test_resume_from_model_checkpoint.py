@@ -13,7 +13,7 @@ from fabric_template import FabricLoop
 from fabric_template.errors import MissingCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Checkpoint directory|The dirpath has changed)")
-# {location of the checkpoints: (options of the callback, logger)}
+# Map each location of the checkpoints to (options of ModelCheckpoint, logger). Both are functions of the root folder.
 PLACES = {
     "in_the_run_directory": (lambda root: {}, lambda root: True),
     "no_logger": (lambda root: {}, lambda root: False),
@@ -43,7 +43,7 @@ def test_a_run_with_a_model_checkpoint_callback_resumes_exactly(tmp_path, place,
     assert_same_end(whole, resumed)
     if place in ("in_the_run_directory", "no_logger"):
         assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
-    # If the folder name contains no version, the resumed run gets a new version with all rows.
+    # If the name of the checkpoint's folder contains no version, the resumed run gets a new version that has all rows.
     version = int(place == "own_folder")
     assert logs_of(tmp_path / "whole") == logs_of(tmp_path / "parts", version)
 

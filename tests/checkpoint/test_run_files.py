@@ -96,12 +96,12 @@ def test_each_call_to_fit_gets_a_new_version_unless_a_version_is_given(tmp_path)
         loop.fit(Known(), four())
         assert loop.log_dir.endswith(f"version_{version}")
     for _ in range(2):
-        # An explicit version is used again.
+        # With version=0, each call to fit uses the folder of version 0 again.
         fit(tmp_path, Known, four, version=0, max_epochs=2)
         assert len(read_logs(tmp_path / "logs/run/version_0")) == 2
 
 
-# Resume
+# The files of a resumed run
 
 
 class Odd(Classifier):
@@ -231,7 +231,7 @@ def test_starting_a_finished_run_again_with_resume_auto_changes_no_file(tmp_path
         assert longer[0].global_step > first[0].global_step
 
 
-# The status of a run
+# The recorded status of a run: finished, failed or interrupted
 
 
 class Raises(Plain):
@@ -283,7 +283,7 @@ def test_the_message_after_ctrl_c_mentions_the_saved_checkpoint(capsys):
     assert list_runs("logs")["state"].tolist() == ["interrupted"]
 
 
-# Other loggers
+# The calls that a custom logger receives
 
 
 class Recorder(Logger):

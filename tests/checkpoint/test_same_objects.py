@@ -87,7 +87,8 @@ class Script:
         torch.manual_seed(0)
         self.kind, self.root, self.change = kind, root, change
         self.epochs, self.kill_at, self.error = range(first, last + 1), None, KilledError
-        # MiniLoop refuses a change of accumulate_grad_batches within an accumulation window.
+        # Change accumulate_grad_batches before the first batch,
+        # because MiniLoop refuses it within an accumulation window.
         self.batch = 0 if change is accumulate else 1
         self.make_objects()
 

@@ -19,7 +19,7 @@ class WithHyperparameters(Classifier):
     def __init__(self, **values):
         super().__init__()
         self.save_hyperparameters()
-        # Lightning copies hyperparameters, but some of these values cannot be copied.
+        # Add these values after save_hyperparameters(), which copies its values, because some of them cannot be copied.
         self.hparams.update(late_values())
 
 
@@ -51,7 +51,7 @@ def test_hyperparameters_that_cannot_be_pickled_are_dropped_with_one_warning(tmp
     with pytest.warns(UserWarning, match=names) as recorded:
         _, module, _ = fit(tmp_path, make, max_epochs=2, callbacks=[Watch()])
     assert [names in str(warning.message) for warning in recorded].count(True) == 1
-    # The warning comes before the first epoch.
+    # The warning must come before the first epoch.
     assert epochs[0] >= 1
     saved = read_checkpoint(tmp_path / LAST)["hyper_parameters"]
     assert saved == {"rate": 0.1, "nested": {"size": 3, "deep": {"a": 1}}}
@@ -144,7 +144,7 @@ def test_training_continues_if_the_second_checkpoint_cannot_be_saved(tmp_path):
     assert read_checkpoint(tmp_path / LAST)["epoch"] == 0
 
 
-# Schedulers
+# Resuming with a different number of schedulers
 
 
 def scheduled(*kinds):

@@ -207,7 +207,7 @@ def test_load_needs_weights_only_false_to_read_a_pickled_module(tmp_path):
     assert_same_weights(net, saved)
 
 
-# Modules that a hook creates
+# Resuming a model with a module that a hook creates
 
 
 class BuildsAverage(Classifier):

@@ -70,7 +70,7 @@ def test_a_renamed_copy_of_the_package_trains_without_the_original(tmp_path):
     assert done.stdout.endswith("trained\n")
     written = ["checkpoints", "digits.png", "logs", "runs.html", "somewhere"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
-    # Checkpoints contain no module names of the copy, so they can be read after the copy is renamed.
+    # A checkpoint must not contain module names of the copy, so that it can be read after the copy is renamed.
     checkpoint = torch.load(tmp_path / "checkpoints/digits/version_0/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     assert (tmp_path / "checkpoints/digits/version_0/last.ckpt").read_bytes().count(b"my_loop") == 0

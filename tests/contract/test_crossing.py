@@ -259,7 +259,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
     for kind in LOOPS:
         root = tmp_path / kind
         counter = SanityCounter()
-        # With max_steps, Trainer counts the epoch of the checkpoint twice.
+        # With max_steps, set no limit for epochs, because a resumed Trainer counts the checkpoint's epoch twice.
         epochs = {"max_epochs": -1 if limit else 4}
         loop = LOOPS[kind](**quiet(default_root_dir=root, callbacks=[counter], **epochs, **options))
         pl.seed_everything(3, verbose=False)

@@ -35,7 +35,7 @@ class Saves(pl.Callback):
         at = trainer.fit_loop.epoch_loop
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         self.seen.append((trainer.current_epoch, batch_idx, trainer.global_step, rate))
-        # If Trainer resumes within a step, its number of batches is one too high.
+        # Keep Trainer's counter separate, because it is one too high after Trainer has resumed within a step.
         self.logged_at.append((batch_idx, at._batches_that_stepped))
 
 
@@ -108,7 +108,8 @@ def test_a_run_saved_within_a_step_continues_after_the_last_finished_step(tmp_pa
     with pytest.raises(CheckpointError, match="trainer.ckpt', which Trainer saved in the middle of epoch"):
         run("loop", Saves(), make, path=tmp_path / "trainer.ckpt", **options)
     assert_equals_uninterrupted_run(whole, ends["loop", "loop"])
-    # Trainer resumes in the middle of an accumulation window, without the gradients.
+    # Trainer resumes in the middle of an accumulation window
+    # without the gradients, so only the first batch is compared.
     if options and (batches - 1) % 10 % 3:
         assert ends["loop", "trainer"][2][0][:2] == ends["loop", "loop"][2][0][:2]
     else:
@@ -192,7 +193,7 @@ def test_resume_refuses_a_checkpoint_saved_within_a_step_after_one_loader_ended(
             train(tmp_path / "saved.ckpt")
     else:
         rest, resumed = train(tmp_path / "saved.ckpt")
-        # A run resumed from a file saved within a step repeats the accumulation window.
+        # A run that was saved within a step repeats the batches of the accumulation window.
         assert rest == whole[3 if batch == 4 else 8 :]
         assert_same_weights(model, resumed)
 

@@ -9,7 +9,7 @@ import pytest
 
 import fabric_template
 
-# Importing this module runs the command line.
+# Leave out fabric_template.__main__, because importing it runs the command line.
 WITHOUT = {"fabric_template.__main__"}
 MODULES = sorted(
     found.name

@@ -88,7 +88,7 @@ def edited_copy(before, after, count=1):
     return module
 
 
-# Values that an edit adds to a checkpoint
+# Values that a MiniLoop subclass adds to a checkpoint
 
 UNREADABLE = {
     "enum": Phase.WARM,
@@ -136,7 +136,7 @@ def test_a_value_that_a_mini_loop_subclass_adds_to_the_checkpoint_is_restored(va
     assert type(restored) is type(value)
 
 
-# Attributes of the loop
+# Attributes that a MiniLoop subclass adds to the loop
 
 
 class Counts(MiniLoop):
@@ -274,7 +274,7 @@ def test_the_attribute_list_in_mini_py_contains_every_attribute_of_mini_loop():
     assert assigned | {field.name for field in fields(MiniLoop)} == {*fabric_template.mini.LOOP_ATTRIBUTES}
 
 
-# Copies in which the class has a different name
+# Copies of mini.py in which MiniLoop has a different name
 
 
 def renamed_loop(name):
@@ -320,7 +320,7 @@ def test_a_hook_may_call_validate_on_another_loop(outer, inner):
     assert found == [pytest.approx(expected)]
 
 
-# Options and loaders of a resumed run
+# Resuming with a changed option, monitor or loader
 
 
 @pytest.mark.parametrize(("first", "second", "start"), [(None, 4, 12), (4, None, 8)])
@@ -397,7 +397,7 @@ def test_mini_loop_saves_a_large_dict_even_if_only_its_keys_change():
     assert next(iter(resumed.bank)) == 3
 
 
-# Columns of metrics.csv
+# CSV columns and CSV files that an edited loop adds
 
 OWN_COLUMNS = """        row["phase"] = "warm, or not" if epoch < 1 else "main"
         row |= {"seen": self.global_step * 2, "is_warm": epoch < 1, "missing": None, "pair": [1, 2]}
@@ -457,7 +457,7 @@ def test_resuming_duplicates_no_rows_if_a_csv_file_was_created_after_the_checkpo
         assert (loop.log_dir / "own.csv").read_text().split() == ["step", *map(str, range(9, 25))]
 
 
-# Edits that break a rule of a method's docstring
+# Subclasses that override a method and may break a rule of its docstring
 
 
 def step_lr(optimizer):
@@ -559,7 +559,7 @@ def test_users_can_edit_the_loop_to_save_checkpoints_within_an_epoch():
     assert_resumes(SavesEveryThirdBatch, kill=13)
 
 
-# Options of a subclass
+# Options that a MiniLoop subclass adds, or whose defaults it changes
 
 
 class PlainDefault(MiniLoop):
@@ -606,7 +606,7 @@ def test_a_loop_subclass_can_add_options_with_default_values():
         Changed(decai=0.5)
 
 
-# Errors
+# Errors in edited methods, and objects that an edited loop keeps
 
 
 def test_an_error_in_an_edited_method_is_not_reported_as_an_error_in_training_step():

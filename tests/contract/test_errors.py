@@ -295,7 +295,7 @@ def test_a_validation_loader_key_that_duplicates_the_name_of_another_loss_is_ref
     check_error(ValueError, message.format("1", "another loader's", "1"), call, tmp_path)
     with pytest.raises(ValueError, match="got the key 'train'"):
         fitting(tmp_path, ValidatesOnTrainingData(), make_loader())()
-    # In these runs, each loss has a different name.
+    # In the following runs, each loss has a different name, so fit and validate accept the key "train".
     fitting(tmp_path, Classifier(), make_loader(), {"train": val_loader()})()
     model = Plain()
     fitting(tmp_path, model, make_loader(), {"train": [val_loader(), val_loader()]})()

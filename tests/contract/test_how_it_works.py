@@ -124,7 +124,7 @@ def test_files_named_on_the_how_it_works_page_exist():
     assert {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")} <= entries
 
 
-# The documented change
+# The diffs on the how-it-works page
 
 START = """
 import torch

@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
-# StatefulDataLoader calls a deprecated torch function.
+# Ignore this warning, because StatefulDataLoader calls a deprecated torch function.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -213,7 +213,8 @@ def train(loop_name, root, make_loader, seed=None, resume=None, make_net=make_ne
     functions = {"training_step": step, "validation_step": step}
     history = loop.fit(net, make_loader(), DataLoader(DATA, 6), optimizer=optimizer, resume=resume, **functions)
     rows = history.drop(columns=["time", "waiting", "samples_per_second"], errors="ignore").to_dict("records")
-    # Leave out NaN values. For example, the row that a run writes at max_steps has no val_loss.
+    # Leave out NaN, which does not equal itself. For example,
+    # val_loss is NaN in the row that a run writes at max_steps.
     return net, [{name: value for name, value in row.items() if value == value} for row in rows]
 
 
@@ -222,7 +223,7 @@ def train_without_break(loop_name, name):
     return train(loop_name, tempfile.mkdtemp(), LOADERS[name], max_epochs=3)
 
 
-# tests/checkpoint/test_exact_resume.py and tests/data test FabricLoop with the other loaders.
+# Test FabricLoop only with these loaders, because tests/checkpoint/test_exact_resume.py and tests/data cover the rest.
 FABRIC_LOOP_LOADERS = keep(
     LOADERS, "weights", "changing dataset", "stateful, custom sampler", "stateful, custom batch sampler",
     "stateful, weights", "stateful, random batches",
@@ -693,7 +694,7 @@ class RanksSamples(nn.Module):
         super().__init__()
         self.net, self.ranks, self.writes = make_net(), np.arange(24.0), 0
         self.hook, self.is_in_place = hook, is_in_place
-        # A checkpoint cannot contain a function.
+        # Count batches in a function. A checkpoint contains no functions, so a resumed run does not restore the count.
         self.count_batch = make_kill_switch(last)
 
     def forward(self, x):

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated"),
-    # torch.compile reads this attribute.
+    # torch.compile reads .grad, which causes this warning.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
     pytest.mark.filterwarnings("ignore:optimizer. got parameters that are not in the model"),
@@ -32,7 +32,7 @@ pytestmark = [
 LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
 
 
-# Networks
+# Networks of the tested models
 
 
 def mlp():
@@ -205,7 +205,7 @@ NETWORKS = {
 }
 
 
-# Models: a network with step functions, an object, or a LightningModule
+# Tested models: a network with step functions, an object, or a LightningModule
 
 
 def step(net, batch):
@@ -386,7 +386,7 @@ MODELS |= {
 }
 
 
-# Runs
+# Runs with each kind of model
 
 
 def make_loaders():
@@ -477,7 +477,7 @@ def optimizer_state(loop):
     return (loop.optimizers[0] if isinstance(loop, FabricLoop) else loop.optimizer).state_dict()
 
 
-# The models that MiniLoop refuses, with the error messages.
+# MiniLoop refuses these models with these error messages.
 REFUSED_BY_MINI_LOOP = {
     "object, setup": "with setup, .* Use FabricLoop",
     "object, configure_model": "with configure_model, .* Use FabricLoop",
@@ -499,7 +499,8 @@ def test_mini_loop_refuses_unsupported_models_before_any_file_is_written(tmp_pat
     assert not (tmp_path / "refused").exists()
 
 
-# To save time, each loop trains only every second model.
+# To save time, test only every second pair of a loop and a
+# model. Leave out MiniLoop's pairs with models that it refuses.
 CASES = [case for case in sample(2, LOOPS, MODELS) if case.values[0] == "FabricLoop" or case.values[1] in CROSSING]
 
 
@@ -545,7 +546,7 @@ def test_mini_loop_and_fabric_loop_can_resume_each_others_runs(tmp_path, name, f
     assert same(state_of(model), state_of(expected))
 
 
-# Two processes
+# Runs in two processes
 
 
 def train_in_two_processes(name, root):
@@ -610,7 +611,7 @@ def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, mo
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-# loop.save and loop.load
+# Models in the states of loop.save and loop.load
 
 
 @pytest.mark.parametrize("method", ["save", "load"])

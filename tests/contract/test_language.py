@@ -12,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Expressions that have a plain replacement in the project's glossary.
+# No file may contain these expressions, which have a plain replacement in the project's glossary.
 EXPRESSIONS = re.compile(
     r"\b(behind|ahead of|at hand|anew|once more|so many|mended|mends?|alike|of itself|by themselves"
     r"|go(es)? on|going on|gone on|taken? up again|(is|are) others?|others? than|in parts|in pieces"
@@ -22,11 +22,11 @@ EXPRESSIONS = re.compile(
 )
 HEADING = re.compile(r"[A-Z][A-Za-z_ ]{0,30}: ")
 HEADLESS = re.compile(r"(What|Whether|Where|Who|The same)\b")
-# Python code without a match has neither a banned expression nor a banned docstring.
+# If this pattern has no match in a Python file, the file has neither a banned expression nor a banned docstring.
 MAY_MATCH = re.compile(rf"{EXPRESSIONS.pattern}|[\"'][\s\\]*({HEADING.pattern}|{HEADLESS.pattern})")
 
-# For each folder, the largest allowed numbers of banned expressions, of docstrings such as "Noun:
-# definition", and of docstrings that start with a word such as "What".
+# Each folder may contain at most these numbers of banned expressions, of docstrings such as
+# "Noun: definition", and of docstrings that start with a word such as "What". The default is 0.
 LANGUAGE_LIMITS = {
     "tests": (1, 0, 0),
 }
@@ -52,7 +52,7 @@ def language_of(path):
     text = path.read_text(encoding="utf-8")
     headings = headless = 0
     if path.suffix == ".py" and not MAY_MATCH.search(text):
-        # Tokenizing a file takes much longer than this search.
+        # Return early, because tokenizing a file takes much longer than this search.
         return Counter(expressions=0, headings=0, headless=0)
     if path.suffix == ".py":
         for docstring in docstrings(text):

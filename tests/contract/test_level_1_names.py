@@ -32,7 +32,7 @@ def test_setup_keeps_the_parameter_objects_and_their_names(precision):
     net, optimizer = loop.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     assert [id(p) for p in net.parameters()] == [id(p) for p in bare.parameters()]
     assert list(net.state_dict()) == list(bare.state_dict())
-    # In float32 on one device, there is nothing to wrap.
+    # In float32 on one device, setup() returns the network and the optimizer without a wrapper.
     if precision == "32-true":
         assert net is bare
         assert type(optimizer) is torch.optim.SGD
@@ -110,7 +110,7 @@ def test_two_processes_reshuffle_a_tensor_loader_in_each_epoch(monkeypatch):
     for plain, by_hand, continued, of_data_loader, in_order in ranks:
         assert plain == of_data_loader
         assert by_hand == plain[::-1]
-        # The two passes after set_epoch(5) use the epoch numbers 6 and 7.
+        # The pass with set_epoch(5) is followed by passes with the epoch numbers 6 and 7, so all six orders differ.
         assert len({str(order) for order in [*plain, *continued]}) == 6
         assert in_order[0] == in_order[1] == in_order[2]
     for passes in zip(*ranks, strict=True):
@@ -131,7 +131,7 @@ def setup_other_loaders(fabric, loop):
     text = "^loop.setup: got a Stream, which setup does not divide among the processes. Pass a DataLoader"
     with pytest.warns(UserWarning, match=text) if is_first else nullcontext():
         assert len(list(loop.setup(make_net(), None, Stream())[1])) == 2
-    # A loader that setup returned is not divided again.
+    # setup() must not divide a loader again that it has returned.
     loader = loop.setup(make_net(), None, DataLoader(range(6)))[1]
     assert len(list(loop.setup(make_net(), None, loader)[1])) == 3
     assert loop._setup_loader(Divided([0, 1, 2, 3])) == [[0, 2], [1, 3]][loop.fabric.global_rank]
@@ -182,7 +182,7 @@ def test_loop_setup_returns_an_iterable_of_batches_unchanged_if_there_is_one_pro
     assert FabricLoop(**quiet()).setup(make_net(), None, batches)[1] is batches
 
 
-# loop.save and loop.load
+# States that loop.save and loop.load accept or refuse
 
 CONTAINERS = {
     "last": deque([1.0, 2.0], maxlen=2),
@@ -201,7 +201,7 @@ CONTAINERS = {
 def test_loop_load_returns_lists_dicts_and_sets_unchanged(tmp_path):
     loop, path = FabricLoop(**quiet()), tmp_path / "mine.ckpt"
     loop.save(path, {**CONTAINERS, "net": make_net()})
-    # The old values in ``state`` may also be containers.
+    # The values in ``state`` that load() replaces may also be containers.
     state = {"net": make_net(), "last": deque([0.0], maxlen=2), "rows": range(3), "nested": {}}
     found = {**loop.load(path, state), **state}
     del found["net"]

@@ -108,7 +108,7 @@ def test_a_hand_written_loop_can_call_setup_and_backward_and_log_dict(expected, 
     assert float(rows[-1]["val_loss"]) == pytest.approx(expected[1][-1][1])
 
     loop.save("mine.ckpt", {"net": net, "optimizer": optimizer, "epoch": 2, "note": "mine"})
-    # No temporary file is left.
+    # loop.save must leave no temporary file.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "mine.ckpt"]
     fresh = make_net()
     other = make_loop("other")

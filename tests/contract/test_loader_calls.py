@@ -175,7 +175,7 @@ class Continues:
         self.position, self.order = state["position"], list(state["order"])
 
 
-# Loaders that run code after their last batch.
+# These loaders run code after their last batch, so the loops must read them to the end.
 LOADERS_WITH_CODE_AT_THE_END = {
     "sampler": lambda: DataLoader(DATA, 4, sampler=CountsEpochs()),
     "sampler, workers": lambda: DataLoader(DATA, 4, sampler=CountsEpochs(), num_workers=2),
@@ -308,7 +308,7 @@ def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
-# The last two loaders are their own iterators, so a mid-epoch validation reads batches of the training epoch.
+# The loaders "iterator" and "state_dict" are their own iterators, so a mid-epoch validation reads training batches.
 @pytest.mark.filterwarnings("ignore:The loader yielded more than 5 batches")
 @pytest.mark.parametrize(
     ("loop", "name", "steps"),

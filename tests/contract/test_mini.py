@@ -49,7 +49,7 @@ def run_mini(
     return loop, module
 
 
-# Weights and metrics
+# MiniLoop's weights and metrics, compared with those of a hand-written loop and of Trainer
 
 
 @pytest.mark.parametrize(("case", "level"), once(sorted(PLAIN.keys() - {"clipped_by_value"}), LEVELS))
@@ -120,7 +120,7 @@ class Hooked(Classifier):
         super().__init__(optimizers)
         self.accuracy = torchmetrics.MeanMetric()
         self.order = []
-        # A hook that is assigned to the instance is also called.
+        # MiniLoop must also call a hook that is assigned to the instance.
         self.on_train_end = lambda: self.order.append("on_train_end")
 
     def training_step(self, batch, batch_idx):
@@ -179,7 +179,7 @@ def test_mini_loop_writes_the_same_csv_rows_as_fabric_loop():
         pd.testing.assert_frame_equal(*rows, check_exact=True)
 
 
-# Files and resumed runs
+# Files of a MiniLoop run, and resuming it
 
 
 def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch), loop_class=None, **options):
@@ -237,7 +237,8 @@ def test_mini_loop_reads_no_batches_if_a_resumed_run_is_finished():
     for resume in (None, "last"):
         loop = MiniLoop(max_steps=3, accelerator="cpu")
         loop.fit(Plain(), DataLoader(Counted(), 4), resume=resume)
-        assert len(reads) == 16  # MiniLoop reads a batch in advance.
+        # MiniLoop reads a batch in advance, so three steps read four batches of four samples.
+        assert len(reads) == 16
 
 
 @pytest.mark.parametrize(("before", "after"), [("MiniLoop", "FabricLoop"), ("FabricLoop", "MiniLoop")])
@@ -537,7 +538,8 @@ def test_a_run_stopped_by_max_steps_in_the_middle_of_an_epoch_can_resume():
     assert rows["step"].tolist() == [10, 14]
     _, module, again = fit("MiniLoop", "parts", -1, max_steps=24, resume="last")
     assert_same_weights(expected, module)
-    # In the resumed run, the row of step 20 replaces the row of step 14.
+    # The first run wrote a row at max_steps=14. The resumed run
+    # replaces it with the row of the complete epoch at step 20.
     pd.testing.assert_frame_equal(again, whole)
     assert again["step"].tolist() == [10, 20, 24]
     assert again["val_loss"].isna().tolist() == [False, False, True]
@@ -703,7 +705,8 @@ def test_a_killed_and_resumed_run_matches_an_uninterrupted_run():
         codes, errors = run_processes(train_until, step, ranks=1, is_launched=False)
         assert codes == [code], errors
     torch.testing.assert_close(torch.load("end.pt", weights_only=True), expected.state_dict(), rtol=0, atol=0)
-    # The run killed before its first checkpoint has created version_0. The newest version has all rows.
+    # The first run was killed before its first checkpoint, so
+    # version_0 was not continued. The newest version has all rows.
     *_, newest = sorted(Path("logs/killed").iterdir())
     written = pd.read_csv(newest / "metrics.csv").drop(columns=["time", "waiting"])
     pd.testing.assert_frame_equal(written, rows)
@@ -759,7 +762,7 @@ def test_a_run_can_resume_after_ctrl_c_in_a_notebook(capsys, monkeypatch):
     pd.testing.assert_frame_equal(whole, rows)
 
 
-# Two processes
+# Runs in two processes, and loaders without a length
 
 
 class Ranked(Classifier):
@@ -774,7 +777,8 @@ def train_ranked(rank, epochs, resume, file):
     if rank == 0:
         torch.save(module.state_dict(), f"{file}.pt")
     assert len(MiniLoop(accelerator="cpu", devices=2, strategy="ddp").validate(module, val_loader())) == 1
-    # Each process reads its share of the samples. The loop keeps the other options of the DataLoader.
+    # Each process reads its share of the samples. The DataLoader
+    # for this share must keep options such as prefetch_factor.
     loop = MiniLoop(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, name=f"{file} again")
     loop.fit(module, make_loader(num_workers=1, prefetch_factor=3))
     assert (len(loop.train_loader), loop.train_loader.prefetch_factor) == (5, 3)
@@ -842,7 +846,7 @@ def test_estimated_stepping_batches_is_the_same_in_both_loops(make_train, limits
         loop_class(accelerator="cpu", accumulate_grad_batches=2, **limits, **quiet).fit(module, make_train())
         estimates.append(module.estimate)
     assert estimates[0] == estimates[1]
-    # If the number of steps is unknown, the estimate is infinite. It is never negative.
+    # The estimate is infinite if the number of steps is unknown. It must never be negative.
     is_known = "max_steps" in limits or (make_train is make_loader and limits["max_epochs"] > 0)
     assert (estimates[0] < math.inf) == is_known
     assert estimates[0] > 0
@@ -1062,7 +1066,7 @@ def test_all_processes_take_an_optimizer_step_after_the_same_batch():
     torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
 
 
-# mini.py without the rest of the package
+# Using mini.py without the rest of the package
 
 ALONE = """
 import sys
@@ -1101,7 +1105,7 @@ def test_mini_py_works_as_a_single_file_and_in_a_notebook_cell(tmp_path):
         assert "well\n" in done.stdout, done.stderr
 
 
-# Errors
+# Errors and warnings of MiniLoop, and unusual runs
 
 
 class Manual(Classifier):
@@ -1458,7 +1462,7 @@ WRONG_FILES = {
 def test_load_refuses_a_file_that_has_none_of_the_weights_of_the_model(kind, content):
     torch.save(content, "a.ckpt")
     net = nn.Linear(8, 1)
-    # With strict_loading = False, torch raises no error if names differ.
+    # With strict_loading=False, torch accepts weights with different names, so the loop must refuse the file itself.
     net.strict_loading = False
     loop = LOOPS[kind][0](accelerator="cpu")
     text = "expected (a|the name|weights of the model)"
@@ -1488,7 +1492,7 @@ def test_a_run_whose_training_step_replaces_buffers_resumes_exactly(kind):
     _, module, again = fit(kind, "parts", 3, resume="last", **options)
     assert_same_weights(expected, module)
     pd.testing.assert_frame_equal(again, rows)
-    # Without a logged step, neither run writes steps.csv.
+    # Both folders must contain the same files. No step is logged, so neither contains steps.csv.
     whole, parts = (sorted(os.listdir(f"logs/{name}/version_0")) for name in ("whole", "parts"))
     assert whole == parts
 

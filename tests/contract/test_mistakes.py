@@ -59,7 +59,7 @@ class Endless(IterableDataset):
             yield torch.zeros(8), 0
 
 
-# A missing return statement
+# Step functions without a return statement
 
 
 def forgets(net, batch):
@@ -126,7 +126,7 @@ def test_manual_optimization_logs_the_values_of_the_dict_that_training_step_retu
     assert loop.checkpoint_path("best") is not None
 
 
-# Backward passes and optimizer steps in the training step
+# Training steps that call backward() or step the optimizer
 
 
 def backward(net, batch):
@@ -375,7 +375,7 @@ def test_an_error_raised_by_a_step_function_reaches_the_caller_unchanged(name):
         fit(name, step)
 
 
-# Arguments
+# Wrong arguments of fit and validate, and wrong values that steps return or log
 
 
 @both_loops
@@ -461,7 +461,7 @@ def test_errors_about_step_functions_do_not_mention_trainer(option):
 def test_fit_warns_if_one_cycle_lr_takes_only_one_step_per_epoch():
     with pytest.warns(match="OneCycleLR"):
         fit_with_scheduler("FabricLoop", lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=60))
-    # No warning if the interval is written explicitly.
+    # fit must not warn if the user has set the interval explicitly.
     fit_with_scheduler(
         "FabricLoop", lambda optimizer: {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=60), "interval": "epoch"}
     )
@@ -548,7 +548,7 @@ def test_a_validation_loader_that_can_be_read_only_once_is_refused(name, make):
         fit(name, val=make(list(make_loader())), validation_step=loss_of, options={"max_epochs": 2})
     _, history = fit(name, val=list(make_loader()), validation_step=loss_of)
     assert history["val_loss"][0] > 0
-    # Unlike fit, validate reads the loader only once.
+    # validate reads the loader only once, so it accepts a loader that fit refuses.
     batches, loop = list(make_loader()), make_loop(name, max_epochs=2)
     results = [loop.validate(make_net(), val, validation_step=loss_of) for val in (batches, make(batches))]
     assert results[0] == results[1]
@@ -560,7 +560,7 @@ def test_a_generator_is_accepted_as_a_validation_loader_if_limit_val_batches_is_
     assert history["val_loss"].notna().all()
 
 
-# Returned values, and the arguments of steps
+# Values that steps return, and arguments that steps receive
 
 
 Output = namedtuple("Output", ["extra", "loss"])

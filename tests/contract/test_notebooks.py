@@ -33,8 +33,7 @@ def execute(notebook, folder, timeout=900):
     with mock.patch.dict(os.environ, private):
         executed = NotebookClient(nbformat.from_dict(notebook), **options, coalesce_streams=True).execute()
     for cell in code_cells(executed):
-        # On some machines, torch prints messages about its profiler, Python 3.13.0 or a missing
-        # GPU.
+        # Remove the messages about its profiler, Python 3.13.0 or a missing GPU that torch prints on some machines.
         printed = r"USDT:|Python 3\.13\.0|No CUDA runtime is found"
         cell.outputs = [out for out in cell.outputs if not re.search(printed, out.get("text", ""))]
     return executed
@@ -99,7 +98,7 @@ def test_notebook_outputs_contain_no_paths_warnings_or_errors(path):
         assert socket.gethostname() not in text
         assert "arning" not in text, text
         assert "rror" not in text, text
-        # At the end of a cell, a plotting call without a semicolon shows its return value.
+        # The output contains one of these texts if a cell ends with a plotting call without a semicolon.
         assert not re.search(r"array\(|<Axes|<matplotlib| object at 0x", text), text
     printed = [
         line for cell in code_cells(notebook) for out in cell.outputs for line in out.get("text", "").splitlines()

@@ -149,7 +149,7 @@ def test_validate_after_fit_uses_the_loaders_of_the_module_and_not_those_of_the_
         seen.append((results, module.setups, trainer.datamodule is data, torch.get_rng_state().tolist()))
     assert seen[0] == seen[1]
     assert seen[1][1] == ["fit", "validate", "test"]
-    # Trainer raises an error here. FabricLoop uses the datamodule's loader.
+    # Without a test loader, FabricLoop uses the datamodule's loader. Trainer would raise an error.
     assert list(trainer.test(verbose=False)[0]) == ["val_loss", "val_acc"]
 
 

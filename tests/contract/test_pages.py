@@ -14,7 +14,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-# These imports come before the fork, because each page would otherwise spend seconds on them.
+# Import these packages before forking a process for each page, because each page would otherwise spend seconds on them.
 import lightning.pytorch
 import matplotlib.pyplot  # noqa: F401
 import pandas  # noqa: F401
@@ -47,7 +47,7 @@ ENVIRONMENT = {
 }
 # A code block that imports one of these packages is left out if the package is not installed.
 OPTIONAL = ("transformers", "optuna", "mlflow")
-# A line with this comment is left out if the installed Lightning is older.
+# A line that ends in a comment such as "# needs lightning>=2.6" is left out if the installed Lightning is older.
 NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
 
@@ -59,16 +59,16 @@ def run_page(rank, page, sources, check):
     of_trainer = "does not have many workers|smaller than the logging interval|GPU available"
     of_trainer += "|args parameter is|requested to overfit|in eval mode at the start of training"
     warnings.filterwarnings("ignore", f"(?s).*({of_trainer}|not supported by the model summary)")
-    # The lowest supported matplotlib calls deprecated pyparsing functions. In torch 2.6, SequentialLR
-    # passes its own schedulers a deprecated argument.
+    # Ignore two warnings: the lowest supported matplotlib calls deprecated pyparsing
+    # functions, and SequentialLR in torch 2.6 passes its schedulers a deprecated argument.
     warnings.filterwarnings("ignore", r"'\w+' (argument is )?deprecated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
     torch.manual_seed(torch.initial_seed())
     if page == "README.md":
-        # The script in the README imports a copy of mini.py.
+        # Copy mini.py, because the script in the README imports such a copy.
         shutil.copy(REPOSITORY / "fabric_template" / "mini.py", ".")
         sys.path.insert(0, os.getcwd())
-    # An eighth of the digits dataset is enough to run a page.
+    # Run the pages with an eighth of the digits dataset, which is faster.
     load_digits = sklearn.datasets.load_digits
     digits = load_digits()
     few = sklearn.utils.Bunch(**{name: digits[name][::8] for name in ("data", "images", "target")})
@@ -84,7 +84,7 @@ def same(net, other):
     return all(torch.equal(net[key], other[key]) for key in net)
 
 
-# For each page, an expression that must be true after the page's blocks have run.
+# Map each page to an expression that must be true after the page's code blocks have run.
 CHECKS = {
     "README.md": "history['epoch'].tolist() == list(range(10))",
     "docs/callbacks.md": "history['noisy_norm'].iloc[0] > 0",
@@ -129,7 +129,7 @@ def section(text, title):
     return re.search(rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)[1]
 
 
-# tests/distributed/test_ray.py runs docs/ray.md, because Ray's workers need a script.
+# Leave out docs/ray.md. tests/distributed/test_ray.py runs it, because Ray's workers need a script.
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if blocks(text, "python") and page != "docs/ray.md"]
@@ -146,7 +146,7 @@ def test_every_python_block_of_the_documentation_runs_without_errors(page, tmp_p
     assert codes == [0], errors[0][-3000:]
 
 
-# The recipe for a second validation set
+# Test of the documented recipe for a second validation loader
 
 SECOND = """
 import sys
@@ -227,7 +227,7 @@ def test_the_recipe_for_a_second_validation_loader_does_not_change_training(tmp_
     assert codes == [0], errors[0][-3000:]
 
 
-# The recipe for averaged weights
+# Tests of the documented recipe for averaged weights, and of the pages' layout
 
 AVERAGED = """
 def same(net, other):
@@ -310,7 +310,7 @@ def prose_of(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
-# README
+# Tests of README.md
 
 
 def test_the_readme_is_short_and_starts_with_a_picture_and_a_script():
@@ -328,7 +328,7 @@ def test_the_readme_states_the_number_of_lines_of_both_loops():
     mini = lines.pop(Path("mini.py"))
     loop = sum(count for name, count in lines.items() if name.parts[0] not in ("tools", "demos"))
     stated = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) lines", README)]
-    # In mini.py, the comment "# Checkpoints" follows the methods that train, validate and log.
+    # The README states how many lines of mini.py train, validate and log. They end at the comment "# Checkpoints".
     training = (package / "mini.py").read_text(encoding="utf-8").splitlines().index("    # Checkpoints")
     assert stated == [pytest.approx(number, rel=0.15) for number in (mini, training, loop)]
 
@@ -371,7 +371,7 @@ def test_the_measured_numbers_in_the_readme_are_in_results_md():
     } == set()
 
 
-# AGENTS.md
+# Tests of AGENTS.md
 
 
 def test_agents_md_is_short_and_mentions_only_existing_files():
@@ -431,7 +431,7 @@ def test_the_quick_commands_in_agents_md_use_existing_modules_and_files(command)
     assert [path for path in arguments if "/" in path and not (REPOSITORY / path).exists()] == []
 
 
-# The repository
+# Tests of the GitHub workflows and of web addresses
 
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -465,7 +465,7 @@ def test_no_web_address_is_a_placeholder():
     assert {name: found for name, text in texts.items() if (found := re.findall(placeholder, text))} == {}
 
 
-# Commands
+# Tests of the commands and files that the documentation mentions
 
 
 def test_the_page_on_logging_lists_the_files_of_a_run(tmp_path):
@@ -503,7 +503,7 @@ def test_the_documented_install_commands_use_the_torch_version_of_constraints_tx
     assert torch_line == f"pip install {version}"
 
 
-# Options
+# Tests of the options that the documentation lists
 
 OWN = {field.name for field in dataclasses.fields(LoopConfig)}
 OF_FABRIC = {name for name, p in inspect.signature(FabricLoop).parameters.items() if name not in OWN} - {"options"}
@@ -544,7 +544,7 @@ def test_the_page_for_trainer_users_lists_each_argument_that_only_fabric_loop_ha
     assert {name for name in names if not re.search(rf"\b{name}\b", left)} == set()
 
 
-# Links
+# Tests of the links in the documentation
 
 
 def anchors(text):

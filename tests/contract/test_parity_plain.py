@@ -72,7 +72,7 @@ def by_value(parameters):
     nn.utils.clip_grad_value_(parameters, 0.01)
 
 
-# name: (options of the plain loop, what configure_optimizers returns, options of FabricLoop)
+# Map each case to (options of the plain loop, function that creates the optimizers, options of FabricLoop).
 CASES = {
     "plain": ({}, momentum, {}),
     "accumulated": ({"accumulate": 3, "clip": by_norm}, momentum,
@@ -226,7 +226,7 @@ def test_validation_gives_the_same_metrics_as_a_plain_pytorch_loop(level):
     assert list(history.columns) == ["epoch", "step", "train_loss", "val_loss", "val_acc", "lr", "time", "waiting"]
     found = history[["epoch", "train_loss", "val_loss", "val_acc"]].itertuples(index=False, name=None)
     for row, expected_row in zip(found, rows, strict=True):
-        # The two loops add the losses in a different order.
+        # Allow for rounding, because the two loops add the losses in a different order.
         assert row == pytest.approx(expected_row, rel=1e-6)
 
 

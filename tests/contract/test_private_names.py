@@ -24,7 +24,7 @@ import fabric_template
 from fabric_template.lightning_compat import private
 
 PACKAGE = Path(fabric_template.__file__).parent
-# These names of the standard library start with an underscore but are documented.
+# Files may use these names of the standard library, which start with an underscore but are documented.
 DOCUMENTED = {"_asdict", "_exit", "_getframe", "_replace"}
 
 
@@ -44,7 +44,7 @@ def trained_optimizer():
     return optimizer
 
 
-# Names that lightning_compat/private.py uses, each with an object that has the name as an attribute.
+# Map each name that lightning_compat/private.py uses to a function or class that creates an object with this attribute.
 OF_LIGHTNING = {
     "_strategy": trained_optimizer,
     "_on_after_step": wrapped_optimizer,
@@ -59,7 +59,7 @@ OF_LIGHTNING = {
     "_save_distributed_checkpoint": lambda: ModelParallelStrategy(print),
 }
 
-# Names of Python, torch and torchmetrics that other files use, each with its purpose.
+# Map each private name of Python, torch and torchmetrics that the package's other files use to its purpose.
 NAMES_OF_OTHERS = {
     "_base": "Detect a loss that is a view, for example of a parameter.",
     "_forward_cache": "Read a metric's value for the current batch.",
@@ -83,7 +83,7 @@ NAMES_OF_OTHERS = {
     "_actions": "List the options that can be suggested for a mistyped option.",
 }
 
-# Private attributes of Trainer that FabricLoop provides, each with the Lightning file that reads it.
+# FabricLoop provides these private attributes of Trainer, because the given file of Lightning reads them.
 OFFERED = [
     ("_evaluation_loop", "callbacks.throughput_monitor"),
     ("_results", "core.module"),

@@ -9,7 +9,7 @@ import pytest
 from interpreter import fork_command
 
 SOAK = Path(__file__).resolve().parents[2] / "soak"
-# Programs with an unusual feature, and one whose run is killed.
+# The script checks several programs with an unusual feature, and one program whose run is killed.
 CODE = """
 import json, sys, tempfile
 from pathlib import Path

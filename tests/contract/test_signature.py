@@ -35,7 +35,7 @@ def test_help_of_fabric_loop_explains_each_option():
 
 def test_ipython_completes_and_explains_the_options():
     pytest.importorskip("IPython.core.interactiveshell")
-    # An IPython shell changes the prompts of its process permanently.
+    # Use a separate process, because an IPython shell changes the prompts of its process permanently.
     codes, output = run_processes(complete, ranks=1, is_launched=False)
     assert codes == [0], output
 

@@ -29,8 +29,7 @@ def check_picture(picture):
         if line.startswith("$ "):
             tables.append([])
         if line.startswith("epoch   step"):
-            # On a busy machine, the header also has a column "waiting", which is empty in some
-            # rows.
+            # On a busy machine, the table ends with a column "waiting", which is empty in some rows. Do not compare it.
             header = line.split()
         if re.match(r" +\d+ ", line):
             row = zip(header, line.split(), strict=False)

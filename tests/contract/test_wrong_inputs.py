@@ -24,8 +24,8 @@ from fabric_template import FabricLoop, TensorLoader, plot_logs, read_logs
 # to that point, because the rest depends on the versions of Lightning and torch.
 ERRORS = dict(line.split(": ", 1) for line in Path(__file__).with_name("wrong_inputs.txt").read_text().splitlines())
 
-# These errors are neither ValueError nor TypeError. One reports a missing package. The other has
-# the class that code written for Trainer catches.
+# Two cases raise neither ValueError nor TypeError: one reports a missing package,
+# and the error of the other one has the class that code written for Trainer catches.
 OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": RuntimeError}
 
 
@@ -125,7 +125,7 @@ class DataModule:
 
 
 CASES = {
-    # ---- options
+    # ---- wrong options of the loop
     "max_epochs_text": options(max_epochs="3"),
     "max_epochs_float": options(max_epochs=2.5),
     "max_epochs_negative": options(max_epochs=-2),
@@ -205,7 +205,7 @@ CASES = {
     "option_callback": options(callback=[]),
     "option_amp": options(amp=True),
     "option_of_trainer": options(sync_batchnorm=True),
-    # ---- the model
+    # ---- wrong models and step functions
     "model_class": fit(Plain),
     "model_lightning_class": fit(Classifier),
     "model_path": fit("last.ckpt"),
@@ -224,7 +224,7 @@ CASES = {
     "function_with_five": fit_functions(training_step=lambda net, batch, batch_idx, epoch, more: None),
     "function_of_validation": fit_functions(validation_step=lambda batch: None, val_dataloaders=[XY]),
     "function_called": fit_functions(training_step=torch.zeros(())),
-    # ---- loaders
+    # ---- wrong loaders and datamodules
     "loader_dataset": fit(Plain(), make_data()),
     "loader_path": fit(Plain(), "data/train"),
     "loader_pathlib": fit(Plain(), Path("data/train")),
@@ -248,7 +248,7 @@ CASES = {
     "datamodule_without": fit(Plain(), None, datamodule=object()),
     "datamodule_and_loader": fit(Plain(), make_loader(), datamodule=DataModule()),
     "loaders_positional_optimizer": fit(Plain(), make_loader(), SGD(nn.Linear(8, 3).parameters(), lr=0.1)),
-    # ---- optimizers
+    # ---- wrong optimizers and schedulers
     "optimizer_class": fit_functions(optimizer=SGD),
     "optimizer_text": fit_functions(optimizer="adam"),
     "optimizer_partly_of_another_model": fit_functions(optimizer=lambda net: partly_of_another(net)),
@@ -268,7 +268,7 @@ CASES = {
     ),
     "configure_plateau": with_method(configure_optimizers=plateau),
     "configure_interval": with_method(configure_optimizers=by_batch),
-    # ---- resume and load
+    # ---- wrong values of resume and load
     "resume_true": fit(resume=True),
     "resume_number": fit(resume=3),
     "resume_unknown_text": fit(resume="latest"),
@@ -291,7 +291,7 @@ CASES = {
     "load_list": file("w.pt", lambda path: torch.save([1, 2], path), argument="load"),
     "load_whole_model": file("w.pt", lambda path: torch.save(nn.Linear(8, 3), path), argument="load"),
     "load_json": file("w.json", json.dumps({"w": 1}).encode(), argument="load"),
-    # ---- validate, test and predict
+    # ---- wrong calls of validate, test and predict
     "validate_nothing": lambda root: FabricLoop(**with_files(root)).validate(),
     "validate_without_loader": call_of("validate"),
     "validate_dataset": call_of("validate", make_data()),
@@ -300,7 +300,7 @@ CASES = {
     "predict_without_step": call_of("predict", "loader"),
     "predict_path": call_of("predict", "data/test", model=Classifier),
     "predict_load_missing": call_of("predict", "loader", model=Classifier, load="best"),
-    # ---- level 1 and the tools
+    # ---- wrong calls in hand-written loops, and wrong arguments of the tools
     "level_1_setup_text": level_1(lambda loop, root: loop.setup("net")),
     "level_1_setup_swapped": level_1(lambda loop, root: loop.setup(SGD(nn.Linear(8, 3).parameters(), lr=0.1))),
     "level_1_setup_optimizer": level_1(lambda loop, root: loop.setup(nn.Linear(8, 3), "adam")),
