@@ -58,7 +58,7 @@ class GanOnDevice(Gan):
             torch.randn = on_cpu
 
 
-# With 16-mixed, the first steps overflow and are skipped.
+# In 16-mixed, the first optimizer steps overflow and are skipped, so torch warns that the scheduler steps first.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_optimization_gives_the_same_weights_as_with_trainer(precision):

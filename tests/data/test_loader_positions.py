@@ -27,7 +27,7 @@ def resume_at(make, done):
     loader = ResumableLoader(make())
     assert sum(1 for _ in itertools.islice(loader, done)) == done
     state, rng_state = loader.state_dict(is_in_pass=True), torch.get_rng_state()
-    # Without close(), this loader's workers may continue to read samples.
+    # Close the first loader, because its workers may otherwise continue to read samples.
     loader.close()
     resumed = ResumableLoader(make())
     resumed.load_state_dict(state)
@@ -48,7 +48,7 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        # A resumed run would restore a tensor, but does not restore a Record.
+        # Keep the count in a Record, which a resumed run does not restore. It would restore a tensor.
         self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):

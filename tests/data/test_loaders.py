@@ -80,7 +80,7 @@ def ones(num, start=0, **options):
     return DataLoader(range(start, start + num), batch_size=2, **options)
 
 
-# Kinds of loaders
+# Nested and combined loaders
 
 STRUCTURES = {
     "one": lambda: ones(4),
@@ -134,7 +134,7 @@ def test_combined_loaders_give_the_same_batches_as_with_trainer(call, mode, limi
     assert len(seen) == (2 if mode == "min_size" or limit == 2 else 4)
 
 
-# Lists of batches and lists of loaders
+# Lists that could contain batches or loaders
 
 
 class Pair:
@@ -231,7 +231,7 @@ def test_a_list_of_objects_that_could_be_batches_or_loaders_is_refused(make):
         assert train_on(CombinedLoader(batches, "max_size_cycle")) == [[28.0, 84.0], [56.0, 112.0]]
 
 
-# Batches that a loader stores, and objects in batches
+# Loaders that yield the same batch objects in each epoch
 
 
 class Stores:
@@ -281,7 +281,7 @@ def grow(batch):
     return x, y
 
 
-# {kind: (a function that creates a batch, a function that returns (x, y) and changes the batch)}
+# Map each kind of batch to (a function that creates it, a function that returns (x, y) and changes it).
 STORED = {
     "dict": (lambda x, y: {"x": x, "y": y}, grow),
     "list": (lambda x, y: [x, y], grow),
@@ -336,7 +336,7 @@ def test_a_batch_that_cannot_be_copied_reaches_the_training_step_with_a_warning(
     assert found == expected
 
 
-# Objects that are not loaders
+# Refusing objects that are not loaders
 
 NO_LOADERS = {
     "None": None,
@@ -384,7 +384,7 @@ def test_loaders_of_a_datamodule_are_not_combined_with_loaders_of_the_module():
         FabricLoop(**quiet()).test(Module(), datamodule=Data())
 
 
-# Lengths and limits
+# Iterable datasets, empty loaders and limits
 
 
 class Stream(IterableDataset):
@@ -442,7 +442,7 @@ def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
         FabricLoop(**quiet(max_epochs=1)).fit(Empty())
 
 
-# Reloading loaders and set_epoch()
+# Reloading loaders, and calls to set_epoch()
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
@@ -492,7 +492,7 @@ def test_set_epoch_is_called_with_the_same_epochs_as_in_trainer(in_batches):
     assert expected == epochs == [[0], [0, 0], [1], [1], [] if in_batches else [1]]
 
 
-# Warnings
+# Warnings about loaders, and loaders of fit and validate
 
 
 def warnings_of(call="validate", loader=None, **options):
@@ -500,7 +500,7 @@ def warnings_of(call="validate", loader=None, **options):
         warnings.simplefilter("always")
         getattr(FabricLoop(**quiet(max_epochs=1, **options)), call)(RecordingModule(), loader)
     texts = [str(warning.message) for warning in caught]
-    # Ignore a warning that Python itself raises.
+    # Ignore Python's own warning about forking a process that has threads.
     others = ("is multi-threaded, use of fork",)
     return [text for text in texts if not any(other in text for other in others)]
 
@@ -581,7 +581,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
     assert bool(recorded) == (stage == "fit")
 
 
-# Prediction, and worker processes that must end
+# Loaders of predict, and worker processes that must end with a run
 
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
@@ -648,7 +648,8 @@ def test_fit_leaves_no_worker_process_if_it_ends_mid_epoch(loop, error):
     try:
         loop.fit(Ends(error), DataLoader(dataset, batch_size=2, num_workers=2))
     except (ValueError, KeyboardInterrupt) as raised:
-        caught = raised  # A notebook also keeps the last error and its frames.
+        # Keep the error and its frames, as a notebook does, because they could keep the worker processes alive.
+        caught = raised
     assert loop.global_step == (13 if error is None else 11), caught
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 

@@ -100,7 +100,7 @@ def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
         FabricLoop(**quiet(max_epochs=1, **FORK)).fit(RecordingModule(tmp_path), DataLoader(Stream(), batch_size=None))
 
 
-# Resume with a different seed
+# Resuming with a different seed
 
 
 class CopiesCheckpoint(pl.Callback):

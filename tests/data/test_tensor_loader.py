@@ -74,7 +74,7 @@ def two(make):
     return lambda num, **options: {"a": make(num, **options), "b": make(num - 3, **options)}
 
 
-# {name: (options of the loader, options of the loop)}
+# Map each case to (options of the loader, options of the loop).
 RULES = {
     "last batch": ({}, {}),
     "drop_last": ({"drop_last": True}, {}),
@@ -131,7 +131,7 @@ def test_a_list_of_tensor_loaders_gives_the_same_batches_as_data_loaders(tmp_pat
     assert_same_batches(tmp_path, call, name, several=True)
 
 
-# With shuffled loaders, Trainer's processes draw different orders in predict.
+# Do not test predict with shuffled loaders, for which Trainer's processes draw different orders.
 EVALUATED = {
     "validate": ["last batch", "overfit", "shuffle, drop_last"],
     "test": ["limit", "shuffle"],
@@ -231,7 +231,7 @@ def test_a_batch_keeps_the_memory_format_of_the_data():
         ({"shuffle": None}, "got shuffle=None, expected True or False"),
         ({"drop_last": 2}, "got drop_last=2, expected True or False"),
         ({"batch_size": 2.0}, r"got batch_size=2\.0, expected an int >= 1"),
-        # NumPy before 2.0 prints these values as True and 0.
+        # The patterns allow two forms, because NumPy before 2.0 prints these values as True and 0.
         ({"batch_size": np.bool_(True)}, "got batch_size=(np.)?True_?, expected an int >= 1"),
         ({"batch_size": np.int64(0)}, r"got batch_size=(np.int64\(0\)|0), expected an int >= 1"),
         ({"generator": 3}, "got generator=3, expected a torch.Generator on the CPU. Write generator="),

@@ -28,11 +28,13 @@ def run(command, demo, options=""):
 @pytest.mark.parametrize(
     ("demo", "options", "column", "least"),
     [
-        ("digits", "--max_epochs 3", "val_acc", 0.95),  # Chance gives 0.1.
-        ("tabular", "--max_epochs 4", "val_r2", 0.85),  # A constant prediction gives 0.
-        # The mean image gives 0.
+        # A random guess has an accuracy of 0.1.
+        ("digits", "--max_epochs 3", "val_acc", 0.95),
+        # A constant prediction has an R² of 0.
+        ("tabular", "--max_epochs 4", "val_r2", 0.85),
+        # An autoencoder that always returns the mean image has a score of 0.
         pytest.param("autoencoder", "--max_epochs 15", "val_explained", 0.5, marks=pytest.mark.soak),
-        # An untrained network gives 0.
+        # An untrained generator has a score of 0.
         pytest.param("gan", "--max_epochs 4", "val_places", 0.875, marks=pytest.mark.soak),
     ],
 )
@@ -72,7 +74,7 @@ def test_the_language_model_demo_trains_for_240_steps_and_generates_text(capsys)
     assert rows["step"].tolist() == [80, 160, 240]
     assert rows["val_bits"].iloc[-1] < bits - 0.7
     assert steps["tokens_per_second"].min() > 0
-    # The learning rate rises for 24 steps. Then it falls to a tenth along a cosine.
+    # The learning rate rises for 24 steps. Then it falls along a cosine to a tenth of its largest value.
     assert steps["lr"].idxmax() in (1, 2)
     assert rows["lr"].iloc[-1] == pytest.approx(3e-4, rel=0.01)
     assert re.search(r"^generated   'The .{20,}'$", capsys.readouterr().out, re.M)
@@ -92,7 +94,7 @@ def test_data_splits_are_stratified_and_seeded_and_do_not_leak():
     assert torch.equal(labels, again.splits["val"].tensors[1])
     assert not torch.equal(labels, other.splits["val"].tensors[1])
     means = {split: table.splits[split].tensors[0][:, :2].mean(0).abs() for split in ("train", "val")}
-    # The scaler is fitted on the training split only.
+    # The scaler must be fitted only on the training split, so only this split has means of zero.
     assert means["train"].max() < 1e-6 < 1e-4 < means["val"].min()
 
 

@@ -56,7 +56,7 @@ def test_mnist_is_downloaded_only_once(monkeypatch):
     data = mnist.MNISTData()
     data.prepare_data()
     shutil.rmtree("mirror")
-    # The files exist now, so nothing is downloaded.
+    # The files exist now and the mirror is gone, so the second call must not download anything.
     data.prepare_data()
     data.setup()
     assert [len(data.splits[split]) for split in ("train", "val", "test")] == [1350, 150, 297]
@@ -90,12 +90,14 @@ def test_the_cifar10_demo_reads_the_binary_version_of_its_data():
     row = Path("bin/test_batch.bin").read_bytes()[7 * 3073 :]
     assert (labels[7], images[7, 1, 2, 3]) == (row[0], row[1 + 1024 + 2 * 32 + 3])
     assert [len(data.splits[split]) for split in ("train", "val", "test")] == [90, 10, 20]
-    assert sum(weight.numel() for weight in cifar10.CIFAR10Net().parameters()) == 11_173_962  # ResNet-18
+    # This is the number of parameters of a ResNet-18 for CIFAR-10.
+    assert sum(weight.numel() for weight in cifar10.CIFAR10Net().parameters()) == 11_173_962
 
 
 @pytest.mark.parametrize("demo", ["mnist", "cifar10"])
 def test_an_error_about_a_failed_download_explains_where_to_copy_the_file(monkeypatch, capsys, demo):
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # No server listens on this port.
+    # Let the download fail: no proxy server listens on this port.
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     assert main(["fit", "--model", f"demos.{demo}", *QUIET]) == 2
     error = capsys.readouterr().err
     assert re.search(r"download of https://.*copy it to data/\S+\n$", error)

@@ -32,7 +32,7 @@ both_loops = pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 LAST = "checkpoints/run/version_0/last.ckpt"
 
 
-# Resume with a different number of processes
+# Resuming with a different number of processes
 
 
 def numbered():
@@ -84,7 +84,7 @@ def test_a_run_saved_after_an_epoch_resumes_with_a_different_number_of_processes
             state = states[epoch - 1]
             saved = [state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
             assert all(same(part["started"], saved) for part in found)
-    # The processes draw different random numbers.
+    # After resuming, each process must draw different random numbers.
     assert len({part["drawn"] for part in read_epoch(2, 3)}) == 3
     assert history[["epoch", "step"]].to_numpy().tolist() == [[0, 6], [1, 18], [2, 22]]
     assert history.notna().all(axis=None)
@@ -130,7 +130,7 @@ def test_resuming_mid_epoch_is_refused_if_the_number_of_processes_differs(first,
         train_with(second, max_steps=4, resume="last")
 
 
-# Checkpoints
+# Checkpoints that are missing or differ in one of the processes
 
 
 def resume_in(rank, folders, arguments):
@@ -172,7 +172,7 @@ def test_a_missing_checkpoint_raises_an_error_under_ddp_with_one_process(argumen
     assert "MissingCheckpointError" in errors[0]
 
 
-# Loaders with different lengths
+# Loaders with a different length in each process
 
 
 class Longer(DistributedSampler):
@@ -201,7 +201,7 @@ def test_loaders_with_different_lengths_in_two_processes_are_refused():
     FabricLoop(**quiet(**options, limit_train_batches=5)).fit(Sampled())
 
 
-# Buffers that differ between the processes
+# Buffers that differ between the processes when a run resumes
 
 
 def resume_with_own_buffers(rank):
@@ -292,7 +292,7 @@ def test_a_metric_that_only_one_process_returns_is_refused(kind):
     assert all(message in error for error in errors), errors
 
 
-# Learning rates and optimizer states
+# Learning rates and optimizer states that differ between the processes
 
 
 class RatePerRank(Classifier):
@@ -348,7 +348,7 @@ class ShardedState(Classifier):
 
     def configure_optimizers(self):
         with warnings.catch_warnings():
-            # Importing the optimizer calls torch.jit.script, which is deprecated.
+            # Ignore warnings, because importing the optimizer calls torch.jit.script, which is deprecated.
             warnings.simplefilter("ignore")
             from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.02)
@@ -379,7 +379,7 @@ def test_a_run_with_a_zero_redundancy_optimizer_resumes_exactly(kind):
     assert codes == [0, 0], errors
 
 
-# Attributes of Trainer that a LightningModule reads
+# Attributes of Trainer that a LightningModule reads in each process
 
 
 class ReadsRank(Classifier):
@@ -409,7 +409,7 @@ def test_a_module_can_read_its_rank_and_gather_tensors(kind, devices):
     assert [error.count("printed by rank") for error in errors] == [1, 0][:devices]
 
 
-# A validation interval given as a time
+# A time as the validation interval, with different clocks in the processes
 
 
 class Records(Classifier):

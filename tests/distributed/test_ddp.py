@@ -44,7 +44,7 @@ class Synced(Classifier):
         self.log("val_acc", (logits.argmax(1) == y).float().mean(), **options)
         self.log("val_sum", x.sum(), reduce_fx="sum", **options)
         self.log("val_max", x.max(), reduce_fx="max", **options)
-        # Without sync_dist, the value of the first process is logged.
+        # Without sync_dist, only the value of the first process is logged.
         self.log("val_rank", float(self.global_rank))
 
 
@@ -93,7 +93,7 @@ def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-# The files and results of a run
+# The files and results of a run with two processes
 
 
 def test_two_processes_write_each_file_only_once(tmp_path):
@@ -133,14 +133,15 @@ def test_two_processes_write_each_file_only_once(tmp_path):
         ]
     )
 
-    # The caller's objects have the weights, history, metrics, counters and paths.
+    # After fit, the caller's module and loop must have the weights, history, metrics, counters and paths.
     assert {
         name for name, value in module.state_dict().items() if not torch.equal(value, one["weights"][name])
     } == set()
     assert sorted(loop.callback_metrics) == sorted(one["metrics"])
     assert all(torch.equal(loop.callback_metrics[name], one["metrics"][name]) for name in one["metrics"])
     assert list(history["epoch"]) == [0, 1, 2]
-    assert list(history["step"]) == [5, 10, 15]  # 40 samples, two processes, batches of four
+    # Each of two processes reads 20 of the 40 samples in batches of four, so an epoch has five steps.
+    assert list(history["step"]) == [5, 10, 15]
     columns = [column for column in history.columns if column not in ("time", "waiting")]
     averages = ["train_loss", "train_acc", "val_loss", "val_acc", "val_sum", "val_max", "val_rank"]
     assert columns == ["epoch", "step", *averages, "lr"]
@@ -154,7 +155,7 @@ def test_two_processes_write_each_file_only_once(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
-# Comparison with Trainer
+# Comparison of DDP runs with Trainer, with spawned processes and with resumed runs
 
 
 CASES = {
@@ -172,7 +173,7 @@ def test_ddp_gives_the_same_weights_and_metrics_as_trainer(name):
     loop, module = run_loop(lambda: Synced(by_step), train, val, **options)
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    # Trainer's counters stay at 0 in the caller's process.
+    # Compare the counters with numbers, because Trainer's counters stay at 0 in the caller's process.
     assert (loop.current_epoch, loop.global_step) == (2, 4 if "accumulate_grad_batches" in options else 10)
 
 
@@ -278,7 +279,7 @@ def test_ddp_averages_gradients_once_per_accumulation_window(tmp_path):
     loop.fit(Synced(), train())
     one, other = (seen["gradients"] for seen in ranks(tmp_path))
     are_equal = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
-    # The three steps use two batches, two batches and one batch.
+    # The optimizer steps follow batches 1, 3 and 4 of 0 to 4. Only there, DDP has averaged the gradients.
     assert are_equal == [False, True, False, True, True]
     assert loop.global_step == 3
 
@@ -306,14 +307,14 @@ def test_a_ddp_run_resumed_mid_epoch_matches_an_uninterrupted_run(tmp_path, trai
     assert logs_of(tmp_path / "parts") == logs_of(tmp_path / "whole")
     saved = [torch.load(path, weights_only=True)["optimizer_states"] for path in tmp_path.rglob("last.ckpt")]
     assert same(*saved)
-    # In the middle of an accumulation window, each process has different gradients.
+    # A run saved in the middle of an accumulation window must restore the gradients, which differ in each process.
     options = {"accumulate_grad_batches": 2, "max_epochs": 2, **FORK}
     whole = fit(tmp_path / "mid", train=train, callbacks=[SavesInMidStep()], **options)
     resumed = fit(tmp_path / "rest", train=train, seed=99, resume=tmp_path / "mid/mid.ckpt", **options)
     assert_same_weights(whole[1], resumed[1])
 
 
-# Evaluation and errors
+# Evaluation and errors with two processes
 
 
 class UnevenStream(IterableDataset):

@@ -35,7 +35,7 @@ class Fails(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-# {name: (event, exit codes, text in the error of the second process, step of the checkpoint)}
+# Map each name to (event, exit codes, text in the error of the second process, step of the checkpoint).
 EVENTS = {
     "exception": (ValueError("mine"), (1, 1), "ValueError: mine", 4),
     "SIGKILL": (signal.SIGKILL, (1, -9), "", 4),

@@ -78,10 +78,10 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per
 )
 def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    # The script starts a second process, which uses this variable.
+    # With FORKING_PYTHON, the second process that the script starts is forked from a running Python, which is faster.
     environment["FORKING_PYTHON"] = forking_python()
     if launcher is FABRIC:
-        # Two test runs at the same time would otherwise use the same default port.
+        # Choose a free port, because two test runs at the same time would otherwise use the same default port.
         launcher = [*FABRIC, f"--main-port={free_port()}"]
     for attempt in ("first", "second"):
         Path(attempt).mkdir()
@@ -90,14 +90,14 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
         Path("script.py").write_text(SCRIPT)
         command = fork_command([*launcher, "script.py", strategy])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        # On a busy machine, a gloo thread may abort when Python exits after the training. See
-        # https://github.com/pytorch/pytorch/pull/179291
+        # Try twice, because a gloo thread may abort on a busy machine when Python
+        # exits after the training. See https://github.com/pytorch/pytorch/pull/179291
         if "terminate called without an active exception" not in done.stderr:
             break
         os.chdir("..")
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(Path().glob("rank*.pt"))]
-    # Spawned processes end in fit, so only the calling process saves a file.
+    # Spawned and forked processes end in fit, so only the calling process saves a file.
     assert len(found) == ranks
     kept = read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]
     for result in found:

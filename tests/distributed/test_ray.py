@@ -20,7 +20,8 @@ pytest.importorskip("ray")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUARD = 'if __name__ == "__main__":\n'
-# The workers save their weights. With KILL=1, the second worker is killed once, in its 15th step.
+# This code, which is inserted into the page's script, makes the workers save
+# their weights. With KILL=1, the second worker is killed once, in its 15th step.
 PREPARATION = """
 import os, signal, ray, torch
 
@@ -47,7 +48,7 @@ class DigitsClassifier(DigitsClassifier):
 
 """
 START = "    ray.init(num_cpus=2, include_dashboard=False)\n"
-# docs/ray.md does not show how to start the training with MiniLoop.
+# Append this code to the page's script, because docs/ray.md does not show how to start the training with MiniLoop.
 START_MINI = f"""
 {GUARD}
     result.metrics_dataframe.to_csv(SHARED / "run.csv")
@@ -66,7 +67,7 @@ def run_page(folder, num_blocks, **variables):
     blocks[1] += START_MINI
     folder.mkdir()
     (folder / "train.py").write_text("\n".join(blocks[:num_blocks]))
-    # Ray's socket paths may have at most 107 characters, so pytest's long folder names cannot be used.
+    # Use a short folder name instead of pytest's, because Ray's socket paths may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
         variables |= {"PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
         env = os.environ | variables
@@ -126,7 +127,8 @@ def test_ray_receives_the_logged_metrics_and_the_checkpoint(runs, folder, name):
     reported = pandas.read_csv(shared / f"{name}.csv", index_col=0)
     logged = pandas.read_csv(runs / "torchrun" / "logs" / name / "version_0" / "metrics.csv")
     assert set(reported) >= {"train_loss", "train_acc", "val_loss", "val_acc"}
-    # If Ray has not read a report before the second worker is killed, the report is lost.
+    # One of three reports may be missing, because Ray loses a
+    # report that it has not read when the second worker is killed.
     assert len(reported) == 3 if folder == "whole" else len(reported) in (2, 3)
     logged = logged[list(reported)].tail(len(reported)).reset_index(drop=True)
     pandas.testing.assert_frame_equal(reported, logged, rtol=1e-5)

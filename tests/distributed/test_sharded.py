@@ -139,7 +139,7 @@ def by_functions(net):
     }
 
 
-# Comparison with DDP
+# Comparison of FSDP2 with DDP
 
 CASES = {
     "plain": (Adam, {}),
@@ -168,7 +168,7 @@ def compare_with_ddp(rank):
     for name, (make, options) in CASES.items():
         weights, states, metrics, *_ = trained("ddp", make, **options)
         reduced.clear()
-        # As with DDP, all processes get the weights of the first process.
+        # Each process starts with a different seed, but must get the weights of the first process, as with DDP.
         ours, our_states, our_metrics, loop, model = trained(fsdp(), make, seed=1 + rank, **options)
         found[name] = largest_difference(weights, ours), metrics == our_metrics, len(reduced)
         if name == "plain":
@@ -201,14 +201,15 @@ def test_fsdp2_gives_the_same_weights_as_ddp():
         exact = {name: found[name][:2] for name in CASES if name not in ("clip_norm", "by_hand")}
         assert exact == dict.fromkeys(exact, (0.0, True))
         assert max(found["clip_norm"][0], found["by_hand"][0]) < 1e-6
-        # Each process has 10 batches and 2 layers: 10 steps, or 4 steps of up to three batches.
+        # Each step reduces the gradients of two layers. In two epochs
+        # of five batches, there are 10 steps, or 4 with accumulation.
         assert (found["plain"][2], found["accumulate"][2]) == (20, 8)
         assert (found["again"], found["more"], found["functions"], found["predicted"]) == (True, 5, "DTensor", 3)
         assert found["trainers"]
         assert found["meta"].isfinite().all()
 
 
-# Tensor parallelism
+# Comparison of tensor parallelism with one process
 
 
 class Seeing(Classifier):
@@ -246,7 +247,7 @@ def test_tensor_parallelism_gives_the_same_weights_as_one_process():
     assert one["kinds"] == ["DTensor"] * 4
 
 
-# Gradient norms
+# Gradient norms of sharded models
 
 
 def log_gradient_norms(rank):
@@ -273,7 +274,7 @@ def test_log_grad_norm_logs_the_norm_over_all_shards():
     assert norms["tensor"] == pytest.approx(norms["alone"], rel=1e-4)
 
 
-# Errors
+# Sharded models and optimizers that fit refuses
 
 
 def forget_a_layer(model, mesh):
@@ -310,7 +311,7 @@ def test_fit_refuses_an_optimizer_created_before_the_model_is_sharded(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# Checkpoints
+# Checkpoints of sharded models
 
 FOLDER = "checkpoints/run/version_0"
 SAVING = {"max_epochs": 2, "monitor": "val_loss", "save_every_n_steps": 4}
@@ -319,14 +320,14 @@ SAVING = {"max_epochs": 2, "monitor": "val_loss", "save_every_n_steps": 4}
 def save_and_resume(rank):
     full = trained(fsdp(), Adam, root="full", callbacks=[Snapshots("full", "snaps", (5, 9))], **SAVING)
     found = {}
-    # Resume at the end of an epoch, and in the middle of the next epoch.
+    # Resume copies of the run from the end of an epoch and from the middle of the next epoch.
     for batches in (5, 9):
         root = copy_on_rank_0(rank, f"snaps/{batches}", f"from{batches}")
         again = trained(fsdp(), Adam, seed=5, root=root, resume="auto", **SAVING)
         found[f"{batches}"] = same(again[:3], full[:3]), again[3].global_step
     strategies = {"fsdp": fsdp, "ddp": lambda: "ddp", "whole": lambda: fsdp(save_distributed_checkpoint=False)}
     first = None
-    # Continue the same run with a different strategy.
+    # Resume copies of the finished FSDP2 run with FSDP2, with DDP, and with FSDP2 that saves unsharded checkpoints.
     for name, make in strategies.items():
         root = copy_on_rank_0(rank, "full", f"to_{name}")
         now = trained(make(), Adam, seed=5, root=root, resume="last", **{**SAVING, "max_epochs": 3})
@@ -365,7 +366,7 @@ def test_a_run_resumes_exactly_from_sharded_checkpoints():
     net = read_checkpoint(Path("to_ddp", FOLDER, "last.ckpt"))["state_dict"]
     assert {name: value.shape for name, value in net.items()} == {n: v.shape for n, v in model.state_dict().items()}
 
-    # If a shard is missing, load="last" uses the previous checkpoint.
+    # If a file of shards is missing, load="last" uses the previous checkpoint.
     shard = last.with_name("last.ckpt.step=10") / "__0_0.distcp"
     shard.unlink()
     with pytest.warns(UserWarning, match="is missing.* Using the previous checkpoint instead"):

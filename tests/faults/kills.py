@@ -24,7 +24,8 @@ from pathlib import Path
 
 from victim import difference, end_of, quiet, sharded_strategy, train
 
-PATIENCE = 600.0  # seconds after which a run that has not ended counts as hanging
+# A run that has not ended after this number of seconds counts as hanging.
+PATIENCE = 600.0
 
 
 @dataclass
@@ -35,8 +36,10 @@ class Figures:
     ranks: int
     rounds: int = 0
     kills: int = 0
-    left_temporary_files: int = 0  # kills in the middle of a write
-    started_again: int = 0  # kills before the first checkpoint
+    # Kills that interrupted a write, so that a temporary file was left.
+    left_temporary_files: int = 0
+    # Kills before the first checkpoint, after which the run started from scratch.
+    started_again: int = 0
     seconds: float = 0.0
     losses: list = field(default_factory=list)
 
@@ -46,7 +49,7 @@ def warm_up(root):
     quiet()
     train(root)
     gc.collect()
-    # After gc.freeze(), garbage collection in a forked process does not copy these memory pages.
+    # Prevent garbage collection in a forked process from copying the memory pages of the current objects.
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("training has started threads: a fork of this process could wait for their locks forever")
@@ -78,7 +81,7 @@ def strategy_options(kind):
 
 def start(root, ranks, log, kind=""):
     """Fork one process per rank. Each runs the same command and writes its output to the log."""
-    # Importing victim has added tests/support to sys.path.
+    # This import works only after importing victim, which adds tests/support to sys.path.
     from ports import free_port
 
     port = free_port()
@@ -87,7 +90,8 @@ def start(root, ranks, log, kind=""):
         with open(log, "ab") as options:
             os.dup2(options.fileno(), 1)
             os.dup2(options.fileno(), 2)
-        faulthandler.dump_traceback_later(PATIENCE - 10)  # A rank that hangs prints its stack.
+        # Let a rank that hangs print its stack before it is killed.
+        faulthandler.dump_traceback_later(PATIENCE - 10)
         if ranks == 1:
             return train(root)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(number)}
@@ -102,7 +106,8 @@ def cpu_seconds(pid):
     On a busy machine, CPU time shows the progress of a process better than a clock.
     """
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # Linux: the clock of another process
+        return time.clock_gettime((~pid << 3) | 2)
+        # On Linux, this number identifies the CPU clock of the process with this pid.
     except OSError:
         return 0.0
 
@@ -149,7 +154,7 @@ def campaign(kills, ranks, seed, report=lambda figures: None, kind=""):
     log = workspace / "log"
     try:
         warm_up(workspace / "warm")
-        # Import FSDP once, before the processes are forked.
+        # Import FSDP once before forking, so that the forked processes need not import it.
         if kind:
             sharded_strategy()
         codes, seconds = length_of(start(workspace / "whole", ranks, log, kind))
@@ -184,7 +189,7 @@ def _one_round(figures, root, ranks, log, draw, seconds, kind):
         instants.append(draw.uniform(0, seconds))
         codes = end(start(root, ranks, log, kind), instants[-1], skew=draw.uniform(0, 0.01))
         if -signal.SIGKILL not in codes:
-            # The run ended before it was killed.
+            # The run ended before it was killed, so this round has no further kill.
             break
         figures.kills += 1
         figures.left_temporary_files += any(root.rglob("*.tmp"))

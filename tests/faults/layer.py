@@ -16,7 +16,7 @@ KINDS = {
     "ENOSPC": errno.ENOSPC,
     "EIO": errno.EIO,
     "EACCES": errno.EACCES,
-    # A write writes only half of its bytes. Other operations fail with ENOSPC.
+    # With "short", a write writes only half of its bytes, and other operations fail with ENOSPC.
     "short": None,
     "SIGKILL": None,
 }
@@ -29,11 +29,13 @@ class Layer:
     """
 
     operations = OPERATIONS
-    buffer_size = 8192  # bytes that are written or read at a time
+    # A buffered file reads or writes this number of bytes at a time.
+    buffer_size = 8192
 
     def __init__(self, root):
         self.root = os.path.realpath(root)
-        self.paths = {}  # keyed by file descriptor
+        # Map each file descriptor to the path of its file.
+        self.paths = {}
         self.count = 0
 
     def before(self, operation, path, size):
@@ -78,7 +80,7 @@ class Layer:
     def path_of(self, file):
         """Return the path of a file or descriptor, or None if the file is not below the root."""
         if isinstance(file, int):
-            # The descriptor may have been closed and then reused for another file.
+            # Check the descriptor's current path, because it may have been closed and then reused for another file.
             with contextlib.suppress(OSError):
                 return self.paths.get(file) if os.readlink(f"/proc/self/fd/{file}").startswith(self.root) else None
             return None

@@ -23,7 +23,8 @@ class State:
 
     kind: str
     moment: str
-    files: tuple  # (path, content); None is the content of a folder
+    # Pairs (path, content). The content of a folder is None.
+    files: tuple
     saved: int
 
 
@@ -38,7 +39,8 @@ class PowerCut(Layer):
 
     def __init__(self, root):
         super().__init__(root)
-        self.contents: dict[int, bytes] = {}  # keyed by inode
+        # Map each inode to the content that its file had at its last fsync.
+        self.contents: dict[int, bytes] = {}
         self.names: dict[str, dict[str, int]] = {self.root: {}}
         self.saved, self._new_path = 0, None
         self.states: dict[tuple, State] = {}
@@ -49,7 +51,7 @@ class PowerCut(Layer):
 
     def after(self, operation, path, fd):
         if operation == "open" and self._new_path == path:
-            # The inode of a removed file may be reused.
+            # Forget the content of a removed file, because the new file may reuse its inode.
             self.contents.pop(os.stat(path).st_ino, None)
             self._new_path = None
         if operation == "fsync":

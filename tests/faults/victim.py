@@ -25,7 +25,7 @@ from fabric_template import FabricLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.checkpoint.distributed import SHARDS_KEY
 
-# Each of 3 epochs has 8 batches and 4 optimizer steps. Some checkpoints are saved mid-epoch.
+# A run has 3 epochs of 8 batches and 4 optimizer steps each. It saves some checkpoints mid-epoch.
 RUN_OPTIONS = {
     "accelerator": "cpu",
     "max_epochs": 3,
@@ -37,8 +37,8 @@ RUN_OPTIONS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# These values depend on a clock or on the version. A run that is killed before its first save
-# starts again in the next version.
+# Comparisons ignore these values, which depend on a clock or on the version.
+# A run that is killed before its first save starts again in the next version.
 TIMES = (
     "time",
     "waiting",
@@ -50,15 +50,15 @@ TIMES = (
     "saved_at",
     "folder",
 )
-# These values differ if best.ckpt or config.yaml could not be written. The run continues without
-# these files.
+# If best.ckpt or config.yaml cannot be written, a run continues without the file, so these values differ.
 BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/config.yaml")
 
 
 class Victim(nn.Module):
     """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
 
-    steps = 12  # the scheduler's total number of steps
+    # The total number of steps of the learning-rate scheduler.
+    steps = 12
 
     def __init__(self):
         super().__init__()
@@ -106,8 +106,8 @@ def end_of(root, without=()):
         versions = sorted(Path(root, kind, "run").glob("version_*"), key=lambda path: int(path.name[8:]))
         for path in sorted(versions[-1].rglob("*")) if versions else []:
             if path.name not in (".lock", ".metadata"):
-                # If a killed save has left a folder of shards, the next save adds a number to the
-                # folder's name.
+                # Remove the number that a save adds to its folder's name
+                # if a killed save has left a folder with the same name.
                 name = re.sub(r"(step=\d+)-\d+", r"\1", f"{kind}/{path.relative_to(versions[-1])}")
                 found[name] = _content(path, str(root))
     return without_names(found, (*TIMES, *without))
@@ -125,7 +125,7 @@ def _content(path, root):
         times = [i for i, name in enumerate(columns) if name in TIMES]
         return [",".join(cell for i, cell in enumerate(row) if i not in times) for row in (columns, *rows)]
     text = path.read_text().replace(root, "ROOT") if path.is_file() else None
-    # The rest of config.yaml lists package versions.
+    # Leave out the last part of config.yaml, which lists package versions.
     return text.partition("\nabout:")[0] if path.name == "config.yaml" else text
 
 

@@ -18,10 +18,10 @@ from fabric_template import FabricLoop
 BAR = {"enable_progress_bar": True}
 
 
-# Model summaries
+# The printed model summary
 
 
-# Lightning 2.5 does not count FLOPs.
+# The model summary of Lightning 2.5 does not count FLOPs.
 HAS_FLOPS = hasattr(pl.utilities.model_summary.ModelSummary, "total_flops")
 
 
@@ -54,7 +54,7 @@ def test_the_default_model_summary_is_short_and_printed_to_stdout(capsys):
     assert out.splitlines()[-1] == "195 parameters, 144 of them frozen, 0.0 MB"
 
 
-# Progress bars
+# Lightning's progress bars
 
 
 class RecordedTqdm(cb.TQDMProgressBar):
@@ -130,7 +130,7 @@ def test_progress_bars_show_the_same_values_as_with_trainer(tmp_path, options):
     assert sides[1].trainer.progress_bar_callback is sides[1].callbacks[0]
 
 
-# Profilers
+# Lightning's profilers
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -98,5 +98,5 @@ def test_manual_optimization_with_ddp_gives_the_same_weights_as_with_trainer(mak
     (trainer, expected), (loop, module) = ends
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
-    # In the calling process, Trainer leaves global_step at 0.
+    # Compare with a number, because Trainer leaves global_step at 0 in the calling process.
     assert loop.global_step == steps

@@ -185,7 +185,7 @@ def test_lightning_callbacks_work_the_same_with_and_without_a_lightning_module(k
     if name == "summary":
         table = capsys.readouterr().out
         assert shown.count("Linear") == table.count("Linear") == 2
-        # With step functions, the network itself is the root of the summary.
+        # With step functions, the table differs, because the network itself is the root of the summary.
         assert table == shown or kind == "functions"
     last = loop.checkpoint_path("last")
     weights = torch.load(last, weights_only=name != "swa" or HAS_PLAIN_SWALR)["state_dict"]

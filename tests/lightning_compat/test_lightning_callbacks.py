@@ -210,7 +210,7 @@ def test_callbacks_log_the_same_values_as_with_trainer(tmp_path):
         {name: float(value) for name, value in side.trainer.callback_metrics.items()} for side in (expected, ours)
     ]
     assert metrics[0] == metrics[1]
-    # FabricLoop has removed the log() method that it added to the callback.
+    # FabricLoop must remove the log() method that it has added to the callback.
     assert "log" not in vars(ours.callbacks[0])
 
 

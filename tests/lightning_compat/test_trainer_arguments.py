@@ -46,7 +46,7 @@ def test_ckpt_path_is_an_alias_of_the_load_argument(trained, call, path):
 @pytest.mark.parametrize("kind", [pl.Trainer, FabricLoop])
 def test_ckpt_path_last_starts_a_new_run_if_no_checkpoint_exists(tmp_path, kind):
     loop = kind(**with_files(tmp_path, max_epochs=1, logger=False))
-    # In Lightning 2.5, Trainer has no weights_only argument.
+    # In Lightning 2.5, Trainer.fit has no argument weights_only.
     more = {"weights_only": None} if "weights_only" in inspect.signature(kind.fit).parameters else {}
     assert more or kind is pl.Trainer
     with pytest.warns(UserWarning, match=r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint avail'):
@@ -98,10 +98,10 @@ def test_limit_options_have_the_same_meaning_as_in_trainer(name, value):
         except pl.utilities.exceptions.MisconfigurationException:
             results.append("refused")
     if name == "val_check_interval" and value in (0, 0.0):
-        # Trainer accepts an interval of zero batches, but its fit method then divides by zero.
+        # FabricLoop refuses an interval of zero batches. Trainer accepts it, but its fit method then divides by zero.
         results[0] = "refused" if isinstance(value, int) else results[0]
     if name == "overfit_batches" and isinstance(value, float) and value > 1:
-        # Trainer accepts a float above 1, but then trains on all batches.
+        # FabricLoop refuses a float above 1. Trainer accepts it, but then trains on all batches.
         results[0] = "refused"
     assert results[1] == results[0]
 
@@ -134,7 +134,7 @@ def test_options_given_as_numpy_numbers_are_converted_to_python_numbers(tmp_path
         type(value) for value in vars(loops[0].config).values()
     ]
     assert tree(tmp_path / "plain") == tree(tmp_path / "numpy")
-    # YAML cannot represent NumPy numbers.
+    # hparams.yaml must contain Python numbers, because YAML cannot represent NumPy numbers.
     texts = [(tmp_path / folder / "logs/run/version_3/hparams.yaml").read_text() for folder in ("plain", "numpy")]
     assert texts[0].replace("/plain", "/numpy") == texts[1]
 

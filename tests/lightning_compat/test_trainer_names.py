@@ -21,7 +21,7 @@ NAMES = sorted(name for name in {*dir(pl.Trainer), *vars(pl.Trainer(**quiet()))}
 _OWN_CLASS = "FabricLoop uses its own class for this object"
 _METRICS = ({"setup"}, "FabricLoop clears the metrics before each call")
 
-# {attribute: (hooks in which its value differs from Trainer's, reason)}. None means all hooks.
+# Map each attribute to (hooks in which FabricLoop's value differs from Trainer's, reason). None stands for all hooks.
 DIFFERENT = {
     "strategy": (None, _OWN_CLASS),
     "fit_loop": (None, _OWN_CLASS),
@@ -151,7 +151,7 @@ def test_loop_attributes_equal_those_of_trainer_except_for_known_differences():
     expected, ours = read_both("plain")
     different = set(DIFFERENT)
     if not hasattr(pl.Trainer(**quiet()), "val_check_batch"):
-        # Before fit, Trainer of Lightning 2.5.0 also raises an error.
+        # In Lightning 2.5.0, Trainer also raises an error if val_check_batch is read before fit.
         different.remove("val_check_batch")
     assert {name for name in NAMES if expected[name] != ours[name]} == different
 

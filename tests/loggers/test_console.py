@@ -85,7 +85,7 @@ def fit(terminal, root, *args, **options):
             assert sys.stdout is sys.stderr is terminal
 
 
-# The progress bar
+# Output of the progress bar
 
 
 def test_a_single_progress_bar_shows_training_and_validation(tmp_path, terminal):
@@ -169,7 +169,7 @@ def test_the_progress_bar_omits_values_that_are_too_wide_for_the_terminal(tmp_pa
     assert ("reconstruction=0.5" in bars[-1]) == (columns == 160)
 
 
-# A real terminal and a log file
+# Output to a real terminal and to a log file
 
 SCRIPT = f"""
 import signal
@@ -246,7 +246,7 @@ def run_in_terminal(command, folder):
     found = b""
     with subprocess.Popen(command, cwd=folder, **streams):
         os.close(other_end)
-        # Reading raises an error once the program has closed its end of the terminal.
+        # Read until an error is raised, because the program has then closed its end of the terminal.
         with suppress(OSError):
             while part := os.read(own_end, 65536):
                 found += part
@@ -286,7 +286,7 @@ def test_the_message_after_a_signal_starts_on_a_new_line(in_terminal):
     assert len(re.findall(r"in epoch \d", in_terminal[1])) == 1
 
 
-# The printed table
+# The table of metrics that a run prints
 
 
 def test_each_mid_epoch_validation_prints_a_line(tmp_path, capsys):
@@ -347,7 +347,7 @@ def test_a_resumed_run_continues_the_printed_table(tmp_path, capsys):
     assert [line.split()[0] for line in more] == ["epoch", "3", "4"]
 
 
-# The end of a run
+# Output after the end of a run
 
 
 def test_repr_of_a_loop_shows_how_the_run_ended():
@@ -381,7 +381,7 @@ def test_validate_prints_a_table(capsys):
     assert capsys.readouterr().out == ""
 
 
-# A notebook
+# Output in a notebook
 
 CELLS = [
     """
@@ -443,6 +443,7 @@ def test_a_notebook_cell_shows_metrics_and_progress_bar_in_one_output(tmp_path, 
     limited = notebook.cells[3].outputs[0].data["text/html"]
     assert limited.count("\n") == 27
     assert "\nended in epoch 24, after step 100: max_steps=100 is reached\n25 epochs: 100%" in limited
-    # MiniLoop draws its bar after 0.2 seconds and later erases it. On stderr, a red line would remain.
+    # MiniLoop draws its bar on stdout and later erases it. An
+    # erased bar on stderr would leave a red line in a notebook.
     [rows] = notebook.cells[4].outputs
     assert (rows.name, rows.text.count("\n")) == ("stdout", 2)

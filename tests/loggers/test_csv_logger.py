@@ -171,7 +171,7 @@ def lines_of(count):
     return ["epoch,step,loss,note", *(f"{i},{10 * i},{0.5**i},n{i}" for i in range(count))]
 
 
-# {case: (a damaged line, the cells that read_table returns)}
+# Map each case to (a damaged line, the cells that read_table returns for it).
 LINES = {
     "quote at the start": ('"3,30,0.125,n3', ["3", "30", "0.125", "n3"]),
     "quote at the end": ('3,30,0.125,n3"', ["3", "30", "0.125", "n3"]),

@@ -91,7 +91,7 @@ def test_monitor_uses_the_validation_value_of_a_metric_that_training_also_logs(t
     history = loop.fit(Same({}, {}), loader(3), loader(2))
     assert history["x"].tolist() == [200.5, 190.5]
     best = torch.load(next(tmp_path.rglob("best.ckpt")), weights_only=True)
-    # The score 190.5 of epoch 1 is less than 200.5.
+    # Epoch 1 is the best, because its validation value 190.5 is less than the value 200.5 of epoch 0.
     assert best["epoch"] == 1
 
 

@@ -89,7 +89,7 @@ def test_read_logs_returns_every_kind_of_value_unchanged(tmp_path):
 def test_read_logs_merges_the_rows_of_each_epoch_in_a_lightning_log(tmp_path):
     logger = LightningCSVLogger(tmp_path, name="lit")
     for i in range(2):
-        # LearningRateMonitor logs rows without an epoch.
+        # Lightning's LearningRateMonitor logs such rows without an epoch.
         logger.log_metrics({"lr-SGD": 0.1 / (i + 1)}, step=10 * i)
         logger.log_metrics({"train_loss": 2.0 - i, "epoch": i}, step=10 * i + 4)
         logger.log_metrics({"train_loss": 1.5 - i, "epoch": i}, step=10 * i + 9)

@@ -119,7 +119,7 @@ def test_metrics_of_several_loaders_have_the_same_names_as_with_trainer(tmp_path
     assert history[list(everything)].iloc[0].to_dict() == everything
 
 
-# Lists of images of several sizes. No tensor has the number of samples as its first dimension.
+# Batches are lists of images of several sizes, so no tensor has the number of samples as its first dimension.
 
 SIZES = [[(3, 4, 5), (3, 6, 4)], [(3, 4, 4)]]
 

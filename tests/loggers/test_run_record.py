@@ -138,7 +138,7 @@ def test_mini_py_has_the_same_version_as_the_package():
     assert fabric_template.__version__ == mini.VERSION
 
 
-# Settings that differ between runs
+# Settings that list_runs shows because they differ between runs
 
 
 class Module(LightningModule):
@@ -165,7 +165,7 @@ def train_a_module(kind, lr):
 
 
 def train_a_trial(kind, lr):
-    # The objective of an Optuna study would pass trial.params as hparams.
+    # This function imitates the objective of an Optuna study, which passes trial.params as hparams.
     train(kind, hparams={"rate": lr}, version=round(10 * lr), val=make_loader(8))
 
 

@@ -68,7 +68,8 @@ def test_metrics_csv_contains_the_fraction_of_time_spent_waiting_for_data(data, 
     _, history = train(data, Slow(0.02), step_seconds=0.01, make=make, **options)
     written = pd.read_csv("logs/run/version_0/metrics.csv")
     assert len(written) == len(history)
-    # Eight samples take 0.16 s, and four steps take 0.04 s. A loader without a length is read one batch ahead.
+    # In an epoch, reading eight samples takes 0.16 s and four steps take 0.04 s, so the run waits 80 % of the
+    # time. The values of a loader without a length may differ, because such a loader is read one batch in advance.
     assert written["waiting"].tolist() == [pytest.approx(0.8, abs=0.05)] * len(written)
 
 
@@ -91,7 +92,7 @@ def test_the_printed_table_has_a_waiting_column_if_training_often_waits_for_data
     out = capsys.readouterr().out
     hints = re.findall(r"Training spends \d\d% of the time waiting for batches\. (.*)", out)
     is_slow = seconds > 0
-    # mini.py may be the only copied file, so MiniLoop does not suggest FabricLoop.tune().
+    # MiniLoop must not suggest FabricLoop.tune(), because a user may have copied only mini.py.
     advice = r"Try loop\.tune\(" if make is FabricLoop else "In the DataLoader, try a larger num_workers"
     assert [bool(re.match(advice, hint)) for hint in hints] == [True] * is_slow
     assert len(re.findall(r" waiting$", out, re.MULTILINE)) == is_slow
@@ -109,7 +110,7 @@ def test_the_waiting_time_of_a_resumed_epoch_includes_the_time_before_the_checkp
     with pytest.raises(RuntimeError, match="stopped"):
         train(StoppingLoader(0.1), **options)
     _, history = train(Slow(0.0), resume="last", **options)
-    # Before the checkpoint, the run waited for four samples.
+    # The first run waited 0.1 s for each of the four samples that it read before the checkpoint.
     assert (history["time"] * history["waiting"]).tolist() == [pytest.approx(0.4, abs=0.001)]
 
 

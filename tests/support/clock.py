@@ -1,6 +1,7 @@
 """A fake clock that advances only when it sleeps, so that measured durations are exact."""
 
-DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"  # Matches a printed duration of any length.
+# This pattern matches a printed duration of any length, such as "3.2 s" or "1:02:03".
+DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"
 
 
 class Clock:

@@ -19,16 +19,21 @@ import subprocess
 import sys
 import time
 
-OPTIONS = ("-u", "-B")  # torchrun passes -u, and multiprocessing passes -B.
-SIZE = 8  # The number of bytes of an integer on the socket.
+# Commands may contain these options of Python: torchrun passes -u, and multiprocessing passes -B.
+OPTIONS = ("-u", "-B")
+# An integer that is sent through the socket has this number of bytes.
+SIZE = 8
 FORWARDED = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-IMPORTED = ("lightning.fabric", "matplotlib", "pandas")  # The server imports these modules before it forks.
-SHARED = "FORKING_PYTHON_FOLDER"  # The environment variable with the running server's folder.
+# The server imports these modules before it forks, so that the forked processes need not import them.
+IMPORTED = ("lightning.fabric", "matplotlib", "pandas")
+# This environment variable contains the folder of the running server.
+SHARED = "FORKING_PYTHON_FOLDER"
 SECONDS_TO_START = 300
-_server = []  # The server's folder and process. Empty before the first request.
+# If this process has started a server, the list contains the server's folder and process.
+_server = []
 
 
 @functools.cache
@@ -52,7 +57,8 @@ def fork_command(command):
 def forking_python():
     """Return an executable file that forks the server, to use instead of `sys.executable`."""
     path = os.path.join(_folder(), "python") if can_fork_server() else sys.executable
-    return path if os.access(path, os.X_OK) else sys.executable  # Temporary folders may be mounted with noexec.
+    # Temporary folders may be mounted with noexec, so that the file is not executable.
+    return path if os.access(path, os.X_OK) else sys.executable
 
 
 def start_server():
@@ -66,7 +72,8 @@ def start_server():
         file.write(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
         os.chmod(file.name, 0o700)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MPL"))}
-    # A process with threads must not fork. pyarrow, which pandas imports if it is installed, starts one.
+    # The server must not have threads, because it forks. pyarrow,
+    # which pandas imports if possible, would start a thread.
     clean |= {**dict.fromkeys(POOLS, "1"), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     command = [sys.executable, __file__, "serve", folder, *IMPORTED]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "cwd": folder, "env": clean}
@@ -110,14 +117,15 @@ def end():
 
 def ask(folder, *arguments):
     """Send streams, folder and arguments to the server, forward signals, and exit like the forked process."""
-    # Block signals until the forked process that will receive them exists.
+    # Block these signals until the forked process to which they are forwarded exists.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     inherited = [number for number in range(256) if _is_open(number)]
     cores = list(os.sched_getaffinity(0))
     with socket.socket(socket.AF_UNIX) as line:
         message = json.dumps([inherited, arguments, os.getcwd(), dict(os.environ), cores]).encode()
         os.chdir(folder)
-        line.connect("socket")  # A full path may be too long for a socket.
+        # Use a relative path, because a full path may be too long for a socket.
+        line.connect("socket")
         socket.send_fds(line, [len(message).to_bytes(SIZE, "big")], inherited)
         line.sendall(message)
         pid = _number(line)
@@ -133,7 +141,8 @@ def ask(folder, *arguments):
 
 
 def _pass_on(pid, number):
-    with contextlib.suppress(ProcessLookupError):  # The forked process may have just ended.
+    with contextlib.suppress(ProcessLookupError):
+        # The forked process may have just ended, so that no process has this pid.
         os.kill(pid, number)
 
 
@@ -149,7 +158,8 @@ def _number(line):
     while len(found) < SIZE:
         more = line.recv(SIZE - len(found))
         if not more:
-            os._exit(125)  # The server has ended.
+            # No bytes mean that the server has ended.
+            os._exit(125)
         found += more
     return int.from_bytes(found, "big")
 
@@ -166,12 +176,15 @@ def serve(folder, *imported):
             import_module(name)
         assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
     except BaseException:
-        open("failed", "w").close()  # Other processes would wait for the file `ready`.
+        # Without the file `failed`, other processes would wait for the file `ready`.
+        open("failed", "w").close()
         raise
     gc.collect()
-    gc.freeze()  # Otherwise, the first garbage collection in a forked process copies all memory pages.
+    # Without gc.freeze(), the first garbage collection in a forked process would copy all memory pages.
+    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("socket")  # The path is relative to the server's folder.
+        # The path of the socket is relative to the server's folder.
+        listener.bind("socket")
         listener.listen(64)
         open("ready", "w").close()
         while listener in select.select([listener, 0], [], [])[0]:
@@ -200,7 +213,8 @@ def _watch_fork(line):
     message = b""
     while len(message) < int.from_bytes(size, "big"):
         more = line.recv(1 << 16)
-        if not more:  # The client has ended.
+        if not more:
+            # No bytes mean that the client has ended.
             return None
         message += more
     child = os.fork()
@@ -216,7 +230,8 @@ def _watch_fork(line):
     os.closerange(0, 3)
     for stream in streams:
         os.close(stream)
-    with contextlib.suppress(OSError):  # The client may have ended.
+    with contextlib.suppress(OSError):
+        # The client may have ended, so that sending raises an error.
         line.sendall(child.to_bytes(SIZE, "big"))
     if line in select.select([line, ended := os.pidfd_open(child)], [], [])[0]:
         os.kill(child, signal.SIGKILL)
@@ -235,10 +250,12 @@ def become(base, arguments, folder, variables, cores):
     from multiprocessing import resource_tracker
 
     matplotlib, numpy, torch = map(sys.modules.get, ("matplotlib", "numpy", "torch"))
-    if matplotlib is not None and "MPLBACKEND" in variables:  # matplotlib reads MPLBACKEND only at import.
+    if matplotlib is not None and "MPLBACKEND" in variables:
+        # Set the backend, because matplotlib reads MPLBACKEND only when it is imported.
         matplotlib.rcParams["backend"] = variables["MPLBACKEND"]
     if numpy is not None:
-        numpy.random.seed()  # After a fork, Python reseeds its own generator, but not NumPy's.
+        # Reseed NumPy's generator, because Python reseeds only its own generator after a fork.
+        numpy.random.seed()
     if torch is not None:
         torch.default_generator.seed()
     os.chdir(folder)
@@ -247,7 +264,9 @@ def become(base, arguments, folder, variables, cores):
     os.environ.update(variables)
     if "FORKING_PYTHON" in variables:
         sys.executable = variables["FORKING_PYTHON"]
-        resource_tracker.ensure_running()  # The tracker must not run in a forked process.
+        # Start the resource tracker before the executable is replaced,
+        # because the tracker must not run in a forked process.
+        resource_tracker.ensure_running()
         multiprocessing.set_executable(sys.executable)
     sys.orig_argv = [sys.executable, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
@@ -279,7 +298,8 @@ def become(base, arguments, folder, variables, cores):
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(*sys.argv[2:])
-    base = sys.path[1:]  # Leave out the folder of this file.
+    # Leave out the folder of this file, which Python has added to sys.path.
+    base = sys.path[1:]
     wanted = serve(*sys.argv[2:])
     try:
         become(base, *wanted)
@@ -290,5 +310,6 @@ if __name__ == "__main__":
         while deep is not None and deep.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             deep = deep.tb_next
         sys.excepthook(type(error), error.with_traceback(deep), deep)
-        sys.excepthook = lambda *error: None  # The error is already printed. It is raised only to set the exit code.
+        # The error is already printed. It is raised again only to set the exit code.
+        sys.excepthook = lambda *error: None
         raise

@@ -14,7 +14,7 @@ from fabric_template import FabricLoop
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-# Before Lightning 2.5.3, Trainer creates the iterator of the training loader twice when it resumes.
+# Before Lightning 2.5.3, Trainer does not resume exactly, because it creates the training loader's iterator twice.
 HAS_EXACT_TRAINER = hasattr(pl.loops.fit_loop._FitLoop, "is_resuming")
 # In torch 2.6, the state of SWALR contains a function, which is loaded only with weights_only=False.
 HAS_PLAIN_SWALR = hasattr(torch.optim.swa_utils.SWALR, "_set_anneal_func")

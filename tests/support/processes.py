@@ -47,11 +47,13 @@ def _rank(rank, launched, function, args):
         sys.stderr = file
         try:
             function(rank, *args)
-        except KeyboardInterrupt:  # Exit as Python does. multiprocessing would exit with 1.
+        except KeyboardInterrupt:
+            # Exit with code 130, as Python does after Ctrl-C. multiprocessing would exit with code 1.
             raise SystemExit(130) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
         finally:
-            atexit._run_exitfuncs()  # multiprocessing skips exit functions in a forked process.
+            # Call the exit functions, because multiprocessing skips them in a forked process.
+            atexit._run_exitfuncs()
             print("the group stands" if torch.distributed.is_initialized() else "left", file=file)

@@ -19,7 +19,7 @@ from fabric_template import CSVLogger, FabricLoop
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
-# CSV columns that differ even between two identical runs.
+# Comparisons leave out these CSV columns, which differ even between two identical runs.
 TIMES = ["time", "waiting", "gpu_memory", "samples_per_second"]
 
 
@@ -124,7 +124,7 @@ def assert_same_end(one, other):
     assert metrics[0] == metrics[1], metrics
     assert (first.current_epoch, first.global_step) == (second.current_epoch, second.global_step)
     if not any(isinstance(logger, CSVLogger) for logger in second.loggers):
-        # Without a CSV file, a resumed run returns only its own rows.
+        # Compare only the last rows, because a resumed run without a CSV file returns only its own rows.
         rows = rows.tail(len(other_rows)).reset_index(drop=True).dropna(axis="columns", how="all")
     texts = [table.drop(columns=TIMES, errors="ignore").to_csv() for table in (rows, other_rows)]
     assert texts[0] == texts[1]
@@ -141,7 +141,8 @@ class Snapshots(Callback):
 
     def __init__(self, root, to, chosen=None):
         self.root, self.to, self.chosen = Path(root), Path(to), chosen
-        self.batches = itertools.count()  # Not an int, because checkpoints would contain it.
+        # Count with an iterator, because a checkpoint would contain an int.
+        self.batches = itertools.count()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         batches = next(self.batches)

@@ -174,7 +174,7 @@ def weights(place):
     return read_checkpoint(f"checkpoints/{place}/last.ckpt")["state_dict"]
 
 
-# Help
+# The output of --help, and imports
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])
@@ -224,7 +224,7 @@ def test_help_of_fit_documents_every_option(capsys):
     assert "--model.hidden HIDDEN Width of the layer between. (type: int, default: 3)" in text
 
 
-# Options
+# Options of the fit command
 
 
 def test_the_fit_command_has_options_for_the_loop_the_model_and_the_data(capsys):
@@ -244,7 +244,7 @@ def test_the_fit_command_accepts_callbacks_by_class_and_loggers_by_name(capsys):
     assert len([*Path("logs/run/version_0").rglob("events*")]) == 1
 
 
-# The summary at the end of fit
+# The summary that the fit command prints at its end
 
 
 def lines(out):
@@ -272,7 +272,7 @@ def test_an_interrupted_fit_prints_the_command_that_continues_the_run(capsys):
     assert err.endswith(f"\nThe run was interrupted. Resume it with\n{command}\n")
 
 
-# Files and runs
+# Repeating, selecting and resuming a run
 
 OPTIONS = ["--max_epochs", 2, "--model.hidden", 6, "--data.batch_size", 16, "--seed", 7, "--monitor", "val_loss"]
 FOLDER = ["--run", "logs/run/version_0"]
@@ -304,7 +304,7 @@ def test_the_fit_command_repeats_a_run_exactly_from_its_config_yaml(capsys):
         assert_same_run("run/version_0", f"run/version_{version}")
 
 
-# (an argument with its default value, a check of the value)
+# Each entry is (an argument of the model with its default value, a check of the value that the model gets).
 ARGUMENTS = [
     ("a: type[nn.Module] = nn.ReLU", "a is nn.ReLU"),
     ("b=nn.GELU", "b is nn.GELU"),
@@ -358,7 +358,8 @@ def test_options_and_later_config_files_override_earlier_config_files(capsys):
 
 def test_the_run_option_selects_the_run_to_load(capsys):
     assert run(capsys, *FIT, *QUIET, *OPTIONS)[0] == 0
-    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model
+    # Train a newer run of a different model, which the commands below must not use.
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)
     code, out, err = run(capsys, "validate", *FOLDER, "--load", "best")
     row = Path("logs/run/version_0/metrics.csv").read_text().splitlines()[-1]
     assert (code, err) == (0, "")
@@ -373,7 +374,8 @@ def test_the_run_option_selects_the_run_to_load(capsys):
 def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     run(capsys, *FIT, *QUIET, *OPTIONS)
     first = Path("logs/run/version_0/config.yaml").read_bytes()
-    run(capsys, *FIT, *QUIET, "--max_epochs", 1)  # a newer run of a different model
+    # Train a newer run of a different model, which the commands below must not use.
+    run(capsys, *FIT, *QUIET, "--max_epochs", 1)
     code, out, _ = run(capsys, "fit", *FOLDER, "--resume", "last", "--max_epochs", 4)
     assert (code, "4 epochs, 8 steps" in out, "logs/run/version_0/metrics.csv" in out) == (0, True, True)
     assert Path("logs/run/version_0/config.yaml").read_bytes() == first
@@ -383,7 +385,7 @@ def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     assert_same_run("run/version_2", "run/version_3")
 
 
-# Mistakes
+# Mistakes in commands and config files
 
 
 @pytest.mark.parametrize(
@@ -459,7 +461,7 @@ def test_errors_in_user_code_keep_their_traceback():
         cli.main(["fit", "--model", "lit:Picky", *FIT[3:]])
 
 
-# Predictions and verify
+# The predict and verify commands
 
 
 def test_the_predict_command_writes_its_results_to_a_csv_or_pt_file(capsys):

@@ -92,7 +92,7 @@ def change(kind, **attributes):
     return type(kind.__name__, (kind,), attributes)
 
 
-# An epoch has five batches, so its last optimizer step uses only two.
+# An epoch has five batches, so with accumulate=3, its last optimizer step uses only two batches.
 Accumulating = change(Script, accumulate=3)
 Clipping = change(Script, clip=0.1)
 
@@ -181,7 +181,7 @@ def test_compare_finds_no_difference_after_wrapping_a_network_in_a_lightning_mod
     assert compare(script.by_hand, with_module).is_equal
 
 
-# Mistakes
+# Mistakes in a script that compare must explain
 
 
 class InEvalMode(Dropping):
@@ -313,8 +313,8 @@ UnscaledInTrainMode = change(Unscaled, validate=ValidatedInTrainMode.validate)
 Reversed = change(Dropping, loss=lambda self, net, batch: Dropping.loss(self, net, [part.flip(0) for part in batch]))
 
 MISTAKES = [
-    # (first script, second script, options of fit, expected step, quantity, part of the reason,
-    # part of the fix). If the second script is also hand-written, the options are None.
+    # Each entry is (first script, second script, options of fit, expected step, quantity, part of
+    # the reason, part of the fix). The options are None if the second script is also hand-written.
     (Dropping, InEvalMode, None, 0, "loss", "second has more modules in eval mode: Dropout,", "model.train() before"),
     (Script, FrozenLater, {}, 7, "is trained", "one run freezes", "requires_grad_() and"),
     (Accumulating, DividedTwice, {}, 0, "loss", "3 times smaller, because", "return the undivided loss"),
@@ -451,7 +451,7 @@ def test_compare_ignores_optimizer_options_such_as_foreach_and_fused(options):
     for pair in ((Script, sgd_options(**options)), (sgd_options(**options), Script)):
         result = compare(*(script().by_hand for script in pair))
         assert result.quantity not in options
-        # Fused implementations may round differently.
+        # Only a fused implementation may give a different result, because it may round differently.
         assert result.is_equal or "fused" in options
 
 
@@ -474,11 +474,11 @@ def test_compare_detects_that_only_one_script_changes_weights_after_the_last_ste
     result = compare(lambda: train(False), lambda: train(True), steps)
     assert (result.step, result.quantity) == (steps - 1, "norm of a weight after the last step")
     assert "2.bias" in result.reason
-    # If one step fewer is compared, the change comes after the compared steps.
+    # With one step fewer, compare finds no difference, because the change comes after the compared steps.
     assert compare(lambda: train(False), lambda: train(True), steps - 1).is_equal
 
 
-# Recordings, scripts and the command
+# Recordings, scripts and the compare command
 
 
 @pytest.mark.parametrize("steps", [0, -3, 2.5])

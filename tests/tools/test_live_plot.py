@@ -15,7 +15,8 @@ from fabric_template.tools import plots
 class Notebook:
     """A fake IPython kernel that records each picture and the time at which it is shown."""
 
-    kernel = events = Mock()  # matplotlib registers events here
+    # matplotlib registers its event handlers at these attributes.
+    kernel = events = Mock()
 
     def __init__(self, monkeypatch):
         self.clock, self.shown = Clock(), []
@@ -24,7 +25,7 @@ class Notebook:
         monkeypatch.setattr(plots, "time", self.clock)
 
     def display(self, image, display_id):
-        # Later pictures must replace the first picture.
+        # Only the first picture may be displayed, because later pictures must replace it with update().
         assert self.shown == []
         self.update(image)
         return self
@@ -58,7 +59,7 @@ def test_redrawing_the_plot_takes_at_most_5_percent_of_the_training_time(noteboo
 
     monkeypatch.setattr(plots, "render_picture", render_slowly)
     fit(notebook, LivePlot(), epochs=22)
-    # The last picture is always drawn.
+    # Leave out the last picture, which is always drawn at the end of the run.
     *times, _ = (at for at, _ in notebook.shown)
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     assert len(gaps) >= 2
@@ -81,7 +82,7 @@ def test_live_plot_draws_every_epoch_even_if_the_first_plot_is_slow(notebook, mo
 
     monkeypatch.setattr(plots, "render_picture", import_and_render)
     fit(SlowEpochs(), LivePlot(), epochs=6)
-    # The first five epochs are drawn at the start of the next epoch, and the last one at the end.
+    # Each of the first five epochs is drawn when the next epoch starts, and the last epoch at the end of the run.
     assert len(notebook.shown) == 6
 
 
@@ -113,7 +114,7 @@ def test_a_run_trained_with_live_plot_can_resume_without_live_plot(notebook, rec
 def train_with_plot(rank):
     plot = LivePlot()
     if rank == 1:
-        # Process 1 never draws.
+        # Prevent process 1 from drawing, so that the two processes differ.
         plot.on_train_batch_start = lambda *_: None
     loop = fit(plot, epochs=2)
     assert loop.current_epoch == 2

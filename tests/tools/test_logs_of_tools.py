@@ -11,7 +11,7 @@ from parameters import keep
 from fabric_template import list_runs, plot_logs, read_logs
 
 FOLDER = Path(__file__).parent / "logs_of_tools"
-# {file: (x axis, panels, {line of the first panel: number of points}, (metric, best value, epoch))}
+# Map each file to (x axis, panels, {line of the first panel: number of points}, (metric, best value, epoch)).
 EXPECTED = {
     "by_hand": ("Epoch", ["Loss"], {"train": 6, "validation": 6}, ("Val Loss", 1.043, 5)),
     "fastai": ("epoch", ["loss"], {"train": 6, "validation": 6}, ("valid_loss", 1.0433, 5)),
@@ -107,7 +107,7 @@ def test_read_logs_reads_step_numbers_from_rows_with_missing_metrics():
     assert lines_of(ax) == {"train_loss_epoch": 3, "train_loss_step": 12, "validation": 3}
 
 
-# Kinds of files
+# Dialects, encodings and headers of CSV files
 
 
 def write(text, name="log.csv"):
@@ -172,7 +172,7 @@ def test_read_logs_reads_a_csv_file_with_a_second_and_longer_header_row():
     assert table["val_acc"].tolist()[2:] == [0.5, 0.6]
 
 
-# Table layouts
+# Layouts of the tables in CSV files
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_plot_logs_draws_only_the_given_file_of_a_folder():
     assert labels == {"results": 2, f"{Path.cwd().name}/a": 2}
 
 
-# Column names
+# Names of columns, and files with several runs
 
 
 @pytest.mark.parametrize(

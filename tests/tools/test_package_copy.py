@@ -66,7 +66,7 @@ def release(tmp_path, monkeypatch):
     return release
 
 
-# copy
+# The copy command
 
 
 def test_the_copy_command_quotes_a_path_with_spaces_in_printed_commands(release, capsys):
@@ -112,11 +112,12 @@ def test_the_copy_command_refuses_names_that_cannot_be_imported(release, path, o
     assert tree(".") == before
 
 
-# update
+# The update command
 
 
 CONFLICT = "<<<<<<< yours\nmine\n=======\nother\n>>>>>>> fabric_template-0.2.0\n\ntwo\n\nthree\n"
-CASES = {  # (your file, upstream's new file, the outcome, the exit code, the files afterwards)
+# Map each case to (your file, upstream's new file, outcome, exit code, your file after the update).
+CASES = {
     "only upstream": (LOOP, RELEASED, "replaced", 0, RELEASED),
     "only yours": (EDITED, LOOP, None, 0, EDITED),
     "both": (EDITED, RELEASED, "merged", 0, "mine\n\ntwo\n\nnew\n"),
@@ -151,7 +152,7 @@ def test_the_update_command_merges_user_changes_with_the_new_version(release, ca
     after = tree("mine")
     assert after.get("loop.py") == expected
     assert (after["extra.py"], after["new.py"]) == ("extra\n", "new\n")
-    # The copy's hidden folder now contains the new version.
+    # The first update has recorded the new version in the copy's hidden folder, so a second update changes nothing.
     assert update_command("mine") == 0
     assert capsys.readouterr().out == "up to date  mine already contains version 0.2.0\n"
     assert tree("mine") == after
@@ -197,7 +198,7 @@ def test_the_commands_update_and_diff_refuse_a_missing_or_conflicting_package_co
     assert_refused(diff_command, r"git is not on the PATH\. Install git\.")
 
 
-# diff, and the command line
+# The diff command, the documented commands and the data files of the package
 
 
 def test_the_diff_command_separates_your_changes_from_upstream_changes(release, capsys):

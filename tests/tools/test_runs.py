@@ -40,7 +40,8 @@ def run_command(capsys, *arguments):
 
 def test_list_runs_returns_a_row_per_run():
     with open(make_run(hparams={"lr": 0.1}) / "metrics.csv", "a") as file:
-        file.write("3,40,0.")  # an incomplete last line
+        file.write("3,40,0.")
+        # A killed run may leave an incomplete last line.
     make_run(version=1, loss=2.0, hparams={"lr": 0.2, "hidden": 8})
     common = {
         "name": "digits",
@@ -144,7 +145,7 @@ def test_list_runs_reads_options_from_hparams_yaml_even_if_config_yaml_differs()
     assert list_runs()["changed"].tolist() == changed
 
 
-# MiniLoop
+# Listing runs of MiniLoop
 
 TRAIN = """
 import os, torch
@@ -175,7 +176,7 @@ def test_list_runs_shows_the_state_and_options_of_a_mini_loop_run(statement, sta
     assert (options["max_epochs"], options["seed"]) == (4, 3)
 
 
-# The command
+# The runs command, and finding the best run
 
 
 def test_the_runs_command_lists_all_runs_and_shows_the_best_run(capsys):

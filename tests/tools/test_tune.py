@@ -57,7 +57,7 @@ def failure_of(function):
     return failure
 
 
-# Processes
+# Running a function in a separate process
 
 
 def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
@@ -68,7 +68,7 @@ def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
     assert failure_of(lambda: time.sleep(600)) == "no result within 0.1 seconds, exit code -9"
 
 
-# Choosing settings
+# Choosing the settings that make training faster
 
 
 def test_tune_reports_which_batch_size_does_not_fit_in_memory(tmp_path, capsys):
@@ -123,7 +123,7 @@ def test_tune_applies_the_chosen_precision_batch_size_and_optimizer_settings():
         tune_module.measure(FabricLoop(accelerator="cpu"), parts, 0.1, choice)
 
 
-# Loaders
+# Changing the settings of a loader
 
 
 def batches_of(loader):
@@ -149,7 +149,7 @@ def test_change_loader_refuses_unsupported_loaders_and_excessive_batch_sizes():
         change_loader(loader, {"batch_size": 8})
 
 
-# Errors and the command
+# Errors of tune, and the tune command
 
 
 def test_tune_raises_an_error_for_a_failing_run_or_an_unknown_setting():

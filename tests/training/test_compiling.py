@@ -8,7 +8,7 @@ from torch import nn
 
 from fabric_template import FabricLoop, MiniLoop
 
-# The eager backend uses PyTorch's kernels, so the results are bitwise identical.
+# Use the eager backend, which runs PyTorch's kernels, so that the results are bitwise identical to uncompiled training.
 EAGER = {"backend": "eager"}
 
 # At graph breaks, torch reads deprecated attributes of its own and warns about them.

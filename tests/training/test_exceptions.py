@@ -195,7 +195,7 @@ def test_a_run_resumes_exactly_after_a_worker_fails_to_read_a_sample(tmp_path, o
     whole = fit(tmp_path / "whole", make, loader("read"), **options)
     with pytest.raises(Broken) as caught:
         fit(tmp_path / "cut", make, loader("unread"), **options)
-    # The workers have ended even though the error keeps the loop's frames alive.
+    # The worker processes must have ended even though the error keeps the loop's frames alive.
     assert caught.value.__traceback__ is not None
     assert not multiprocessing.active_children()
     assert_same_end(whole, fit(tmp_path / "cut", make, loader("unread"), seed=9, resume="last", **options))
@@ -216,7 +216,7 @@ def test_a_run_can_resume_after_an_error_in_its_loader(tmp_path):
     assert loop.global_step == 6
 
 
-# Several processes
+# An error in one of several processes
 
 
 class OneRankFails(Classifier):
@@ -251,7 +251,7 @@ def test_all_processes_of_a_script_end_if_one_process_fails(tmp_path):
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # A gloo thread may abort when Python exits. test_signals.py links to the issue.
+    # Also accept SIGABRT, because a gloo thread may abort when Python exits. test_signals.py links to the issue.
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in (1, -signal.SIGKILL) or is_torchs, done.stderr
     assert "only here" in done.stderr

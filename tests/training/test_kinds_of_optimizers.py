@@ -277,7 +277,7 @@ def test_resume_refuses_a_checkpoint_with_parameters_that_the_module_lacks(tmp_p
     assert tree(tmp_path) == before
 
 
-# Gradient norms
+# Gradient norms, the lr column and schedulers
 
 
 class Sparse(nn.Module):

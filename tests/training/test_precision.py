@@ -19,7 +19,7 @@ def scaled(kind=MixedPrecision, **options):
     return {"plugins": kind("16-mixed", device="cpu", scaler=scaler)}
 
 
-# {precision: (dtype of the output of a Linear, dtype of the batch, the weights and new tensors)}
+# Map each precision to (dtype of a Linear layer's output, dtype of the batch, the weights and new tensors).
 PRECISIONS = {
     "32-true": (torch.float32, torch.float32),
     "16-mixed": (torch.float16, torch.float32),
@@ -118,7 +118,7 @@ def test_a_run_with_a_gradient_scaler_gives_the_same_weights_as_with_trainer(opt
     assert_same_weights(expected, module)
     assert_same_metrics(trainer, loop)
     assert loop.scaler.state_dict() == trainer.scaler.state_dict()
-    # The scale has grown.
+    # The scale must have grown at least once, so that the comparison covers its growth.
     assert loop.scaler.get_scale() > 2.0**8
 
 
@@ -153,7 +153,7 @@ def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
     _, module = run_loop(Gradients, train, max_epochs=2, gradient_clip_val=1.0, **scaled())
     limited = [min(norm, 1.0) for norm in module.before_step]
     assert module.at_end == pytest.approx(limited, rel=1e-4)
-    # The limit clips the gradients of some steps, but not of all.
+    # The limit must clip the gradients of some steps, but not of all.
     assert {norm > 1.0 for norm in module.before_step} == {True, False}
 
 
@@ -173,5 +173,5 @@ def test_resume_restores_the_gradient_scaler(tmp_path):
     loop, module = fit("parts", 4, resume="last")
     assert_same_weights(expected, module)
     assert loop.scaler.state_dict() == whole.scaler.state_dict()
-    # In 40 steps, the scale grows five times.
+    # In 40 steps, the scale doubles five times, once in every seventh step.
     assert loop.scaler.get_scale() == 16.0 * 2**5

@@ -149,7 +149,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
             loop.fit(*given)
     assert len([warning for warning in caught if "The clean-up after the error failed" in str(warning.message)]) == 2
     assert recorder.recorded == ("interrupted", "Broken('mine')")
-    # This time, the clean-up raises errors, because pytest turns its warnings into errors.
+    # This time, the clean-up raises errors, because pytest turns the clean-up's warnings into errors.
     with pytest.raises(Broken, match="mine"):
         loop.fit(*given)
 
@@ -159,7 +159,7 @@ def test_an_error_leaves_no_worker_process_running(stage):
     module = Fails(f"{stage.replace('fit', 'training')}_step", Broken("mine"))
     loop = FabricLoop(**with_files(max_epochs=1, logger=False, enable_checkpointing=False))
     before = multiprocessing.active_children()
-    # _caught keeps the frames of the exception alive.
+    # Keep the exception in _caught, because its frames could keep the worker process running.
     with pytest.raises(Broken, match="mine") as _caught:
         getattr(loop, stage)(module, DataLoader(make_data(16), batch_size=4, num_workers=1))
     assert [child for child in multiprocessing.active_children() if child not in before] == []

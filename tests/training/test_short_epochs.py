@@ -21,7 +21,7 @@ def train():
     return make_loader(24)
 
 
-# Epochs that max_steps or should_stop ends early. test_signals.py tests max_time.
+# Epochs that end early because of max_steps or should_stop. test_signals.py tests max_time.
 
 
 OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
@@ -85,11 +85,11 @@ def test_a_run_resumed_after_should_stop_mid_epoch_matches_an_uninterrupted_run(
     _, _, history = fit(tmp_path / "cut", make, train, callbacks=[StopsAt(4)], **options)
     assert history["step"].tolist()[-1] == 4
     assert_same_end(whole, fit(tmp_path / "cut", make, train, seed=9, resume="last", **options))
-    # steps.csv contains an additional row for the step at which the run stopped.
+    # Compare only metrics.csv, because steps.csv contains an additional row for the step at which the run stopped.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
-# Loaders that yield fewer batches than their length, or none
+# Loaders that yield no batches, or fewer batches than their length
 
 
 class Short(IterableDataset):

@@ -64,7 +64,7 @@ def saved_step(root):
 def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options):
     resumed = fit(tmp_path / "cut", make, train, val, seed=seed, resume="last", **options)
     assert_same_end(whole, resumed)
-    # steps.csv has an additional row for the validation at which the run stopped.
+    # Compare only metrics.csv, because steps.csv has an additional row for the validation at which the run stopped.
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
@@ -73,13 +73,13 @@ def assert_resumes(tmp_path, whole, make=Classifier, val=None, seed=9, **options
     [
         pytest.param(8, "on_train_batch_start", "SIGINT", {}, marks=pytest.mark.soak),
         (8, "on_train_batch_end", "SIGTERM", {}),
-        # In the last batch of an epoch
+        # The signal arrives in the last batch of an epoch.
         (6, "on_train_batch_end", "SIGINT", {}),
         (6, "on_validation_start", "SIGINT", {}),
         pytest.param(1, "on_train_batch_start", "SIGINT", {}, marks=pytest.mark.soak),
         (8, "on_train_batch_start", "SIGINT", {"accumulate_grad_batches": 4}),
         (9, "on_validation_start", "SIGINT", {"val_check_interval": 0.5}),
-        # In the last batch of the run
+        # The signal arrives in the last batch of the run.
         (18, "on_train_batch_end", "SIGINT", {}),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_signal_that_the_script_handles_or_ignores_does_not_stop_the_run(tmp_p
     assert received == ([signal.SIGINT] if number == signal.SIGINT else [])
 
 
-# Several processes
+# Signals to one of two processes
 
 
 @pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
@@ -296,15 +296,15 @@ def test_a_signal_ends_both_processes_of_a_distributed_script(tmp_path, strategy
     environment = {**os.environ, "FORKING_PYTHON": forking_python()}
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
     done = subprocess.run(fork_command([sys.executable, str(script)]), **options)
-    # On a busy machine, a gloo thread may abort when Python exits. See
-    # https://github.com/pytorch/pytorch/pull/179291
+    # Also accept SIGABRT, because a gloo thread may abort on a busy machine
+    # when Python exits. See https://github.com/pytorch/pytorch/pull/179291
     is_torchs = "terminate called without an active exception" in done.stderr and done.returncode == -signal.SIGABRT
     assert done.returncode in codes or is_torchs, done.stderr
     assert "after fit" not in done.stdout
     assert saved_step(tmp_path / "cut") == 4
 
 
-# max_time
+# Runs that max_time or should_stop ends
 
 
 class OutOfTime(Callback):
