@@ -110,7 +110,8 @@ class LoopConfig:
     """Set torch.backends.cudnn.benchmark to this value. None leaves
     cudnn.benchmark unchanged, or turns it off if deterministic=True."""
     inference_mode: bool = True
-    """Evaluate in torch.inference_mode (True) or in torch.no_grad (False)."""
+    """Run validate, test and predict in torch.inference_mode (True) or torch.no_grad (False).
+    Validation within fit always runs in torch.no_grad."""
     reload_dataloaders_every_n_epochs: int = 0
     """Get new loaders from the datamodule or the module every N epochs. 0 means never."""
     profiler: Any = None

@@ -343,6 +343,11 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"--run: got {folder}, expected the folder of a run ({error}).") from error
+    if "trainer" in config:
+        raise ValueError(
+            f"--run: got {folder}, whose config.yaml was written by LightningCLI. Run your own"
+            f" script with --config {folder / 'config.yaml'}."
+        )
     if command != "fit" or not is_new_run:
         config = {name: config[name] for name in config if name not in ("resume", "load")}
     if not is_new_run:

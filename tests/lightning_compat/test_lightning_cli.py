@@ -9,6 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
 
 from fabric_template import FabricLoop
+from fabric_template.tools.cli import main
 
 
 class LoopCLI(LightningCLI):
@@ -75,3 +76,11 @@ def run(cli, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     done = cli(Lit, BoringDataModule, args=[*typed, *SHORT])
     return done, [yaml.safe_load(path.read_text()) for path in folder.rglob("config.yaml")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_fit_command_refuses_a_run_whose_config_file_was_written_by_lightning_cli(tmp_path, monkeypatch, capsys):
+    run(LoopCLI, ["fit", *SGD], tmp_path, monkeypatch)
+    (config,) = tmp_path.rglob("config.yaml")
+    assert main(["fit", "--run", str(config.parent)]) != 0
+    assert "was written by LightningCLI. Run your own script with --config" in capsys.readouterr().err
