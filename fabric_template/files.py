@@ -93,8 +93,8 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
     """
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        # Visit symbolic links last, because each folder is yielded only once, preferably with
-        # its real path.
+        # Each folder is yielded only once. Visit symbolic links last, so that most folders are
+        # yielded with their real path.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
         is_known = place in seen

@@ -2372,8 +2372,8 @@ class SavedAttributes:
             if state:
                 changed[place] = state
                 self._saved_names[place].update(state)
-                # The run has assigned new objects to these attributes. A resumed run must not
-                # change the old objects in place, because other code may refer to them.
+                # This run has replaced the objects in these attributes. A resumed run must also
+                # assign new objects, because other code may still refer to the first objects.
                 names = [name for name in state if name in values]
                 rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
         return {**get_rng_state(), "parts": changed, "rebound": rebound}

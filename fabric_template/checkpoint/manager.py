@@ -167,7 +167,7 @@ class CheckpointManager:
         if not self._is_continued or not run.fabric.is_global_zero:
             return
         path, last = Path(str(run.plan.start.path)), self._path("last.ckpt")
-        # With save_last=False, do not create last.ckpt, because the run would not update it.
+        # With save_last=False, a new last.ckpt would soon be out of date, so do not create it.
         is_used = self.config.save_last or last.exists()
         # A copy of a sharded checkpoint would refer to the shards of the original.
         is_sharded = SHARDS_KEY in (run.plan.start.checkpoint or {})

@@ -193,7 +193,7 @@ def test_resume_refuses_a_checkpoint_saved_within_a_step_after_one_loader_ended(
             train(tmp_path / "saved.ckpt")
     else:
         rest, resumed = train(tmp_path / "saved.ckpt")
-        # A run that was saved within a step repeats the batches of the accumulation window.
+        # A run resumed from a checkpoint saved within a step repeats the batches of the accumulation window.
         assert rest == whole[3 if batch == 4 else 8 :]
         assert_same_weights(model, resumed)
 

@@ -129,7 +129,7 @@ def section(text, title):
     return re.search(rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)[1]
 
 
-# Leave out docs/ray.md. tests/distributed/test_ray.py runs it, because Ray's workers need a script.
+# Skip docs/ray.md here: Ray's workers need a script, so tests/distributed/test_ray.py runs this page.
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if blocks(text, "python") and page != "docs/ray.md"]

@@ -581,7 +581,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
     assert bool(recorded) == (stage == "fit")
 
 
-# Loaders of predict, and worker processes that must end with a run
+# Loaders passed to predict, and loader workers that must exit when the run ends
 
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])

@@ -185,7 +185,7 @@ def test_validating_with_a_loop_inside_a_trainer_hook_does_not_change_the_traine
     found, module = train(lambda module: loop.validate(module, val_loader()))
     assert found == expected
     assert all(map(torch.equal, module.parameters(), other.parameters()))
-    # After Trainer has finished, a call to the loop sets module.trainer to the loop.
+    # Once Trainer has finished, loop.validate() sets module.trainer to the loop.
     loop.validate(module, val_loader())
     assert module.trainer is loop
 
