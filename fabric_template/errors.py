@@ -17,6 +17,12 @@ _INSTEAD = {
     "batch_size": "Pass batch_size to the loader: DataLoader(dataset, batch_size=32).",
     "optimizer": "Pass the optimizer to fit: fit(model, loader, optimizer=...).",
     "resume_from_checkpoint": "Pass the checkpoint to fit: fit(model, loader, resume='last').",
+    "use_distributed_sampler": "Leave it out. To distribute the samples yourself, pass a loader"
+    " with your own DistributedSampler.",
+    "enable_autolog_hparams": "Leave it out. FabricLoop writes hparams.yaml unless you pass"
+    " logger=False.",
+    "model_registry": "Download the checkpoint, and pass its path to fit:"
+    " fit(model, loader, resume=path).",
     "sync_batchnorm": "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit.",
 }
 
