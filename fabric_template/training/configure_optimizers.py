@@ -34,6 +34,9 @@ class NoOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add nothing, so that callbacks such as LearningRateMonitor find no parameter groups."""
+
     def step(self, closure: Callable | None = None) -> Any:
         return closure() if closure is not None else None
 

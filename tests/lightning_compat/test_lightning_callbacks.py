@@ -157,6 +157,15 @@ def test_learning_rate_monitor_logs_the_same_values_as_with_trainer(tmp_path, op
     assert metrics[0] == metrics[1]
 
 
+def test_learning_rate_monitor_accepts_a_module_without_an_optimizer(tmp_path):
+    expected, ours = run_both(
+        tmp_path, lambda root: cb.LearningRateMonitor(), lambda: Classifier(lambda module: None), logger=Notes,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    assert expected.rows == ours.rows
+    assert [optimizer.param_groups for optimizer in ours.trainer.optimizers] == [[]]
+
+
 class Writes(cb.BasePredictionWriter):
     def __init__(self, folder, interval):
         super().__init__(interval)
