@@ -28,6 +28,8 @@ class StartPoint:
         sampler_seed: The seed with which the saved run shuffled samples, or None.
         restarts_epoch: For a Trainer checkpoint, whether Trainer would continue the saved epoch
             instead of starting the next one.
+        is_before_epoch_end: Whether Trainer saved the checkpoint after the epoch's last batch, but
+            before ``on_train_epoch_end``.
     """
 
     path: str | None = None
@@ -39,6 +41,7 @@ class StartPoint:
     own: dict[str, Any] = field(default_factory=dict, init=False)
     sampler_seed: int | None = field(default=None, init=False)
     restarts_epoch: bool | None = field(default=None, init=False)
+    is_before_epoch_end: bool = field(default=False, init=False)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Store the content of a checkpoint in this object."""
@@ -69,9 +72,10 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the saved training state and set ``restarts_epoch`` for a Trainer checkpoint."""
+        """Return the saved training state, and find Trainer's position in the saved epoch."""
         if self.own["writer"] == "Trainer" and self.checkpoint is not None:
             self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
+            self.is_before_epoch_end = is_before_epoch_end(self.checkpoint)
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
@@ -175,13 +179,26 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
-    # Like Trainer, skip the validation at the end of the saved epoch, and continue with the next
-    # epoch.
-    progress["epochs_done"] += 1
-    # Trainer increments the loggers' step at the end of a batch, so a checkpoint saved during
-    # a batch lacks this increment.
-    progress["logging_step"] += batch["total"]["ready"] > batch["total"]["completed"]
+    # Trainer increments the loggers' step after the validation, so the checkpoint lacks this
+    # increment.
+    progress["logging_step"] += 1
+    if is_before_epoch_end(checkpoint):
+        progress["batches_done"] = batch["current"]["processed"]
+    else:
+        # Like Trainer, skip the validation and the hooks at the end of the saved epoch.
+        progress["epochs_done"] += 1
     return own
+
+
+def is_before_epoch_end(checkpoint: dict[str, Any]) -> bool:
+    """Return whether Trainer would first call ``on_train_epoch_end`` for the saved epoch."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+    if fit_loop is None:
+        return False
+    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    # If Trainer saved the checkpoint in on_train_batch_end, it skips on_train_epoch_end.
+    is_batch_done = batch["total"]["ready"] == batch["total"]["completed"]
+    return bool(epoch["started"] > epoch["processed"] and is_batch_done)
 
 
 def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:

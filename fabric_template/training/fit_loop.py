@@ -51,6 +51,8 @@ def fit(run: Run) -> None:
     resume_averaging(run)
     # Code between restore_position and the first batch must not draw random numbers.
     restore_position(run)
+    if run.plan.start.is_before_epoch_end:
+        end_saved_epoch(run)
     while run.progress.is_in_epoch or not run.stop.is_due_between_epochs:
         with run.hooks.profiled("run_training_epoch"):
             train_epoch(run)
@@ -63,6 +65,18 @@ def fit(run: Run) -> None:
             break
     run.hooks.call("on_train_end")
     run.row.write_after_training()
+
+
+def end_saved_epoch(run: Run) -> None:
+    """End the saved epoch if Trainer saved the checkpoint just before ``on_train_epoch_end``.
+
+    Like Trainer, do not step ReduceLROnPlateau, because Trainer does not save the metrics.
+    """
+    run.progress.resume_epoch_end()
+    run.hooks.call_train_epoch_end()
+    run.loggers.log_train_epoch()
+    run.results.reset()
+    run.progress.end_epoch()
 
 
 def train_epoch(run: Run) -> None:

@@ -133,6 +133,11 @@ class Progress:
         """Mark the current batch as the last one of its epoch."""
         self.is_last_batch = True
 
+    def resume_epoch_end(self) -> None:
+        """Return to the end of the saved epoch, after its last batch."""
+        self.is_in_epoch = self.is_last_batch = True
+        self.phase = "end_epoch"
+
     def end_epoch(self) -> None:
         self.epochs_done += 1
         self.is_in_epoch, self.phase = False, None

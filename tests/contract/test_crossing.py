@@ -188,6 +188,56 @@ def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkp
         assert_same_end(expected, found)
 
 
+class CountsEpochs(Classifier):
+    """Counts in a buffer how often on_train_epoch_end has run, and logs the count."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.register_buffer("ended", torch.zeros(()))
+
+    def on_train_epoch_end(self):
+        self.ended += 1
+        self.log("ended", self.ended.clone())
+
+
+class Steps(pl.Callback):
+    """Records the epoch, the global step and the step in loggers at the start and the end of each epoch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def record(self, trainer, module):
+        logging_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.seen.append((trainer.current_epoch, trainer.global_step, logging_step))
+
+    on_train_epoch_start = on_train_epoch_end = record
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.skipif(not HAS_EXACT_TRAINER, reason="older Trainers resume differently")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": 2}],
+    ids=str,
+)
+def test_a_trainer_checkpoint_saved_after_the_last_validation_of_an_epoch_resumes_before_on_train_epoch_end(
+    tmp_path, options
+):
+    """Trainer calls on_train_epoch_end for the saved epoch, and continues the step numbers in loggers."""
+    saver = SAVERS["validation_end"](tmp_path)
+    trainer = pl.Trainer(**quiet(callbacks=[saver], max_epochs=2, **options, **CKPT))
+    trainer.fit(CountsEpochs(), in_order(), val_loader())
+    ends = []
+    for kind in LOOPS:
+        steps = Steps()
+        loop = LOOPS[kind](**quiet(default_root_dir=tmp_path / kind, callbacks=[steps], max_epochs=4, **options))
+        module = CountsEpochs()
+        loop.fit(module, in_order(), val_loader(), **{RESUME_ARGUMENT[kind]: saver.best_model_path})
+        ends.append({**end(loop, module, []), "steps": steps.seen})
+    assert [key for key in ends[0] if not same(ends[0][key], ends[1][key])] == []
+    assert int(module.ended) == 4
+
+
 EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
 
 
