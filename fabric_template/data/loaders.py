@@ -190,11 +190,15 @@ class DataConnector:
         """Return the states that the saved run recorded just before it created its loaders."""
         return self._restored_loads or self._saved_state().get("loads", {})
 
-    def setup_train_loader(self) -> None:
-        """Create the training loader if it does not exist yet, or if a reload is due."""
+    def setup_train_loader(self) -> bool:
+        """Create the training loader if it does not exist yet, or if a reload is due.
+
+        Returns:
+            Whether a loader was created.
+        """
         run = self.run
         if run.config.limit_train_batches == 0 or not self._is_load_due("train"):
-            return
+            return False
         self._create("train", "train")
         run.progress.count_train_batches(self.train.num_batches)
         every = run.config.log_every_n_steps or 0
@@ -218,6 +222,7 @@ class DataConnector:
             # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
             # continues the saved epoch. Leave the second call to start_train_batches().
             self._is_train_started = (is_first or is_resumed) and not restarts_epoch
+        return True
 
     def _create_iterators_early(self) -> None:
         """Create the iterators of a resumed first epoch before on_train_start, as in a new run."""

@@ -97,8 +97,8 @@ def train_epoch(run: Run) -> None:
 
 def start_epoch(run: Run) -> None:
     """Create the training loader if necessary, and call the hooks at the start of an epoch."""
-    run.data.setup_train_loader()
-    run.validation_schedule.count_batches()
+    if run.data.setup_train_loader():
+        run.validation_schedule.count_batches()
     run.data.set_train_epoch()
     run.progress.start_epoch()
     run.hooks.call("on_train_epoch_start")

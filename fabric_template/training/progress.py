@@ -337,7 +337,8 @@ class ValidationSchedule:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.every_n_batches: int | float = math.inf
-        self._is_enabled = False
+        self._interval: Any = run.config.val_check_interval
+        self._has_validation = False
         self._seconds: float | None = None
         interval = run.config.val_check_interval
         if interval is not None and not isinstance(interval, int | float):
@@ -356,16 +357,23 @@ class ValidationSchedule:
         self._is_time_up = False
 
     def count_batches(self) -> None:
-        """Compute the number of training batches between two validations."""
+        """Compute the number of training batches between two validations.
+
+        Like Trainer, call this only when a training loader is created. If a hook changes
+        val_check_interval, the old value therefore stays in use until the loader is reloaded.
+        """
+        self._set_interval(self.run.config.val_check_interval)
+
+    def _set_interval(self, interval: Any) -> None:
         config = self.run.config
-        self._counts_in_epoch = config.check_val_every_n_epoch is not None
-        self._is_enabled = self.run.should_validate
-        interval: Any = config.val_check_interval
+        self._interval = interval
+        self._has_validation = self.run.has_validation
+        is_enabled = self.run.should_validate
         num_batches = self.run.progress.num_train_batches
         if self._seconds is not None or config.validate_every_n_steps:
             return
         if isinstance(interval, int):
-            if interval > num_batches and self._counts_in_epoch and self._is_enabled:
+            if interval > num_batches and self._counts_in_epoch and is_enabled:
                 raise ValueError(
                     f" `val_check_interval` ({interval}) must be less than or equal to the number"
                     f" of the training batches ({num_batches}). If you want to disable validation"
@@ -375,7 +383,7 @@ class ValidationSchedule:
             self.every_n_batches = interval
         elif num_batches != math.inf:
             self.every_n_batches = max(1, int(num_batches * interval))
-        elif interval != 1.0 and self._is_enabled and config.limit_train_batches != 0:
+        elif interval != 1.0 and is_enabled and config.limit_train_batches != 0:
             raise ConfigurationError(
                 "When using an IterableDataset for `train_dataloader`,"
                 f" `{self.run.plan.loop_name}(val_check_interval)` must be time based, `1.0` or an"
@@ -383,10 +391,15 @@ class ValidationSchedule:
                 " k training batches."
             )
 
+    @property
+    def _counts_in_epoch(self) -> bool:
+        return self.run.config.check_val_every_n_epoch is not None
+
     def is_in_this_epoch(self) -> bool:
-        every = self.run.config.check_val_every_n_epoch
+        config = self.run.config
+        every = config.check_val_every_n_epoch
         is_due = every is None or (self.run.progress.epochs_done + 1) % every == 0
-        return is_due and self._is_enabled
+        return is_due and self._has_validation and config.limit_val_batches != 0
 
     def is_due(self) -> bool:
         """Return whether to validate after the current batch."""
@@ -433,9 +446,20 @@ class ValidationSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._restarted_at
-        return {"last_global_step": self._last_global_step, "seconds": seconds}
+        # The interval differs from the option if a hook has changed the option since the loader was
+        # created. An option that is a duration never changes the interval.
+        option = self.run.config.val_check_interval
+        interval = (option, self._interval) if isinstance(option, int | float) else (None, None)
+        return {
+            "last_global_step": self._last_global_step,
+            "seconds": seconds,
+            "interval": interval,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restart()
         self._last_global_step = state["last_global_step"]
         self._restarted_at -= state["seconds"]
+        option, interval = state.get("interval", (None, None))
+        if option is not None and option == self.run.config.val_check_interval:
+            self._set_interval(interval)

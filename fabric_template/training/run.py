@@ -126,9 +126,12 @@ class Run:
             self.network.collect(self.model)
 
     @property
+    def has_validation(self) -> bool:
+        return self.hooks.is_overridden("validation_step") and self.data.has_loader("val")
+
+    @property
     def should_validate(self) -> bool:
-        has_step = self.hooks.is_overridden("validation_step")
-        return has_step and self.config.limit_val_batches != 0 and self.data.has_loader("val")
+        return self.config.limit_val_batches != 0 and self.has_validation
 
     def make_step(self, name: str, method: Callable) -> Callable:
         """Wrap a step method so that it uses the run's precision, strategy and profiler."""

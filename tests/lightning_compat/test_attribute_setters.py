@@ -77,6 +77,60 @@ def test_an_option_set_before_fit_or_in_a_hook_takes_effect(hook, name, value, t
     assert_same(sides)
 
 
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    ("name", "value", "options"),
+    [
+        ("val_check_interval", 2, {}),
+        ("val_check_interval", 0.5, {"reload_dataloaders_every_n_epochs": 2}),
+        ("limit_val_batches", 2, {"limit_val_batches": 0}),
+    ],
+)
+def test_an_option_of_validation_that_a_hook_sets_takes_effect_as_with_trainer(hook, name, value, options, tmp_path):
+    """Trainer uses a changed val_check_interval only after it has reloaded the training loader."""
+    sides = []
+    for kind in LOOPS.values():
+        hooks = {hook: lambda self, trainer, *rest: setattr(trainer, name, value)}
+        sets = [type("Sets", (Callback,), hooks)()]
+        trainer, module = make_loop(kind, tmp_path, callbacks=sets, max_epochs=5, **options), RecordsEvents()
+        trainer.fit(module)
+        sides.append((trainer, module))
+    assert_same(sides)
+
+
+def test_a_resumed_run_validates_at_the_interval_of_the_saved_run_if_a_hook_has_set_another(tmp_path):
+    """The hook sets val_check_interval in epoch 0. The loader is reloaded in epoch 2, where the run is interrupted."""
+
+    class Sets(Callback):
+        def on_train_start(self, trainer, module):
+            if trainer.global_step == 0:
+                trainer.val_check_interval = 2
+
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == step:
+                raise ZeroDivisionError
+
+    def train(root, *callbacks, **arguments):
+        options = {"save_every_n_steps": 1, "enable_checkpointing": True, "reload_dataloaders_every_n_epochs": 2}
+        loop = make_loop(
+            FabricLoop, root, callbacks=[Sets(), *callbacks], max_epochs=4, num_sanity_val_steps=0, **options
+        )
+        loop.fit(module := RecordsEvents(), **arguments)
+        return module
+
+    whole = train(tmp_path / "whole")
+    assert [event for event in whole.seen if event != "loader"] == [4, 8, 10, 12, 14, 16]
+    for step in (2, 10):
+        root = tmp_path / str(step)
+        with pytest.raises(ZeroDivisionError):
+            train(root, Stops())
+        resumed = train(root, resume="last")
+        # A resumed run also restores module.seen.
+        assert [event for event in resumed.seen if event != "loader"] == [4, 8, 10, 12, 14, 16]
+        assert_same_weights(whole, resumed)
+
+
 def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
     loop = FabricLoop(**quiet())
     with pytest.raises(ConfigurationError, match="limit_val_batches: got 1.5"):
