@@ -49,8 +49,8 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation continues with the previous run's checkpoint manager and with its counters,
-        # such as global_step.
+        # An evaluation continues with the previous run's checkpoint manager, its should_stop and its
+        # counters, such as global_step.
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
@@ -64,6 +64,8 @@ class Run:
             self.progress.continue_after(last.progress)
         timers = self.hooks.callbacks_of("Timer")
         self.stop: StopCondition = StopCondition(config, self.progress, timers)
+        if last is not None:
+            self.stop.request(last.stop.should_stop)
         self.signals = SignalHandler(fabric)
         self.results = ResultCollection(self)
         self.row = RowWriter(self)

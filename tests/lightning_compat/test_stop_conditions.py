@@ -35,6 +35,15 @@ def test_should_stop_has_no_effect_before_min_epochs_and_min_steps(hook, options
         assert trainer.global_step == steps
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_should_stop_keeps_its_value_in_an_evaluation_after_fit(stops):
+    for run in (run_trainer, run_loop):
+        callbacks = [StoppingCallback("on_train_epoch_end")] if stops else []
+        trainer, module = run(Classifier, lambda: make_loader(24), callbacks=callbacks, max_epochs=2)
+        trainer.validate(module, make_loader(24), verbose=False)
+        assert trainer.should_stop == stops
+
+
 def test_max_time_does_not_end_a_run_before_min_epochs(monkeypatch):
     now, start = time.monotonic, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * (now() - start))
