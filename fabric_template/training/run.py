@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation continues with the previous run's checkpoint manager, its should_stop and its
+        # An evaluation continues with the previous run's checkpoint manager, should_stop and
         # counters, such as global_step.
         last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
