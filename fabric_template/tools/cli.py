@@ -264,7 +264,9 @@ def complete_arguments(command: str, argv: list[str]) -> list[str]:
     is_new_run = command in TRAINING_COMMANDS and given.resume is None
     if given.run is not None:
         run = Path(given.run).absolute()
-        files.insert(0, f"--config={to_yaml(read_run(command, run, is_new_run))}")
+        config = read_run(command, run, is_new_run)
+        warn_of_default_values(config, argv)
+        files.insert(0, f"--config={to_yaml(config)}")
         if given.load in ("best", "last") and is_new_run:
             # If a run is in logs/digits/version_0, its checkpoints are in
             # checkpoints/digits/version_0.
@@ -355,6 +357,16 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
         config["version"] = int(number) if number.isdigit() else folder.name
         config |= {"name": folder.parent.name, "default_root_dir": str(folder.parents[2])}
     return config
+
+
+def warn_of_default_values(config: dict[str, Any], argv: list[str]) -> None:
+    """Name the arguments of the model and the data that the run's own script did not save."""
+    unknown = (config.get("about") or {}).get("unknown") or {}
+    given = {token.partition("=")[0] for token in argv}
+    names = [f"--{name}" for name in unknown if "." in name]
+    if missing := [name for name in names if name not in given]:
+        text = f"--run: the run did not save the values of {', '.join(missing)}, so this command"
+        print(f"{program()}: {text} uses their defaults.", file=sys.stderr)
 
 
 def to_yaml(config: dict[str, Any]) -> str:

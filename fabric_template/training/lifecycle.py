@@ -189,7 +189,7 @@ def train(run: Run) -> None:
         if run.fabric.world_size == 1:
             stack.enter_context(run.signals)
         if isinstance(run.optimization, ManualOptimization) and not run.is_lightning_module:
-            run.optimization.count_unwrapped_steps(stack)
+            run.optimization.hook_unwrapped_steps(stack)
         # Stop before the first batch if any process received a signal during the set-up.
         run.stop.check_signals(run.signals, is_due=True)
         warn_of_eval_modules(run)

@@ -410,8 +410,14 @@ class ManualOptimization(Optimization):
         # With DDP, a step function must call loop.backward(loss), because in manual optimization
         # loss.backward() does not average gradients.
         self._averages_gradients = self.run.steps.ddp is None or self.run.is_lightning_module
+        if self._scaler is not None and not self.run.is_lightning_module:
+            raise ConfigurationError(
+                "precision: got '16-mixed' for a training step that calls optimizer.step(), but the"
+                " optimizers of such a step do not unscale the gradients. Write 'bf16-mixed', or a"
+                " LightningModule with automatic_optimization = False."
+            )
 
-    def count_unwrapped_steps(self, stack: ExitStack) -> None:
+    def hook_unwrapped_steps(self, stack: ExitStack) -> None:
         """Use torch's hooks to count the steps of optimizers that Fabric does not wrap."""
         for index, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
@@ -419,8 +425,14 @@ class ManualOptimization(Optimization):
                     f"optimizer: got {describe(optimizer)} in manual optimization, expected a"
                     " torch.optim.Optimizer. The loop uses its hooks to count optimizer steps."
                 )
+            handle = optimizer.register_step_pre_hook(self._prepare_unwrapped_step)
+            stack.callback(handle.remove)
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
+
+    def _prepare_unwrapped_step(self, optimizer: Optimizer, *args: Any) -> None:
+        if self.run.hooks.current == "training_step":
+            self.prepare_step(optimizer)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""

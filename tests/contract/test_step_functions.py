@@ -5,12 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.fabric.plugins import MixedPrecision
 from modules import Classifier, make_loader, quiet, run_trainer
 from runs import val_loader
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fabric_template import FabricLoop, MiniLoop
+from fabric_template.errors import ConfigurationError
 
 
 def make_net():
@@ -180,6 +182,33 @@ def test_a_training_step_may_call_step_on_several_optimizers():
 
     loop.fit(parts, make_loader(), optimizer=optimizers, training_step=through_loop)
     assert loop.global_step == 20
+
+
+def test_callbacks_see_the_gradients_before_each_step_of_several_optimizers():
+    class Halve:
+        def on_before_optimizer_step(self, loop, net, optimizer):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.mul_(0.5)
+
+    parts, optimizers = make_gan()
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] /= 2
+    loop = FabricLoop(**quiet(max_epochs=1))
+    loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
+    halved, optimizers = make_gan()
+    loop = FabricLoop(**quiet(max_epochs=1, callbacks=[Halve()]))
+    loop.fit(halved, make_loader(), optimizer=optimizers, training_step=gan_step(halved, optimizers))
+    assert all(map(torch.equal, parts.parameters(), halved.parameters()))
+    assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
+
+
+def test_a_gradient_scaler_is_refused_if_the_training_step_calls_step():
+    """The step function's optimizers would use the scaled gradients."""
+    parts, optimizers = make_gan()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loop = FabricLoop(**quiet(max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)]))
+    with pytest.raises(ConfigurationError, match="precision: got '16-mixed' for a training step that calls"):
+        loop.fit(parts, make_loader(), optimizer=optimizers, training_step=gan_step(parts, optimizers))
 
 
 def test_a_training_step_may_call_step_twice_on_one_optimizer():

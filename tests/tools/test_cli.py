@@ -16,7 +16,7 @@ from docstring_parser.attrdoc import AttributeDocstrings
 from interpreter import fork_command, forking_python
 from runs import without_time
 
-from fabric_template import LoopConfig
+from fabric_template import FabricLoop, LoopConfig
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.tools import cli
 
@@ -383,6 +383,17 @@ def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     assert config_of("run/version_2")["load"].endswith("checkpoints/run/version_0/last.ckpt")
     assert run(capsys, "fit", "--run", "logs/run/version_2")[0] == 0
     assert_same_run("run/version_2", "run/version_3")
+
+
+def test_the_fit_command_names_arguments_that_the_script_of_a_run_did_not_save(capsys):
+    assert "did not save" not in run(capsys, *FIT, *QUIET, "--max_epochs", 1)[2] + run(capsys, "fit", *FOLDER)[2]
+    module = sys.modules["lit"]
+    loop = FabricLoop(max_epochs=1, name="own", accelerator="cpu", enable_progress_bar=False)
+    loop.fit(module.Lit(hidden=8, lr=0.1), datamodule=module.Data())
+    arguments = ["fit", "--run", "logs/own/version_0", "--model.lr", 0.1, "--model.act", "null"]
+    text = "--run: the run did not save the values of --model.hidden, --data.batch_size, so this command uses"
+    assert text in run(capsys, *arguments)[2]
+    assert "did not save" not in run(capsys, *arguments, "--model.hidden", 8, "--data.batch_size", 8)[2]
 
 
 # Mistakes in commands and config files
