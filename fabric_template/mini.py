@@ -138,7 +138,7 @@ OPEN_LOCKS: list[IO[str]] = []
 # Attributes to leave out when the loop is pickled, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
-    _attributes _step_module _start_parameters _hparams _loss _outputs _locks
+    _attributes _step_module _start_parameters _clipped _hparams _loss _outputs _locks
 """
 # MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
 # the loop.
@@ -532,8 +532,8 @@ class MiniLoop:
     def _step_optimizer(self) -> None:
         """Clip the gradients and call optimizer.step(). ``_train_batch`` increments global_step."""
         if self.gradient_clip_val:
-            options = {"max_norm": self.gradient_clip_val, "error_if_nonfinite": False}
-            self.fabric.clip_gradients(self.network, self.optimizer, **options)
+            self._precision.unscale_gradients(self.optimizer)
+            nn.utils.clip_grad_norm_(self._clipped, self.gradient_clip_val)
         try:
             self._precision.optimizer_step(self.optimizer)
         except TypeError as error:
@@ -633,7 +633,9 @@ class MiniLoop:
                 yield number == length, batch
             if not self._is_lightning_module:
                 # As a for loop does, run the loader's code after its last yield. Trainer does not.
-                next(batches, END)
+                text = f"loader: got more than {length} batches, but len(loader) was {length} at"
+                text += " the start. Return the right length, or pass an iterable without __len__."
+                check(next(batches, END) is END, text)
             return
         done, resumed, following = self.batches_done, self._before_next, next(batches, END)
         for number in count(1):
@@ -770,7 +772,7 @@ class MiniLoop:
         the trained weights afterwards.
         """
         training, self._sums, self._step_values = self._sums, [{}], None
-        modes = [(module, module.training) for module in self.network.modules()]
+        modes = modes_of(self.network)
         self.network.eval()
         try:
             with torch.no_grad():
@@ -786,8 +788,11 @@ class MiniLoop:
                 self._update_metrics()
                 self._call("on_validation_epoch_end")
         finally:
-            for module, is_training in modes:
-                module.training = is_training
+            if self._is_lightning_module:
+                for module, is_training in modes.items():
+                    module.training = is_training
+            else:
+                set_modes(modes)
         self._validated = self._update_metrics()
         if not self._validated:
             text = "validation_step returned no value and logged no metric. Return the loss at the"
@@ -1051,10 +1056,10 @@ class MiniLoop:
             own = {**checkpoint["fabric_template"], "ranks": []}
             check_readable({**checkpoint, "fabric_template": own})
             text = "optimizer: got a state that contains parameters or their ids, which a resumed"
-            groups = [{**group, "params": []} for group in self.optimizer.param_groups]
-            states, weights = [*self.optimizer.state.values(), *groups], self._attributes.weights
+            states, weights = checkpoint["optimizer_states"], self._attributes.weights
             is_right = not contains_weights(states, weights)
-            check(is_right, f"{text} run cannot restore. Write self.state[p] = p.detach().clone().")
+            text += " run cannot restore. In self.state[p], store copies (p.detach().clone()), and"
+            check(is_right, f"{text} write p.data.copy_(value) instead of p.data = value.")
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             for name in names:
@@ -1570,16 +1575,25 @@ class MiniLoop:
         self._settings = {**saved, **own}
         if resumed:
             self._check_resume(resumed)
-        modes = [module.training for module in self.network.modules()]
-        if not self._is_lightning_module and not any(modes):
-            # If only some modules are in eval mode, keep their mode, because they may be frozen.
+        if not self._is_lightning_module:
+            modes = modes_of(self.network)
+            # A model may override train(), for example to keep BatchNorm in eval mode.
             self.network.train()
+            if any(modes.values()):
+                # If only some modules are in eval mode, they may be frozen, so keep their mode.
+                set_modes({part: was and part.training for part, was in modes.items()})
         num_eval = sum(not module.training for module in self.network.modules())
         if num_eval:
             text = f"Found {num_eval} module(s) in eval mode at the start of training. If this is"
             warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
         self._attributes.record_start_objects()
         self._start_parameters = self._find_parameters()
+        # The order of the parameters affects the rounding of their norm. Trainer uses the order of
+        # the optimizer, and hand-written loops call clip_grad_norm_(model.parameters(), 1.0).
+        self._clipped = parameters_of(self.optimizer)
+        if not self._is_lightning_module:
+            trained = {*self._clipped}
+            self._clipped = [p for p in self.network.parameters() if p in trained]
         text = "scheduler: got a state_dict() that contains parameters of the optimizer. Use"
         is_right = not contains_weights(self._scheduler_states(), self._attributes.weights)
         check(is_right, f"{text} self.optimizer.param_groups instead.")
@@ -2213,7 +2227,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
             group.update(loaded)
         optimizer.param_groups = groups
     parameters = parameters_of(optimizer)
-    for index, values in saved["state"].items():
+    for index, values in saved.get("state", {}).items():
         # If a state belongs to no parameter, its key is not a number.
         if isinstance(index, int) and isinstance(values, dict):
             state = optimizer.state[parameters[index]]
@@ -2593,7 +2607,9 @@ def is_own_object(value: Any) -> bool:
     is_known = isinstance(value, (*NOT_SEARCHED, *GENERATORS, Enum, tuple))
     is_known = is_known or is_stateful(value) or is_loop(value)
     is_library = type(value).__module__.partition(".")[0] in LIBRARIES
-    is_searched = not is_library or isinstance(value, torch_data.Dataset | SimpleNamespace)
+    # A user's loader may wrap a DataLoader, and a DataLoader may wrap a user's sampler or dataset.
+    kinds = torch_data.Dataset, torch_data.DataLoader, torch_data.Sampler, SimpleNamespace
+    is_searched = not is_library or isinstance(value, kinds)
     return hasattr(value, "__dict__") and is_searched and not is_known
 
 
@@ -2829,6 +2845,18 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
     }
+
+
+def modes_of(network: nn.Module) -> dict[nn.Module, bool]:
+    return {module: module.training for module in network.modules()}
+
+
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Set train or eval mode with train(), which a module may override to merge its weights."""
+    # A module comes before its submodules, so train() is usually called only once.
+    for module, is_training in modes.items():
+        if module.training != is_training:
+            module.train(is_training)
 
 
 def set_flags(network: nn.Module, flags: dict[str, dict[str, bool]]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .plain_values import (
     ATOMS,
@@ -56,6 +56,8 @@ from .rng_state import find_generators, get_generator_state, set_generator_state
 # Do not save objects of these packages, because such objects may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
+# Classes of torch, such as Subset, that may wrap a user's dataset. A loader may wrap a DataLoader.
+_WRAPPERS: Any = (Dataset, DataLoader, Sampler)
 # The attributes that torch sets in every module.
 _OF_MODULE = frozenset(vars(nn.Module()))
 # The dicts in which a module keeps its parameters, buffers and submodules.
@@ -176,8 +178,7 @@ def is_own_object(value: Any) -> bool:
     is_library = kind.__module__.partition(".")[0] in _LIBRARIES
     # Use __package__, because users may rename this package.
     is_library = is_library or kind.__module__.startswith(f"{__package__}.")
-    # A dataset class of torch, such as Subset, may wrap a user's dataset.
-    is_searched = not is_library or isinstance(value, Dataset | SimpleNamespace)
+    is_searched = not is_library or isinstance(value, (*_WRAPPERS, SimpleNamespace))
     is_searched = is_searched or is_hparams(kind)
     return hasattr(value, "__dict__") and is_searched and not is_known
 
@@ -190,8 +191,7 @@ def is_hparams(kind: type) -> bool:
 def is_installed(kind: type) -> bool:
     """Return whether a class comes from an installed package rather than from the user's code."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    # A dataset class of torch, such as Subset, may wrap a user's dataset.
-    return "-packages" in (file or "") and not (is_hparams(kind) or issubclass(kind, Dataset))
+    return "-packages" in (file or "") and not (is_hparams(kind) or issubclass(kind, _WRAPPERS))
 
 
 def is_library_iterator(value: Any) -> bool:

@@ -580,7 +580,8 @@ class StrategyAPI:
 
         def clip(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = None) -> None:
             algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-            clip_gradients(optimizer, clip_val, algorithm)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip_gradients(parameters, clip_val, algorithm)
 
         plugin = copy(self._loop.fabric.strategy.precision)
         plugin.clip_gradients = clip

@@ -249,9 +249,9 @@ class CheckpointManager:
             # A checkpoint records the number of CSV rows, so write the rows to disk first.
             with suppress(OSError):
                 logger.sync()
-        if not self._has_saved:
-            check_optimizer_states(run)
         checkpoint = build_checkpoint(run, epoch=run.progress.newest_epoch)
+        if not self._has_saved:
+            check_optimizer_states(run, checkpoint.get("optimizer_states", []))
         reason = part = None
         try:
             with run.hooks.profiled("save_checkpoint"), run.row.excluded():

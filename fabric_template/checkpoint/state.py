@@ -375,20 +375,20 @@ def check_scheduler_states(run: Run, states: list[Any]) -> None:
         )
 
 
-def check_optimizer_states(run: Run) -> None:
+def check_optimizer_states(run: Run, states: list[Any]) -> None:
     """Raise an error if an optimizer's state contains parameters or their ids."""
     parameters = run.optimization.named_parameters().values()
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
     addresses = {address_of(parameter) for parameter in plain} - {0}
-    for optimizer in run.optimization.optimizers:
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        state = [*getattr(optimizer, "state", {}).values(), *groups]
-        if not has_own_state(optimizer) and refers_to(state, {*map(id, parameters)}, addresses):
+    for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
+        # An optimizer's own load_state_dict() may copy the saved weights back into the parameters.
+        weights = set() if has_own_state(optimizer) else addresses
+        if refers_to(state, {*map(id, parameters)}, weights):
             # Saved ids are useless in a resumed run, because its parameters have different ids.
             raise CheckpointError(
                 "optimizer: got a state that contains parameters or their ids, which a resumed"
-                " run cannot restore. In self.state[p], store copies such as"
-                " p.detach().clone() instead."
+                " run cannot restore. In self.state[p], store copies (p.detach().clone()), and"
+                " write p.data.copy_(value) instead of p.data = value."
             )
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigurationError
 from ..plain_state import Part, PlainState
 from ..rng_state import capture_rng_state, find_generators, restore_rng_state, unchanged_rng_state
 from .loader_parts import (
@@ -65,6 +65,7 @@ class ResumableLoader:
             read these attributes, the small ones are recorded and restored with the loader's own.
 
     Attributes:
+        length: The length of the loader when its batches were counted, or None.
         passes: Number of times the loader was started in this epoch. CombinedLoader may start a
             short loader several times.
         batches: Number of batches read since the loader was last started.
@@ -81,7 +82,7 @@ class ResumableLoader:
         is_saved: bool = True,
         find_model_state: Callable[[], PlainState] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self.length = loader, sized_len(loader)
         self._find_model_state = find_model_state if may_read_model(loader) else None
         self.passes = self.batches = 0
         self.is_finished = False
@@ -161,15 +162,14 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def read_to_end(self) -> None:
-        """If exactly len(loader) batches were read, run the loader's code that follows them."""
+        """If all batches were read, run the loader's code that follows them."""
         reader, number = self._reader, self.batches
-        if reader is None or self.is_finished or number != sized_len(self.loader):
+        if reader is None or self.is_finished or number != self.length:
             return
         if next(reader, END) is not END:
-            warnings.warn(
-                f"The loader yielded more batches than its len(), which is {number}. The additional"
-                " batch was skipped. Return the correct length in __len__.",
-                stacklevel=2,
+            raise ConfigurationError(
+                f"loader: got more than {number} batches, but len(loader) was {number} at the"
+                " start. Return the right length, or pass an iterable without __len__."
             )
 
     def end_pass(self) -> None:

@@ -425,6 +425,9 @@ class StageLoaders:
             known.pop(id(x), None) or ResumableLoader(x, run.stage == "fit", find_state)
             for x in self.loaders
         ]
+        for part in self.resumable:
+            # A reloaded loader may have a new length.
+            part.length = sized_len(part.loader)
         self._combined = with_loaders(combined, self.resumable)
         self.names = find_loader_names(with_loaders(combined, self.loaders))
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"

@@ -37,7 +37,7 @@ from .check_arguments import warn_of_eval_modules
 from .configure_optimizers import move_optimizer_states
 from .evaluation_loop import evaluate, predict
 from .fit_loop import fit
-from .module_adapter import check_network, is_in_eval_mode
+from .module_adapter import check_network
 from .optimization import ManualOptimization
 from .run import Run
 
@@ -169,13 +169,12 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     run.loggers.log_hyperparameters()
     run.start_optimization()
     record_optimizer_attributes(run)
+    if not run.is_lightning_module:
+        run.steps.start_training()
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)
     run.results.start_training()
-    if not run.is_lightning_module and is_in_eval_mode(run.network):
-        # If only some modules are in eval mode, the user has probably frozen them on purpose.
-        run.network.train()
     # Checkpoints contain only the flags that change after record_flags(). Hooks of the sanity check
     # may change flags, so call record_flags() first.
     run.steps.record_flags(run.optimization.named_parameters())

@@ -97,6 +97,7 @@ class ObjectNetwork(nn.Module):
         self._modules.clear()
         for name, value in list(getattr(model, "__dict__", {}).items()):
             self._add(name, value, name, set())
+        self.training = any(child.training for child in self.children())
 
     def _add(self, name: str, value: Any, path: str, containers: set[int]) -> None:
         """Add a module, a parameter, or a container with modules or parameters to this network.
@@ -310,6 +311,23 @@ class StepRunner:
             if name in modes:
                 module.training = modes[name]
 
+    def call_train(self, modes: Mapping[str, bool]) -> None:
+        """Restore modes with ``train``, which a module may override to merge its weights."""
+        # A module comes before its submodules, so train() is usually called only once.
+        for name, module in self.network.named_modules():
+            if module.training != modes.get(name, module.training):
+                module.train(modes[name])
+
+    def start_training(self) -> None:
+        """Call ``train``, as a hand-written loop does, but keep frozen modules in eval mode."""
+        has_training, modes = not is_in_eval_mode(self.network), self.training_modes()
+        # A model may override train(), for example to keep BatchNorm in eval mode.
+        self.network.train()
+        if has_training:
+            # If only some modules are in eval mode, the user has probably frozen them on purpose.
+            current = self.training_modes()
+            self.call_train({name: modes[name] and current[name] for name in modes})
+
     def flags(self, parameters: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return each module's ``training`` flag and each parameter's ``requires_grad`` flag."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
@@ -349,7 +367,9 @@ class StepRunner:
             A function that restores each module's previous mode (train or eval).
         """
         self._modes = self.training_modes()
-        restore = partial(self.set_training_modes, self._modes)
+        is_plain = isinstance(self.module, ModuleAdapter)
+        set_modes = self.call_train if is_plain else self.set_training_modes
+        restore = partial(set_modes, self._modes)
         try:
             yield restore
         except BaseException:

@@ -172,7 +172,19 @@ class Optimization:
             kind = GradClipAlgorithmType(algorithm.lower()) if algorithm else None
             self._module_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=kind)
         elif value:
-            clip_gradients(optimizer, value, algorithm)
+            clip_gradients(self._clipped_parameters(optimizer), value, algorithm)
+
+    def _clipped_parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return an optimizer's parameters in the order in which their norms are added up.
+
+        The order affects the rounding of the total norm. Trainer uses the order of the optimizer. A
+        hand-written loop calls ``clip_grad_norm_(model.parameters(), 1.0)``.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.run.is_lightning_module:
+            return parameters
+        trained = set(parameters)
+        return [p for p in self.run.network.parameters() if p in trained]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, unscale and clip the gradients, and step the optimizer."""
@@ -510,10 +522,9 @@ def unscales_itself(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def clip_gradients(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
+def clip_gradients(parameters: list[Tensor], value: float, algorithm: str | None) -> None:
     if not value or value <= 0:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if str(algorithm).lower() == "value":
         torch.nn.utils.clip_grad_value_(parameters, clip_value=value)
     else:

@@ -27,7 +27,14 @@ from modules import make_data
 from parameters import halve, once
 from runs import TIMES
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torchmetrics import MeanMetric, RunningMean, SumMetric
 
 import fabric_template
@@ -747,6 +754,15 @@ def train(kind, root, make, kill_at=None, resume=None, **options):
     return {name: value.tolist() for name, value in model.state_dict().items()}, rows
 
 
+def assert_resumes(kind, root, make):
+    """Stop a run after 5 and after 9 batches, and compare the resumed runs with an uninterrupted run."""
+    whole = train(kind, root / "whole", make)
+    for batches in (5, 9):
+        with pytest.raises(KilledError):
+            train(kind, root / str(batches), make, kill_at=batches)
+        assert train(kind, root / str(batches), make, resume="last") == whole
+
+
 @pytest.mark.filterwarnings("ignore:resume. 2 batches of OwnLoader are read again")
 @pytest.mark.parametrize(("name", "kind", "batches"), once(CASES, SAVES, [2, 8, 5, 11]))
 def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, name, kind, batches):
@@ -880,6 +896,27 @@ def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), kill_at=7)
     with pytest.raises(KeyError), pytest.warns(UserWarning, match="optimizers was .'Adam'"):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), resume="last")
+
+
+class KeepsFastState(torch.optim.SGD):
+    """An optimizer whose state_dict has no key "state"."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {"fast_state": state["state"], "param_groups": state["param_groups"]}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({"state": state_dict["fast_state"], "param_groups": state_dict["param_groups"]})
+
+
+class HasFastState(Model):
+    def configure_optimizers(self):
+        return KeepsFastState(self.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_run_whose_optimizer_saves_its_state_under_another_key_resumes_exactly(tmp_path, kind):
+    assert_resumes(kind, tmp_path, shuffled(HasFastState))
 
 
 class LayerReplacement(Model):
@@ -1111,12 +1148,46 @@ def test_resuming_restores_a_sampler_whose_class_is_defined_in_an_installed_pack
     def make():
         return Model(), DataLoader(make_data(16), 4, sampler=rotations.Rotated())
 
-    whole = train(kind, tmp_path / "whole", make)
-    for batches in (5, 9):
-        root = tmp_path / str(batches)
-        with pytest.raises(KilledError):
-            train(kind, root, make, kill_at=batches)
-        assert train(kind, root, make, resume="last") == whole
+    assert_resumes(kind, tmp_path, make)
+
+
+class ReversedNoise(Dataset):
+    """Reads another dataset in a changing order, and adds noise from its own generator."""
+
+    def __init__(self):
+        self.data, self.shift, self.generator = make_data(16), 0, np.random.default_rng(3)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.shift += 1
+        x, y = self.data[(index + self.shift) % 16]
+        return x + torch.from_numpy(self.generator.normal(size=8)).float(), y
+
+
+class Prefetcher:
+    """A user-defined loader that wraps a DataLoader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        yield from self.loader
+
+
+def wrapped():
+    samples = RandomSampler(range(16), generator=torch.Generator().manual_seed(4))
+    return Model(), Prefetcher(DataLoader(ReversedNoise(), batch_sampler=BatchSampler(samples, 4, drop_last=True)))
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* batches of Prefetcher are read again")
+@pytest.mark.parametrize("kind", SAVES)
+def test_resuming_restores_the_dataset_and_the_sampler_of_a_dataloader_in_a_user_defined_loader(tmp_path, kind):
+    assert_resumes(kind, tmp_path, wrapped)
 
 
 class Follower(torch.nn.Linear):
@@ -1349,6 +1420,13 @@ class KeepsIds(KeepsWeights):
     names = "ids"
 
 
+class Lookahead(torch.optim.SGD):
+    """An optimizer with its own state_dict, which contains a dict with ids of parameters as keys."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "slow": {id(p): p.detach().clone() for p in self.param_groups[0]["params"]}}
+
+
 class CountsById(KeepsWeights):
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -1368,7 +1446,7 @@ def with_optimizer(kind):
     return shuffled(HasOptimizer)
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), list(product(SAVES, [KeepsWeights, KeepsIds])))
+@pytest.mark.parametrize(("kind", "optimizer"), list(product(SAVES, [KeepsWeights, KeepsIds, Lookahead])))
 def test_an_optimizer_state_that_refers_to_parameters_cannot_be_saved(tmp_path, kind, optimizer):
     with pytest.raises(ValueError, match="got a state that contains parameters"):
         train(kind, tmp_path, with_optimizer(optimizer))

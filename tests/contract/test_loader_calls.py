@@ -207,8 +207,9 @@ def train(loop, name, is_lightning_module=False, root=".", resume=None, seed=1, 
     torch.manual_seed(seed)
     np.random.seed(seed)
     module, loader = Module(), {**LOADERS, **LOADERS_WITH_CODE_AT_THE_END}[name]()
-    # Also validate on the loaders that run code after their last batch.
-    val = loader if name in LOADERS_WITH_CODE_AT_THE_END else Shuffles(2)
+    # At the end of an epoch, also validate on the loaders that run code after their last batch.
+    is_shared = name in LOADERS_WITH_CODE_AT_THE_END and "validate_every_n_steps" not in options
+    val = loader if is_shared else Shuffles(2)
     optimizer = module.configure_optimizers()
     if loop == "hand":
         train_by_hand(loader, val, module.net, optimizer)
@@ -308,8 +309,6 @@ def test_fabric_loop_reads_each_of_several_validation_loaders_to_its_end(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:resume. .* are read again")
-# The loaders "iterator" and "state_dict" are their own iterators, so a mid-epoch validation reads training batches.
-@pytest.mark.filterwarnings("ignore:The loader yielded more than 5 batches")
 @pytest.mark.parametrize(
     ("loop", "name", "steps"),
     [
@@ -335,14 +334,30 @@ class Longer:
         return 4
 
     def __iter__(self):
-        return iter(X.split(4))
+        return iter(DataLoader(DATA, 4))
 
 
-def test_fabric_loop_warns_if_a_loader_yields_more_batches_than_its_length(tmp_path):
-    module = Module()
-    loop = FabricLoop(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path)
-    with pytest.warns(UserWarning, match=r"The loader yielded more batches than its len\(\), which is 4"):
-        loop.fit(module.net, Longer(), optimizer=module.configure_optimizers(), training_step=lambda n, b: n(b).mean())
+class Grows(torch.utils.data.Dataset):
+    """A curriculum, which gets more samples in each epoch."""
+
+    size = 8
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return DATA[index]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("is_growing", "length"), [(False, 4), (True, 2)])
+def test_a_loader_that_yields_more_batches_than_its_length_is_refused(tmp_path, loop, is_growing, length):
+    module, data = Module(), Grows()
+    module.net.on_train_epoch_end = lambda: setattr(data, "size", data.size + 8)
+    loop = LOOPS[loop][0](max_epochs=2, accelerator="cpu", default_root_dir=tmp_path)
+    loader = DataLoader(data, 4, shuffle=True) if is_growing else Longer()
+    with pytest.raises(ValueError, match=rf"loader: got more than {length} batches, but len\(loader\) was {length}"):
+        loop.fit(module.net, loader, optimizer=module.configure_optimizers(), training_step=compute_loss)
 
 
 class KeepsIterator(DataLoader):

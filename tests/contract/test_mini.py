@@ -934,10 +934,10 @@ AVERAGED_WEIGHTS = {
             self._unwrapped.load_state_dict(self._ema.module.state_dict())
 """,
     """        finally:
-            for module, is_training in modes:
+            if self._is_lightning_module:
 """: """        finally:
             self._unwrapped.load_state_dict(weights)
-            for module, is_training in modes:
+            if self._is_lightning_module:
 """,
     """        return {**checkpoint, **self._hparams, "fabric_template": own}
 """: """        checkpoint["ema"] = self._ema.state_dict()

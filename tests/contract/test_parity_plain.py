@@ -1,6 +1,8 @@
-"""Test that FabricLoop ends with the same weights as a hand-written PyTorch loop at every level."""
+"""Test that both loops end with the same weights as a hand-written PyTorch loop."""
 
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from fabric_template import FabricLoop, TensorLoader
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
 EPOCHS = 3
 
@@ -228,6 +230,88 @@ def test_validation_gives_the_same_metrics_as_a_plain_pytorch_loop(level):
     for row, expected_row in zip(found, rows, strict=True):
         # Allow for rounding, because the two loops add the losses in a different order.
         assert row == pytest.approx(expected_row, rel=1e-6)
+
+
+class LowRank(nn.Linear):
+    """A linear layer that adds a trained matrix to its frozen weights in eval mode, like loralib's."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.weight.requires_grad_(False)
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.zeros(2, 8))
+
+    def train(self, mode=True):
+        if mode != self.training:
+            self.weight.data.add_(self.left @ self.right, alpha=-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x):
+        change = x @ (self.left @ self.right).T if self.training else 0
+        return super().forward(x) + change
+
+
+class FixedNorm(nn.Sequential):
+    """A network whose train() method leaves BatchNorm in eval mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def make_fixed_norm():
+    net = FixedNorm(nn.Linear(8, 8))
+    net.add_module("norm", nn.BatchNorm1d(8))
+    return net
+
+
+LAYERS = {"low rank": LowRank, "fixed norm": make_fixed_norm}
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize(("kind", "layer"), list(product([MiniLoop, FabricLoop], LAYERS)))
+def test_fit_calls_a_train_method_that_a_layer_overrides_like_a_plain_pytorch_loop(tmp_path, kind, layer, freezes):
+    nets = []
+    for loop in (None, kind(max_epochs=EPOCHS, accelerator="cpu", default_root_dir=tmp_path)):
+        torch.manual_seed(1)
+        net = nn.Sequential(LAYERS[layer](), nn.Dropout(0.5), nn.Linear(8, 3))
+        loaders, optimizer = (make_loader(40, shuffle=False), make_loader(16, shuffle=False)), momentum(net)
+        net[1].train(not freezes)
+        steps = {"training_step": loss_of, "validation_step": loss_of}
+        if loop is not None:
+            loop.fit(net, *loaders, optimizer=optimizer, **steps)
+        for _ in range(EPOCHS if loop is None else 0):
+            net.train()
+            net[1].train(not freezes)
+            for batch in loaders[0]:
+                optimizer.zero_grad()
+                loss_of(net, batch).backward()
+                optimizer.step()
+            net.eval()
+            with torch.no_grad():
+                list(map(partial(loss_of, net), loaders[1]))
+        nets.append(net.train())
+    assert_equal_weights(*nets)
+
+
+@pytest.mark.parametrize("kind", [MiniLoop, FabricLoop])
+def test_fit_clips_the_gradients_of_two_parameter_groups_like_a_plain_pytorch_loop(tmp_path, kind):
+    nets = []
+    for loop in (None, kind(max_epochs=EPOCHS, gradient_clip_val=0.1, accelerator="cpu", default_root_dir=tmp_path)):
+        torch.manual_seed(1)
+        net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)], nn.Linear(8, 3))
+        groups = [[p for p in net.parameters() if p.dim() == dim] for dim in (1, 2)]
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1, momentum=0.9)
+        loader = make_loader(40, shuffle=False)
+        if loop is not None:
+            loop.fit(net, loader, optimizer=optimizer, training_step=loss_of)
+        for batch in [*loader] * (EPOCHS if loop is None else 0):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            by_norm(net.parameters())
+            optimizer.step()
+        nets.append(net)
+    assert_equal_weights(*nets)
 
 
 def test_calling_setup_and_backward_gives_the_same_weights_as_plain_pytorch():
