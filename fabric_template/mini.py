@@ -2374,6 +2374,12 @@ class SavedAttributes:
             values, objects = attributes_of(part), self._start_objects.get(place, {})
             buffers = part._buffers if isinstance(part, nn.Module) else {}
             state: dict[str, Any] = {}
+            is_checked = place not in self._of_loaders and not is_epoch_start
+            for name in values if is_checked else ():
+                if is_library_iterator(values[name]):
+                    text = f"checkpoint: the position of the iterator {name!r} is not saved, so a"
+                    text += " resumed run may differ from an uninterrupted run. To train on several"
+                    warnings.warn(f"{text} loaders, pass them to FabricLoop.fit.", stacklevel=2)
             for name, value in self._encode_part(place, values).items():
                 is_saved = isinstance(values[name], GENERATORS) or name in self._saved_names[place]
                 is_saved = is_saved or self._is_changed(place, name, value)

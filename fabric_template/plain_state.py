@@ -378,6 +378,9 @@ class PlainState:
         ids = self._ids_in_network()
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(place)}"):
+                if place[0].partition(".")[0] == "model" and is_library_iterator(value):
+                    reason = "the position of an iterator cannot be read. Pass all loaders to fit"
+                    raise TypeError(reason)
                 is_same = self._digest(value) == self._at_start.get(place)
                 if is_same or id(value) in self._saved:
                     continue

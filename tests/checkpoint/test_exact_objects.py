@@ -898,6 +898,27 @@ def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
         train(FabricLoop, tmp_path / "loop", shuffled(OptimizerReplacement), resume="last")
 
 
+class ReadsAnotherLoader(Model):
+    """Reads unlabelled samples from a second loader, like FixMatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.unlabelled = DataLoader(make_data(12), 4, shuffle=True)
+        self.iterator = iter(self.unlabelled)
+
+    def training_step(self, batch, batch_idx):
+        if (other := next(self.iterator, None)) is None:
+            self.iterator = iter(self.unlabelled)
+            other = next(self.iterator)
+        return super().training_step(batch, batch_idx) + self.net(other[0]).square().mean()
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_fit_warns_about_an_iterator_in_an_attribute_of_the_model(tmp_path, kind):
+    with pytest.warns(UserWarning, match="checkpoint.*iterator.*(not saved|neither saved).*loaders"):
+        train(kind, tmp_path, shuffled(ReadsAnotherLoader))
+
+
 class KeepsFastState(torch.optim.SGD):
     """An optimizer whose state_dict has no key "state"."""
 
