@@ -334,6 +334,9 @@ def restore_position(run: Run) -> None:
     # epoch.
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
+        if run.progress.is_in_epoch and run.data.train.prefetch_saved():
+            # The checkpoint contains the attributes from after the prefetch.
+            run.plain_state.load_state_dict(attributes)
 
 
 def restore_states(run: Run) -> dict[str, Any] | None:

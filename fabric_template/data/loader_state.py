@@ -106,6 +106,7 @@ class ResumableLoader:
         # "set_epoch", "iter" and "first_batch".
         self._snapshots: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
+        self._resumed_state: dict[str, Any] | None = None
         # The iterator of a resumed epoch, if it was created before on_train_start.
         self._early_iterator: Any = None
         self._reader: Generator[Any] | None = None
@@ -145,6 +146,7 @@ class ResumableLoader:
         with unchanged_rng_state():
             self._reader = self._resume_pass(state, early)
         self._restore(state)
+        self._resumed_state = self._plain()
         if model is not None and current is not None:
             # _resume_pass() has set the model's attributes back to their values from before the
             # finished batches, so restore the current values.
@@ -155,6 +157,11 @@ class ResumableLoader:
         # end the epoch if the loader yielded no batch.
         batch = next(self._reader, END)
         return self._start_pass() if batch is END else chain([batch], self._reader)
+
+    def restore_again(self) -> None:
+        """Restore the state of the resumed loader's samplers and dataset a second time."""
+        if self._resumed_state is not None:
+            self._restore(self._resumed_state)
 
     @property
     def is_used(self) -> bool:

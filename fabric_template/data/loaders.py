@@ -534,8 +534,22 @@ class StageLoaders:
                 )
             return
 
+    def prefetch_saved(self) -> bool:
+        """In a resumed epoch, prefetch the batch that the saved run had prefetched.
+
+        The model or the datamodule may refer to the dataset, so restoring their attributes changes
+        the dataset. Restore the dataset's own state, which was saved before the prefetch, first.
+        """
+        if self._restored_rng is None or self._has_uneven_end:
+            return False
+        for loader in self.resumable:
+            loader.restore_again()
+        self._prefetch(self.iterator)
+        return True
+
     def _with_prefetch(self, items: Iterator[Any]) -> Iterator[Any]:
-        self._prefetch(items)
+        if self._prefetched is END:
+            self._prefetch(items)
         while self._prefetched is not END:
             item = self._prefetched
             self._prefetch(items)

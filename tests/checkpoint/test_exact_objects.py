@@ -755,9 +755,9 @@ def train(kind, root, make, kill_at=None, resume=None, **options):
 
 
 def assert_resumes(kind, root, make):
-    """Stop a run after 5 and after 9 batches, and compare the resumed runs with an uninterrupted run."""
+    """Stop a run after 7 and after 9 batches, and compare the resumed runs with an uninterrupted run."""
     whole = train(kind, root / "whole", make)
-    for batches in (5, 9):
+    for batches in (7, 9):
         with pytest.raises(KilledError):
             train(kind, root / str(batches), make, kill_at=batches)
         assert train(kind, root / str(batches), make, resume="last") == whole
@@ -917,6 +917,31 @@ class ReadsAnotherLoader(Model):
 def test_fit_warns_about_an_iterator_in_an_attribute_of_the_model(tmp_path, kind):
     with pytest.warns(UserWarning, match="checkpoint.*iterator.*(not saved|neither saved).*loaders"):
         train(kind, tmp_path, shuffled(ReadsAnotherLoader))
+
+
+class RandomStream(torch.utils.data.IterableDataset):
+    """Draws samples from its own generator."""
+
+    def __init__(self):
+        self.generator, self.drawn = np.random.default_rng(3), 0
+
+    def __iter__(self):
+        for _ in range(16):
+            self.drawn += 1
+            x = torch.from_numpy(self.generator.normal(size=8)).float()
+            yield x * self.drawn, int(x[0] > 0)
+
+
+def streamed():
+    model, stream = Model(), RandomStream()
+    model.stream = stream
+    return model, DataLoader(stream, 4)
+
+
+@pytest.mark.filterwarnings("ignore:resume. .* batches of DataLoader are read again")
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_run_whose_model_refers_to_the_training_stream_resumes_exactly(tmp_path, kind):
+    assert_resumes(kind, tmp_path, streamed)
 
 
 class KeepsFastState(torch.optim.SGD):
