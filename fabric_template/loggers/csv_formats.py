@@ -12,6 +12,8 @@ from ..metric_names import SPLITS, find_axis, is_metric
 Columns = dict[str, list[Any]]
 # A temporary column that contains the run name of each row.
 RUN = "run of the row"
+# A quoted cell on a single line.
+_QUOTED = r'(?<![^;\t|,\n])"[^"\n]*(?:""[^"\n]*)*"'
 # The column names that other tools use for the run, the metric and the data split.
 RUN_NAMES = ("run", "run_id", "run_name", "experiment", "trial", "trial_id", "fold", "seed", "name")
 KEY_NAMES = ("key", "tag", "metric", "variable")
@@ -35,12 +37,19 @@ def to_commas(text: str) -> str:
     while lines[0].startswith("#") and not has_number(re.split(r"[,;|\s]", "".join(lines[1:2]))):
         lines = lines[1:] or [""]
     header, second, text = lines[0], "".join(lines[1:2]), "\n".join(lines)
-    separator = next((character for character in ";\t|" if character in header), None)
-    if "," in header:
+    unquoted = re.sub(_QUOTED, "", header)
+    separator = next((character for character in ";\t|" if character in unquoted), None)
+    if "," in unquoted:
         return text
     if separator is not None:
-        # Files with semicolons between the cells often have decimal commas, such as 0,5.
-        return text.replace(",", ".").replace(separator, ",")
+        # Files with semicolons between the cells often have decimal commas, such as 0,5. Keep the
+        # commas and semicolons in quoted texts.
+        parts = re.split(rf"({_QUOTED})", text)
+        for index, part in enumerate(parts):
+            point = part.replace(",", ".")
+            is_text = index % 2 and not has_number([point[1:-1]])
+            parts[index] = part if is_text else point.replace(separator, ",")
+        return "".join(parts)
     if len(header.split()) == len(second.split()) > 1:
         return "\n".join(",".join(line.split()) for line in lines)
     return text
@@ -106,9 +115,8 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
         exported and not any(map(is_metric, others))
     ):
         return split_exported(columns, exported, others)
-    names = [name for name in columns if name.lower() in RUN_NAMES][:1]
-    names = ["name", "version"] if {"name", "version"} <= {*columns} else names
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
+    names = choose_run_names(columns, axis)
     keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
     keys = keys or count_fits(columns)
     # If no epoch occurs twice, the file contains a single run, so ignore columns such as "name" and
@@ -121,14 +129,33 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
         rows = [row for row, other in enumerate(keys) if other == key]
         # If a run's name is just a number, prefix it with the column's name, as in "fold=0".
         label = "/".join(key)
-        if len(key) == 1 and has_number(key):
-            label = f"{names[0]}={label}"
+        if names != ["name", "version"] and has_number(key):
+            pairs = zip(names, key, strict=True)
+            label = "/".join(f"{n}={cell}" if has_number([cell]) else cell for n, cell in pairs)
         runs[label] = {
             name: [cells[row] for row in rows]
             for name, cells in columns.items()
             if name not in names
         }
     return runs
+
+
+def choose_run_names(columns: Columns, axis: str | None) -> list[str]:
+    """Return the columns that identify the run of each row, such as "fold" and "seed"."""
+    if {"name", "version"} <= {*columns}:
+        return ["name", "version"]
+    names = [name for name in columns if name.lower() in RUN_NAMES]
+    # Further columns must have a value in every row.
+    names = [*names[:1], *(name for name in names[1:] if all(columns[name]))]
+    if axis is None:
+        return names[:1]
+    epochs = columns[axis]
+
+    def count_positions(count: int) -> int:
+        return len({*zip(epochs, *(columns[name] for name in names[:count]), strict=True)})
+
+    # Use no more columns than are needed to distinguish the rows of one epoch.
+    return names[: max(range(1, len(names) + 1), key=count_positions, default=0)]
 
 
 def count_fits(columns: Columns) -> list[tuple[str, ...]]:
@@ -166,6 +193,10 @@ def split_exported(columns: Columns, exported: list[str], others: list[str]) -> 
     runs: dict[str, dict[str, str]] = {}
     for name in exported:
         run, _, metric = name.rpartition(" - ")
+        base, _, number = metric.rpartition(".")
+        if number.isdigit() and f"{run} - {base}" in columns:
+            # If two runs have the same name, name_columns() has numbered their columns.
+            run, metric = f"{run}.{number}", base
         # Skip the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
         if not metric.endswith(("__MIN", "__MAX")):
             runs.setdefault(run, {})[metric] = name

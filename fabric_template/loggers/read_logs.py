@@ -222,7 +222,7 @@ def read_records(text: str) -> tuple[list[list[str]], list[int]]:
             else:
                 # Remove quotation marks, so that the numbers in a damaged line can still be read.
                 cells, is_damaged = [cell.strip('"') for cell in cells], True
-        if line:
+        if line.strip():
             records.append(cells)
             if is_damaged or len(cells) != len(records[0]):
                 damaged.append(number)

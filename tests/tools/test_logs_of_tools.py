@@ -145,10 +145,14 @@ def test_read_logs_returns_a_row_for_each_of_several_validations_in_an_epoch():
         "epoch,val_loss\n[-],[nats]\n0,3\n1,2\n",
         "epoch,val_loss,train_loss\n0,3,1\nepoch,val_loss\n1,2\n",
         "epoch,val_loss\n0,3%\n1,2 %\n",
+        "epoch,val_loss\n  \n0,3\n \t\n1,2\n  \n",
+        'epoch;"note, mean";val_loss\n0;9,5;3,0\n1;9,5;2,0\n',
+        '"epoch"\t"note"\t"val_loss"\r\n"0"\t"a;\tb, ""c"""\t"3,0"\r\n"1"\t"5"" x"\t"2,0"\r\n',
     ],
     ids=[
         *("no line break", "crlf", "padded", "semicolons", "tabs", "#", "two headers", "index", "bom", "cr"),
         *("spaces", "comments", "json comment", "long comment", "units", "shorter header", "percent"),
+        *("blank lines", "comma in a name", "quotes"),
     ],
 )
 def test_read_logs_reads_each_csv_dialect(text):
@@ -213,6 +217,20 @@ def test_read_logs_splits_a_csv_file_into_runs_by_columns_such_as_fold(columns, 
     assert (runs["version"].tolist(), runs["best"].tolist()) == (names, [2, 4])
     assert lines_of(plot_logs("all.csv")) == dict.fromkeys(names, 2)
     assert read_logs("all.csv")["name"].tolist() == [names[0]] * 2 + [names[1]] * 2
+
+
+def test_read_logs_splits_a_csv_file_into_runs_by_two_columns_if_one_is_not_enough():
+    rows = [f"{fold},{seed},{epoch},{fold}{seed}{epoch}\n" for fold in "01" for seed in "89" for epoch in "12"]
+    table = read_logs(write("fold,seed,epoch,val_loss\n" + "".join(rows)))
+    assert table["val_loss"].tolist() == [81, 82, 91, 92, 181, 182, 191, 192]
+    assert table["name"].unique().tolist() == [f"fold={fold}/seed={seed}" for fold in "01" for seed in "89"]
+
+
+def test_read_logs_reads_a_wandb_export_of_two_runs_with_the_same_name():
+    names = [f"a - loss{end}" for end in ("", "__MIN", "__MAX")] * 2
+    table = read_logs(write(",".join(["Step", *names]) + "\n0,3,3,3,5,5,5\n1,2,2,2,,,\n"))
+    assert table[["name", "Step", "loss"]].values.tolist() == [["a", 0, 3], ["a", 1, 2], ["a.1", 0, 5]]
+    assert list(table) == ["name", "version", "Step", "loss"]
 
 
 def test_plot_logs_draws_separate_curves_if_runs_in_two_files_have_the_same_name():
