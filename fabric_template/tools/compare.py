@@ -48,6 +48,10 @@ with record_training(recording, int(steps), stop=True):
 Record = dict[str, Any]  # The recorded values of one optimizer step.
 # Optimizer options that are not compared, because they do not affect the updated weights.
 OPTIONS_OF_THE_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+REORDERED = (
+    "the batch contains the same samples in a different order",
+    "the same order in both",
+)
 AFTER_THE_LAST_STEP = " after the last step"
 
 # Maps each quantity to the likely reason why it differs between two runs, and to a fix.
@@ -126,6 +130,9 @@ class Comparison:
         if self.is_equal:
             return f"equal    no difference in {self.steps} steps"
         a, b = (f"{value:.4g}" if isinstance(value, float) else value for value in self.values)
+        if a == b:
+            # The difference is too small for four digits.
+            a, b = self.values
         difference = f"{self.quantity}: {a} in the first, {b} in the second"
         return f"step {self.step:<4}{difference}\nreason   {self.reason}\nfix      {self.fix}"
 
@@ -224,11 +231,8 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
         names = ", ".join(sorted({*max(modes, key=len)}))
         fix = "model.train() before training and after each validation"
         return f"the {which} has more modules in eval mode: {names}", fix
-    samples, other_samples = (
-        record["quantities"]["digest of a sample"] for record in (first, second)
-    )
-    if samples != other_samples and sorted(samples) == sorted(other_samples):
-        return "the batch contains the same samples in a different order", "the same order in both"
+    if is_reordered(first, second):
+        return REORDERED
     losses, others = first["quantities"]["loss"], second["quantities"]["loss"]
     passes = len(losses)
     if passes > 1 and isclose(losses[0], others[0] * passes, rel_tol=1e-3):
@@ -236,6 +240,12 @@ def explain_loss(first: Record, second: Record) -> tuple[str, str]:
         return f"{reason} (accumulate_grad_batches divides it, too)", "return the undivided loss"
     reason = "different targets, outputs, loss functions, precision or random numbers (dropout)"
     return reason, "the same model, loss function, outputs, seed= and precision= in both"
+
+
+def is_reordered(first: Record, second: Record) -> bool:
+    """Return whether two batches contain the same samples in a different order."""
+    a, b = (record["quantities"]["digest of a sample"] for record in (first, second))
+    return bool(a != b and sorted(a) == sorted(b))
 
 
 def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
@@ -247,7 +257,11 @@ def explain_gradients(first: Record, second: Record) -> tuple[str, str]:
         [norm for norm, _ in record["quantities"]["norm of a gradient"]]
         for record in (first, second)
     )
-    if all(isclose(x, y, rel_tol=1e-3) for x, y in zip(a, b, strict=True)):
+    # The gradient of a bias before BatchNorm is zero except for rounding, so ignore tiny gradients.
+    smallest = 1e-5 * hypot(*a)
+    if all(isclose(x, y, rel_tol=1e-3, abs_tol=smallest) for x, y in zip(a, b, strict=True)):
+        if is_reordered(first, second):
+            return REORDERED
         reason = "rounding: sums (such as the norm for clipping) are computed in a different order"
         fix = "none needed if the last bits may differ. Otherwise, the same order of parameters"
         return reason, fix

@@ -206,6 +206,15 @@ class FrozenLater(Script):
         return super().loss(net, batch)
 
 
+class NormedAndRounded(Normed):
+    def train_on(self, i, batch, net, optimizer, is_last):
+        self.loss(net, batch).backward()
+        # The gradient of the bias before BatchNorm has about this size, but should be zero.
+        net[0].bias.grad += 1e-8
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class RoundedUp(Clipping):
     def train_on(self, i, batch, net, optimizer, is_last):
         self.loss(net, batch).backward()
@@ -323,6 +332,7 @@ MISTAKES = [
     (TwoGroups, OneGroup, {}, 0, "lr", "different values for 0.bias, 0.weight", "lr=0.01"),
     (Script, InOrder, {}, 0, "digest of a sample", "a different order", "shuffle="),
     (Clipping, RoundedUp, None, None, "norm of a gradient", "rounding", "none needed if the last bits may differ"),
+    (Normed, NormedAndRounded, None, 0, "norm of a gradient", "rounding", "none needed if the last bits may differ"),
     (ScheduledByStep, ByEpoch, {}, 1, "lr", "step at different times", '"interval": "step"'),
     (Script, Slower, {}, 0, "lr", "have different values for 2.bias, 2.weight, 0.bias", "lr=0.1"),
     (Script, WithAdamW, {}, 0, "optimizer", "different classes", "the same optimizers in both"),
@@ -355,6 +365,23 @@ def test_compare_explains_each_porting_mistake(tmp_path, first, second, options,
     assert (result.quantity, result.values[0] == result.values[1]) == (quantity, False)
     assert reason in result.reason
     assert fix in result.fix
+
+
+def test_compare_explains_gradients_that_differ_because_of_the_order_in_a_batch():
+    def loss(self, net, batch):
+        # In float64, the order of the samples does not affect the first digits of the mean.
+        return cross_entropy(net(batch[0]).double(), batch[1]).float()
+
+    first = change(Script, loss=loss)
+    second = change(Script, loss=lambda self, net, batch: loss(self, net, [part.flip(0) for part in batch]))
+    result = compare(first().by_hand, second().by_hand)
+    assert (result.step, result.quantity) == (0, "norm of a gradient")
+    assert "the same samples in a different order" in result.reason
+
+
+def test_compare_prints_all_digits_of_values_that_are_almost_equal():
+    result = compare(Script().by_hand, sgd_options(lr=0.1000001)().by_hand)
+    assert str(result).startswith("step 0   lr: 0.1 in the first, 0.1000001 in the second\n")
 
 
 def test_compare_detects_that_one_script_steps_its_second_optimizer_twice():
