@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import math
+import numbers
 import os
 import sys
 import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..loggers.csv_formats import name_columns
 from ..loggers.read_logs import read_logs
 from ..metric_names import Metric, find_axis, is_metric, parse_metric
 from .runs import best_mode, find_runs
@@ -63,8 +65,8 @@ def plot_logs(
     Args:
         logs: A path that `read_logs` accepts, or a DataFrame that `fit` returned. For several
             logs, pass a list, or a dict that maps a label to each log.
-        x: "epoch", "step" (with steps.csv), "time" (of training) or a column. Default: "step" for
-            step-based runs, otherwise "epoch".
+        x: "epoch", "step" (with steps.csv), "time" (of training) or a numeric column. Default:
+            "step" for step-based runs, otherwise "epoch".
         metrics: Columns, or quantities such as "lr" or "f1" (train_f1 and val_f1). Default: losses
             and accuracies, or all metrics if the logs contain neither.
         ax: Draw into these Axes instead of a new figure.
@@ -90,31 +92,68 @@ def plot_logs(
 
 def prepare_runs(runs: list[Run], x: str | None, smooth: float | None) -> tuple[list[Run], str]:
     """Drop runs without rows, and return the remaining runs and the name of the x axis."""
-    if smooth is not None and not 0 <= smooth < 1:
-        raise ValueError(f"smooth: got {smooth}, expected a number >= 0 and < 1, such as 0.9.")
+    if smooth is not None and not (isinstance(smooth, numbers.Real) and 0 <= smooth < 1):
+        raise ValueError(f"smooth: got {smooth!r}, expected a number >= 0 and < 1, such as 0.9.")
     # Skip runs that were stopped before they wrote a row.
     runs = [run for run in runs if any(map(len, run.tables))]
     if not runs:
         raise ValueError(
             "plot_logs: got logs without numbers, expected at least one row with a number."
         )
+    for run in runs:
+        run.tables = [keep_numbers(table) for table in run.tables]
     x = choose_x([table for run in runs for table in run.tables], x)
-    for number, run in enumerate(runs):
+    for run in runs:
         run.tables = [prepare_table(table, x) for table in run.tables]
-        run.label = "" if len(runs) == 1 else run.label or f"run {number}"
+    name_runs(runs)
     return runs, x
+
+
+def keep_numbers(table: pd.DataFrame) -> pd.DataFrame:
+    """Drop the columns that cannot be drawn, such as texts, dates and durations."""
+    kept = table.select_dtypes("number", exclude=["timedelta", "complexfloating"])
+    kept.attrs = table.attrs
+    return kept
+
+
+def name_runs(runs: list[Run]) -> None:
+    """Give each run a different label, or no label if there is only one run."""
+    labels = [run.label or f"run {number}" for number, run in enumerate(runs)]
+    for number, run in enumerate(runs):
+        label = labels[number]
+        if labels.count(label) > 1:
+            # Two folders may contain runs with the same name.
+            label = f"{label} ({labels[: number + 1].count(label)})"
+        run.label = "" if len(runs) == 1 else keep_in_legend(label)
+
+
+def keep_in_legend(label: str) -> str:
+    """Change a label that the legend would omit or confuse with the best values."""
+    # Matplotlib's legend omits labels that start with "_".
+    return f" {label}" if label.startswith("_") or label == "best" else label
 
 
 def draw_into(
     ax: Axes, runs: list[Run], metrics: list[Metric], x: str, smooth: float | None, log: bool
 ) -> Axes:
     """Draw all lines into the user's Axes, in the colors that Matplotlib chooses."""
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes):
+        from ..errors import describe
+
+        raise TypeError(f"ax: got {describe(ax)}, expected Axes. Write ax=pyplot.gca().")
+    drawn = set()
     for run in runs:
         for metric in metrics:
-            draw_line(ax, run, metric, x, smooth, f"{run.label} {metric.column}".strip())
+            label = f"{run.label} {metric.column}" if run.label else keep_in_legend(metric.column)
+            draw_line(ax, run, metric, x, smooth, label)
+            drawn.add(label)
     if log:
         ax.set_yscale("log")
-    ax.legend(fontsize="small")
+    for text in ax.legend(fontsize="small").get_texts():
+        # A name with dollar signs is not a formula. Leave the labels of the user's own lines alone.
+        text.set_parse_math(text.get_parse_math() and text.get_text() not in drawn)
     return ax
 
 
@@ -166,10 +205,11 @@ def load_runs(logs: Any, seeds: bool) -> list[Run]:
     if isinstance(logs, str | os.PathLike):
         return read_runs(Path(logs), seeds)
     if isinstance(logs, pd.DataFrame):
-        table = logs.rename(columns=lambda name: str(name).strip())
+        names = [str(name).strip() for name in logs.columns]
+        table = logs.set_axis(name_columns(names, has_rows=False), axis=1)
         if not {"name", "version"} <= set(table.columns):
             return [Run("", [table], {})]
-        groups = table.groupby(["name", "version"], sort=False)
+        groups = table.groupby(["name", "version"], sort=False, dropna=False)
         return [Run(f"{name}/{version}", [rows], {}) for (name, version), rows in groups]
     if isinstance(logs, list | tuple):
         return [run for value in logs for run in load_runs(value, seeds=False)]
@@ -232,7 +272,7 @@ def choose_x(tables: list[pd.DataFrame], x: str | None) -> str:
         if has["step"] and any(map(is_step_based_table, tables)):
             return "step"
         return next((axis for axis in ("epoch", "step") if has[axis]), "row")
-    if x == "row" or any(find_axis(table, x) for table in tables):
+    if x == "row" or (isinstance(x, str) and any(find_axis(table, x) for table in tables)):
         return x
     numeric = dict.fromkeys(name for table in tables for name in table.select_dtypes("number"))
     known = f"expected one of the numeric columns {', '.join(map(str, numeric)) or '(none)'}"
@@ -291,7 +331,7 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     file = table.attrs.get("file")
     if x == "time" and (file is None or file.name == "metrics.csv"):
         # Add up the durations, because `time` contains the seconds since the previous row.
-        table = table.assign(time=table["time"].fillna(0).cumsum())
+        table = table.assign(**{column: table[column].fillna(0).cumsum()})
     rows = table.groupby(column, as_index=False).last()
     rows = (
         rows if column == x else rows.drop(columns=x, errors="ignore").rename(columns={column: x})
@@ -329,7 +369,7 @@ def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> lis
     chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]
     if wanted is not None:
         chosen = []
-        for name in wanted:
+        for name in wanted if isinstance(wanted, Iterable) else [wanted]:
             # In a Keras log, let "loss" select both "loss" and "val_loss".
             found = [metric for metric in metrics if name in (metric.quantity, metric.kind)]
             found = found or [metric for metric in columns if metric.column == name]
@@ -470,8 +510,9 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the runs row by row, even if x values such as times differ between the runs.
-        groups = points.groupby(level=0)
+        # Average the runs epoch by epoch. Other x values, such as times, may differ between the
+        # runs, so average these runs row by row.
+        groups = points.groupby((points["x"] if x == "epoch" else points.index).to_numpy())
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
             ax.fill_between(points["x"], low, high, color=run.color, alpha=0.2, linewidth=0)

@@ -184,7 +184,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
 def describe_run(run: Run, rows: Columns, label: str) -> Run:
     """Return a run with its metrics, duration and number of epochs."""
     column = find_axis(rows, "epoch")
-    epochs = [] if column is None else [epoch for epoch in rows[column] if epoch == epoch]
+    epochs = [] if column is None else [epoch for epoch in rows[column] if abs(epoch) < math.inf]
     count = 0
     if epochs:
         # Some tools count epochs from 1, or log fractions of epochs such as 0.5.
@@ -192,7 +192,7 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
         count = math.ceil(max(epochs)) if is_from_one else int(max(epochs)) + 1
     return run | {
         "epochs": count,
-        "seconds": math.fsum(value for value in rows.get("time", []) if value == value),
+        "seconds": math.fsum(value for value in rows.get("time", []) if abs(value) < math.inf),
         "folder": str(run["file"].parent),
         "label": label,
         "rows": rows,
@@ -202,8 +202,8 @@ def describe_run(run: Run, rows: Columns, label: str) -> Run:
 def choose_metric(run: Run) -> str | None:
     """Return the metric by which a run is ranked, or None if the run has no metrics."""
     monitor = run["options"].get("monitor")
-    if monitor in run["rows"]:
-        return str(monitor)
+    if isinstance(monitor, str) and monitor in run["rows"]:
+        return monitor
     metrics = [parse_metric(str(name)) for name in run["rows"] if is_metric(str(name))]
     metrics = [metric for metric in metrics if metric.kind != "learning rate"]
 
@@ -354,10 +354,11 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             if section == "about":
                 about = entries
             else:
-                entries = entries.get("init_args", entries)
+                if section != "hparams" and "class_path" in entries:
+                    entries = entries.get("init_args") or {}
                 options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
             if section == "hparams":
-                hparams |= entries
+                hparams |= {str(key): entry for key, entry in entries.items()}
     # If an option and a setting in hparams= have the same name, prefer the option's value, unless
     # it is the default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]

@@ -113,10 +113,13 @@ def test_plot_logs_adds_a_label_for_each_run_in_a_list_or_dict():
     for logs, labels in (
         ([HISTORY, path], ["run 0", "digits/version_0"]),
         ({"new": HISTORY, "old": path / "metrics.csv"}, ["new", "old"]),
-        ({"_a": HISTORY, "b$": read_logs(path)}, ["_a", "b$"]),
+        ({"_a": HISTORY, "b$": read_logs(path)}, [" _a", "b$"]),
+        ({"best": HISTORY, "last": HISTORY}, [" best", "last"]),
+        ([path, path / "metrics.csv"], ["digits/version_0 (1)", "digits/version_0 (2)"]),
     ):
         ax = plot_logs(logs, metrics="val_loss")
         assert [label for label, *_ in lines(ax) if label != "best"] == labels
+        assert legend(ax)[1] == [*labels, "best"]
         ax.figure.canvas.draw()
 
 
@@ -131,6 +134,15 @@ def test_plot_logs_draws_the_mean_and_range_of_runs_that_differ_only_in_the_seed
     band = ax.collections[0].get_datalim(ax.transData)
     assert (band.ymin, band.ymax) == (-2, 2)
     assert len(lines(plot_logs("logs", seeds=False, metrics="val_loss"), "best")) == 4
+
+
+def test_the_mean_of_runs_combines_only_rows_of_the_same_epoch():
+    write_run("digits", 0, [4.0, 3.0, 2.0])
+    file = Path(write_run("digits", 1, [6.0, 5.0, 4.0], seed=1).log_dir, "metrics.csv")
+    header, _, *rows = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([header, *rows]))
+    ax = plot_logs("logs", metrics="val_loss")
+    assert lines(ax, "validation") == [[[0, 4], [1, 4], [2, 3]]]
 
 
 def test_a_plot_against_steps_shows_the_values_in_steps_csv():
@@ -302,6 +314,11 @@ def test_plot_logs_draws_on_the_given_axes():
     assert list(drawn) == ["train_loss", "val_loss", "val_acc", "second val_loss", "third val_loss"]
     assert len(set(drawn.values())) == 5
     assert len(pyplot.get_fignums()) == 1
+    plot_logs({"_a$x_$": HISTORY, "b": HISTORY}, metrics="val_loss", ax=ax)
+    ax.plot([0, 1], label="$\\alpha$")
+    texts = [text.get_text() for text in ax.legend_.get_texts()]
+    assert " _a$x_$ val_loss" in texts
+    ax.figure.canvas.draw()
 
 
 def test_plot_logs_sets_a_log_scale_on_the_given_axes():
@@ -314,6 +331,19 @@ def test_plot_logs_does_not_add_up_a_cumulative_time_column():
     for path, places in (("results.csv", [10, 20, 31]), ("metrics.csv", [10, 30, 61])):
         table.to_csv(path, index=False)
         assert plot_logs(path, x="time").get_lines()[0].get_xdata().tolist() == places
+
+
+def test_plot_logs_adds_up_the_durations_in_a_column_with_an_upper_case_name():
+    ax = plot_logs(HISTORY.rename(columns={"time": "Time"}), x="time")
+    assert ax[0].get_lines()[0].get_xdata().tolist() == [2, 4, 6]
+
+
+def test_plot_logs_draws_a_dataframe_with_equal_column_names_or_a_missing_run_name():
+    table = pd.DataFrame([[0, 3, 5, 1], [1, 2, 4, 1]], columns=["epoch", "loss", "loss", "epoch"])
+    assert lines(plot_logs(table)[0], "train") == [[[0, 3], [1, 2]]]
+    assert lines(plot_logs(table, metrics="loss.1"), "train") == [[[0, 5], [1, 4]]]
+    table = pd.concat([HISTORY.assign(name="a", version=0), HISTORY])
+    assert legend(plot_logs(table, metrics="val_loss"))[1] == ["a/0.0", "nan/nan", "best"]
 
 
 def test_plot_logs_draws_infinite_values_and_unusual_column_names():
@@ -330,7 +360,18 @@ def test_plot_logs_draws_infinite_values_and_unusual_column_names():
             "metrics: got 'val_los', expected one of the numeric columns epoch",
         ),
         (HISTORY, {"x": "hour"}, ValueError, "x: got 'hour', expected one of the numeric columns epoch, step"),
+        (HISTORY, {"x": "note"}, ValueError, "x: got 'note', expected one of the numeric columns epoch, step"),
+        (HISTORY, {"x": 3}, ValueError, "x: got 3, expected one of the numeric columns epoch, step"),
+        (HISTORY, {"metrics": 5}, ValueError, "metrics: got 5, expected one of the numeric columns epoch"),
         (HISTORY, {"smooth": 1}, ValueError, "smooth: got 1, expected a number >= 0 and < 1"),
+        (HISTORY, {"smooth": "0.9"}, ValueError, "smooth: got '0.9', expected a number >= 0 and < 1"),
+        (HISTORY, {"ax": "left"}, TypeError, "ax: got 'left', expected Axes"),
+        (
+            pd.DataFrame({"epoch": [0], "val_x": pd.to_timedelta([1], unit="s"), "val_y": [1j]}),
+            {},
+            ValueError,
+            "metrics: got no metric to draw",
+        ),
         (HISTORY[["epoch", "lr"]], {}, ValueError, "metrics: got no metric to draw, .* Write metrics=.'lr'."),
         (HISTORY[["epoch", "note"]], {}, ValueError, "got no metric to draw, .* Only numbers are drawn"),
         ("no.csv", {}, ValueError, "plot_logs: got 'no.csv', expected a folder or a CSV file"),

@@ -135,6 +135,20 @@ def test_list_runs_treats_damaged_files_as_empty_and_never_executes_code_in_them
     assert not Path("bad").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "model:\n  class_path: a.B\n  init_args:\n"),
+        ("config.yaml", "monitor: [val_loss]\n"),
+        ("hparams.yaml", "hparams:\n  1: 2\n  init_args: 5\n"),
+        ("metrics.csv", "epoch,val_loss,time\n0,1,inf\n1,0.5,-inf\n2,0.4,30\ninf,2,\n"),
+    ],
+)
+def test_list_runs_reads_runs_with_unusual_settings_or_infinite_values(file, text):
+    Path(make_run(loss=1.2), file).write_text(text)
+    assert list_runs()[["epochs", "best"]].values.tolist() == [[3, pytest.approx(0.4)]]
+
+
 def test_list_runs_reads_options_from_hparams_yaml_even_if_config_yaml_differs():
     for version, hidden in ((0, 8), (1, 16)):
         folder = make_run(version=version, config={"max_epochs": 5 + version})
