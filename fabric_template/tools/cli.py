@@ -287,11 +287,14 @@ def resolve_config(path: str) -> str:
         A value for --config: the rewritten YAML text, or ``path`` if nothing was rewritten.
     """
     try:
-        text = Path(path).read_text("utf-8")
+        content = Path(path).read_bytes()
     except (OSError, ValueError):
         # ``path`` may be YAML text, which jsonargparse's --config option also accepts.
         return path
-    check_config(path, text)
+    text, options = parse_config(f"--config: got {path}", content)
+    if "trainer" in options:
+        problem = f"got {path} with a trainer section, which only LightningCLI reads"
+        raise ValueError(f"--config: {problem}. Move its options to the top level of the file.")
     start, end = r"""(\bclass_path["']?:\s*["']?)""", r"""(?=["'\s,}]|$)"""
     resolved = re.sub(rf"{start}([A-Z]\w*){end}", name_callback, text)
     return path if resolved == text else resolved
@@ -305,19 +308,20 @@ def name_callback(match: re.Match[str]) -> str:
     return f"{start}{package}.{name}" if is_callback else match[0]
 
 
-def check_config(path: str, text: str) -> None:
-    """Raise an error if a config file contains no options or a section of LightningCLI."""
+def parse_config(given: str, content: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the text and the options of a config file."""
     import yaml
 
     try:
+        text = content.decode("utf-8-sig")
         options = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{given}, expected a text file. Save the file in UTF-8.") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"--config: got {path}, expected YAML ({error}).") from error
+        raise ValueError(f"{given}, expected YAML ({error}).") from error
     if not isinstance(options, dict):
-        raise ValueError(f"--config: got {path}, expected options such as max_epochs: 5.")
-    if "trainer" in options:
-        problem = f"got {path} with a trainer section, which only LightningCLI reads"
-        raise ValueError(f"--config: {problem}. Move its options to the top level of the file.")
+        raise ValueError(f"{given}, expected options such as max_epochs: 5.")
+    return text, options
 
 
 def resolve_token(token: str) -> str:
@@ -339,16 +343,16 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
         is_new_run: Whether the command starts a new run. If False, the returned options include
             the run's name, version and root directory.
     """
-    import yaml
-
+    file = folder / "config.yaml"
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise ValueError(f"--run: got {folder}, expected the folder of a run ({error}).") from error
+    _, config = parse_config(f"--run: got {file}", content)
     if "trainer" in config:
         raise ValueError(
             f"--run: got {folder}, whose config.yaml was written by LightningCLI. Run your own"
-            f" script with --config {folder / 'config.yaml'}."
+            f" script with --config {file}."
         )
     if command != "fit" or not is_new_run:
         config = {name: config[name] for name in config if name not in ("resume", "load")}

@@ -430,13 +430,22 @@ def test_an_invalid_command_prints_a_one_line_error_and_writes_nothing(capsys, a
         ("# nothing\n", "expected options such as max_epochs: 5."),
         ("max_epochs=3\n", "expected options such as max_epochs: 5."),
         ("trainer:\n  max_epochs: 3\n", "with a trainer section, which only LightningCLI reads."),
+        ("# caf\xe9\nseed: 1\n", "expected a text file. Save the file in UTF-8."),
     ],
 )
 def test_an_error_about_a_mistake_in_a_config_file_mentions_the_file(capsys, text, expected):
-    Path("mine.yaml").write_text(text)
+    Path("mine.yaml").write_text(text, "latin-1")
     error = refused(capsys, *FIT, "--config", "mine.yaml")
     assert "--config: got mine.yaml" in error
     assert expected in error
+
+
+@pytest.mark.parametrize("content", [b"", b"seed: [1\n", b"\xff\xfe\x00", b"- 1\n"])
+def test_an_error_about_a_damaged_config_yaml_of_a_run_mentions_the_file(capsys, content):
+    Path("old").mkdir()
+    Path("old/config.yaml").write_bytes(content)
+    error = refused(capsys, "fit", "--run", "old")
+    assert re.search(r"--run: got .*old/config\.yaml, expected ", error)
 
 
 @pytest.mark.parametrize(
