@@ -323,9 +323,12 @@ def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, str):
+    for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
+    if isinstance(value, str):
+        # Replace characters that UTF-8 cannot store. Python creates them for file names in Latin-1.
+        return value.encode(errors="replace").decode()
     if isinstance(value, Mapping | Namespace):
         items = (value if isinstance(value, Mapping) else vars(value)).items()
         named = {key if isinstance(key, int) else str(key): item for key, item in items}
@@ -340,7 +343,8 @@ def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
     if is_strict and not isinstance(value, Path):
         raise TypeError(f"{type(value).__name__} is not a type that YAML supports")
     # Remove memory addresses from reprs, because addresses differ between processes.
-    return re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
+    text = re.sub(r" at 0x\w+", "", str(getattr(value, "__qualname__", value)))
+    return to_yaml_value(text)
 
 
 def _to_setting(value: Any) -> Any:

@@ -2197,7 +2197,9 @@ def to_plain(values: Mapping[Any, Any]) -> dict[str, Any]:
     plain = {str(name): type(value).__name__ for name, value in values.items()}
     for name, value in values.items():
         with suppress(Exception):
-            plain[str(name)] = json.loads(json.dumps(value, default=convert, skipkeys=True))
+            text = json.dumps(value, default=convert, skipkeys=True, ensure_ascii=False)
+            # Replace characters that UTF-8 cannot store, such as those of file names in Latin-1.
+            plain[str(name)] = json.loads(text.encode(errors="replace"))
     return plain
 
 

@@ -84,7 +84,8 @@ def collect_run_config(run: Run) -> dict[str, Any]:
         "batch_size": call_or_none(describe_batch_size, loaders),
         "unknown": unknown,
     }
-    return {**config, "about": about}
+    plain: dict[str, Any] = to_yaml_value({**config, "about": about})
+    return plain
 
 
 # Descriptions

@@ -23,6 +23,10 @@ class Width(enum.Enum):
     SMALL = 4
 
 
+class Augment(str, enum.Enum):
+    FLIP = "flip"
+
+
 class Unprintable:
     def __repr__(self):
         raise RuntimeError
@@ -100,6 +104,19 @@ def make_settings():
     names = ["flip", "crop", "jitter"]
     settings = {"fn": schedule, "kind": nn.GELU, "object": Augment(), "act": torch.relu, "lam": [lambda x: x]}
     return settings | {"names": set(names), "frozen": frozenset(names), "nan": math.nan, "nested": {"a": [math.nan]}}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_run_records_file_names_that_are_not_in_utf_8(kind, monkeypatch):
+    # Python reads the Latin-1 file name "café" as this string.
+    name = "caf\udce9"
+    monkeypatch.setattr("sys.argv", ["train.py", name])
+    train(kind, hparams={"file": name, "path": Path(name), "files": {"all": [name]}, "augment": Augment.FLIP})
+    found = yaml.safe_load(FILE.read_text())["hparams"]
+    assert found == {"file": "caf?", "path": "caf?", "files": {"all": ["caf?"]}, "augment": "flip"}
+    about = yaml.safe_load(FILE.with_name("config.yaml").read_text())["about"]
+    assert "caf?" in about["command"]
+    assert list_runs()["epochs"].tolist() == [1]
 
 
 @pytest.mark.parametrize("kind", LOOPS)
