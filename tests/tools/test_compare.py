@@ -601,6 +601,7 @@ def test_the_compare_command_accepts_a_module_name_after_dash_m(tmp_path, capsys
         (["missing.py", "empty.py"], "'missing.py', which fails (FileNotFoundError: "),
         (["empty.py 4", "empty.py"], "'empty.py 4', which fails (exit code 4). Run the script alone"),
         (["exits.py", "exits.py"], "'exits.py', which fails (exit code 0). Run the script alone"),
+        (["bob's.py 4", "empty.py"], "arguments, with matching quotation marks (No closing quotation)."),
     ],
 )
 def test_the_compare_command_prints_errors_on_one_line(tmp_path, capsys, quick_scripts, arguments, message):
