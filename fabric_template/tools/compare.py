@@ -314,9 +314,9 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
     """Run a script in its own process, and record its optimizer steps in a JSON file."""
     try:
         arguments = [script] if os.path.isfile(script) else shlex.split(script)
-    except ValueError as error:
+    except ValueError as problem:
         expected = "expected a script and its arguments, with matching quotation marks"
-        raise ValueError(f"compare: got {script!r}, {expected} ({error}).") from error
+        raise ValueError(f"compare: got {script!r}, {expected} ({problem}).") from problem
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *arguments]
