@@ -2288,6 +2288,9 @@ class SavedAttributes:
         }
         parts = {**self._of_loaders, **dict(self._network.named_modules())}
         parts |= {"": unwrap_compiled(loop.model), "training loop": loop}
+        for place, module in self._network.named_modules():
+            if isinstance(hparams := getattr(module, "_hparams", None), dict):
+                parts[f"{place}._hparams".removeprefix(".")] = Namespace(hparams)
         optimizer = getattr(loop, "optimizer", None)
         if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict:
             parts["fit optimizer"] = optimizer
@@ -2633,6 +2636,13 @@ def is_stateful(value: Any) -> bool:
     has_methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     is_loader = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     return has_methods and not is_loader and not isinstance(value, nn.Module)
+
+
+class Namespace:
+    """An object whose attributes are the items of a dict, such as a LightningModule's hparams."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.__dict__ = items
 
 
 class Checksum(tuple[Any, ...]):

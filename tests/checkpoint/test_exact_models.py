@@ -45,6 +45,16 @@ class Large(Model):
         self.add(self.values[7].sum() if isinstance(self.values[7], torch.Tensor) else self.values[7])
 
 
+class ChangesHyperparameters(Model):
+    def __init__(self, factor=1.0, sizes=(1, 2)):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_train_batch_end(self, *args):
+        self.hparams.factor *= 0.9
+        self.add(self.hparams.factor)
+
+
 class Table(Model):
     def __init__(self):
         super().__init__()
@@ -193,6 +203,7 @@ CASES = {
     "wrapper": shuffled(lambda: Optimized(Wrapper)),
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
     "kept_group": shuffled(KeepsGroup),
+    "hyperparameters": shuffled(ChangesHyperparameters),
 }
 
 
@@ -234,7 +245,7 @@ def assert_resumes(root, kind, make, kill_at):
     assert_same(train(kind, root / "cut", make, resume="auto"), whole)
 
 
-@pytest.mark.parametrize(("name", "writer"), once(["pairs", "table"], SAVES))
+@pytest.mark.parametrize(("name", "writer"), once(["pairs", "table", "hyperparameters"], SAVES))
 def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
