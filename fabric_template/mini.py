@@ -371,7 +371,11 @@ class MiniLoop:
 
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached."""
-        is_done, is_resumed = self._is_done(), self._resumed_state is not None
+        is_resumed, last_step = self._resumed_state is not None, self._find_last_step()
+        # A run that stops within an epoch may be killed before it writes its last row. Then a
+        # resumed run runs the remaining hooks.
+        has_no_row = self.batches_done > 0 and self._is_done() and last_step < self.global_step
+        is_done = self._is_done() and not has_no_row
         # If a limit is reached before the first batch, call no hooks.
         if not is_done:
             # Like Trainer, create the training loader's first iterator before any hook runs.
@@ -399,15 +403,20 @@ class MiniLoop:
             parts = self._attributes.refresh_parts()
             keys = self._resumed_state.get("torchmetrics", {})
             self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
-        while not self._is_done():
+        while has_no_row or not self._is_done():
             self._train_epoch()
+            has_no_row = False
         if not is_done:
             self._call("on_train_end")
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
-        if self.global_step > (self.history[-1]["step"] if self.history else 0):
+        if self.global_step > self._find_last_step():
             # The last row may cover only part of an epoch. A resumed run replaces this row.
             self._end_row(self.current_epoch - 1)
+
+    def _find_last_step(self) -> int:
+        """Return the step of the last row of metrics.csv."""
+        return int(self.history[-1]["step"]) if self.history else 0
 
     def _is_done(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -429,6 +438,8 @@ class MiniLoop:
         if self.batches_done == 0 and self.should_stop:
             # As in Trainer, an epoch has no batches if on_train_epoch_start sets should_stop.
             batches, self._is_last = (), True
+        elif self._is_done():
+            batches = ()
         for batch in batches:
             self._train_batch(batch)
             # A checkpoint contains no gradients, so save and stop only after an optimizer step.
@@ -1149,6 +1160,7 @@ class MiniLoop:
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
+        of_process["validated"] = self._validated
         of_process["validation_names"] = sorted(self._validation_names)
         counts = {name: {"rows": n, "columns": c} for name, (n, c) in self._tables.items()}
         options = {
@@ -1229,6 +1241,7 @@ class MiniLoop:
         # dicts of sums than the new run needs.
         self._sums = [sums[0], dict(sums[-1])][: len(self._sums)]
         self.callback_metrics.update(of_process.get("callback_metrics", {}))
+        self._validated = of_process.get("validated", {})
         self._validation_names = {*of_process.get("validation_names", ())}
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
         saved = {name: best.get(name) for name in self._best}

@@ -545,6 +545,37 @@ def test_a_run_stopped_by_max_steps_in_the_middle_of_an_epoch_can_resume():
     assert again["val_loss"].isna().tolist() == [False, False, True]
 
 
+class StopsWithinAnEpoch(Classifier):
+    def __init__(self, is_killed):
+        super().__init__(by_epoch)
+        self.is_killed = is_killed
+
+    def on_train_batch_end(self, *args):
+        self.trainer.should_stop = self.trainer.max_steps == -1 and self.global_step >= 14
+
+    def on_train_epoch_end(self):
+        if self.is_killed and self.global_step == 14:
+            raise RuntimeError("killed")
+        self.log("steps", float(self.global_step))
+
+
+@pytest.mark.parametrize("max_steps", [-1, 14])
+def test_a_run_that_is_killed_after_stopping_within_an_epoch_writes_its_last_row_when_resumed(max_steps):
+    def train(name, is_killed, resume=None):
+        make = partial(StopsWithinAnEpoch, is_killed)
+        return fit("MiniLoop", name, 4, resume=resume, make_module=make, max_steps=max_steps)
+
+    _, expected, whole = train("whole", False)
+    with pytest.raises(RuntimeError, match="killed"):
+        train("parts", True)
+    for _ in range(2):
+        _, module, rows = train("parts", False, resume="auto")
+        pd.testing.assert_frame_equal(rows, whole)
+        assert_same_weights(expected, module)
+    assert rows["steps"].tolist() == [10.0, 14.0]
+    assert rows["val_loss"].isna().tolist() == [False, max_steps == 14]
+
+
 DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
 
 
