@@ -5,15 +5,29 @@ The trainer_api.py module defines the private attributes that Lightning reads fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
+class OptimizerOfLoop(LightningOptimizer):
+    """Blocks gradient synchronization in ``toggle_model(sync_grad=False)``.
+
+    LightningOptimizer does this only for subclasses of Trainer's ParallelStrategy.
+    """
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        strategy: Any = self._strategy
+        with nullcontext() if sync_grad else strategy.block_backward_sync(), super().toggle_model():
+            yield
+
+
 def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     """Return a LightningOptimizer whose ``step`` calls ``strategy.optimizer_step``."""
-    wrapped = LightningOptimizer(optimizer)
+    wrapped = OptimizerOfLoop(optimizer)
     wrapped._strategy = strategy
     return wrapped
 

@@ -74,6 +74,19 @@ class Blocks(Manual):
             self.optimizers().zero_grad()
 
 
+class Toggles(Gan):
+    """Synchronizes the gradients of each optimizer only in every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        losses = self.loss_of(batch), cross_entropy(self.other(batch[0]), batch[1])
+        for loss, optimizer in zip(losses, self.optimizers(), strict=True):
+            with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+                self.manual_backward(loss)
+                if batch_idx % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
 def val():
     return make_loader(18, shuffle=False)
 
@@ -87,8 +100,9 @@ def val():
         (Blocks, False, 2),
         pytest.param(Gan, True, 16, marks=pytest.mark.soak),
         (lambda: Gan(toggles=True), True, 16),
+        (Toggles, True, 8),
     ],
-    ids=["one", "unused", "blocked", "gan", "toggled"],
+    ids=["one", "unused", "blocked", "gan", "toggled", "toggled without synchronization"],
 )
 def test_manual_optimization_with_ddp_gives_the_same_weights_as_with_trainer(make, unused, steps):
     ends = []
