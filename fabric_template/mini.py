@@ -1090,6 +1090,7 @@ class MiniLoop:
         is_unchanged = is_unchanged and self.optimizers == [self.optimizer]
         check(is_unchanged, f"{text} support. Create them before fit, or use FabricLoop.")
         self._check_learning_rates()
+        self._check_unsynchronized()
         checkpoint = {
             "epoch": self.current_epoch - (self.batches_done == 0),
             "global_step": self.global_step,
@@ -1150,6 +1151,19 @@ class MiniLoop:
         text += " the same rates in all processes. Log the metric that ReduceLROnPlateau monitors"
         text += " with sync_dist=True."
         check(found.count(found[0]) == len(found), text)
+
+    def _check_unsynchronized(self) -> None:
+        """Raise an error if parameters that DDP never synchronizes differ between processes."""
+        if self.fabric.world_size > 1:
+            parts, known = dict(self._unwrapped.named_parameters()), self._synchronized
+            late = [n for n, p in parts.items() if p.requires_grad and p not in known]
+            found = self._gather([str(parts[n].detach().double().sum().item()) for n in late])
+            text = f"strategy: got DDP and the parameters {', '.join(sorted(late))}, which did not"
+            text += " require a gradient when training started, and now differ between the"
+            text += " processes. DDP never averages their gradients. Freeze them in on_train_start"
+            text += " instead, and pass strategy='ddp_find_unused_parameters_true', or train with"
+            text += " devices=1."
+            check(found.count(found[0]) == len(found), text)
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
@@ -1696,7 +1710,8 @@ class MiniLoop:
         if checkpoint:
             self._load_weights(checkpoint.get("state_dict", checkpoint), path)
         self._step_module: Any = StepModule(network)
-        if any(parameter.requires_grad for parameter in network.parameters()):
+        self._synchronized = {part for part in network.parameters() if part.requires_grad}
+        if self._synchronized:
             self._step_module = strategy.setup_module(self._step_module)
         self.active_stage = stage
         try:

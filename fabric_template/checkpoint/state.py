@@ -93,6 +93,7 @@ def training_state(run: Run) -> dict[str, Any]:
     """Return the states of callbacks, optimizers, schedulers and the precision plugin."""
     strategy, optimization = run.fabric.strategy, run.optimization
     check_learning_rates(run)
+    check_unsynchronized(run)
     # Fabric gathers the state of a ZeroRedundancyOptimizer in process 0.
     get_state: Any = strategy.get_optimizer_state
     if run.steps.is_model_parallel:
@@ -122,6 +123,18 @@ def check_learning_rates(run: Run) -> None:
             " same values in each. With different values, the processes would train different"
             " weights. If ReduceLROnPlateau monitors a metric, log this metric with sync_dist=True."
             " If the script draws random hyperparameters, pass devices=1."
+        )
+
+
+def check_unsynchronized(run: Run) -> None:
+    """Raise an error if parameters that DDP does not synchronize differ between processes."""
+    sums = gather_objects(run, run.steps.sum_unsynchronized())
+    if any(str(other) != str(sums[0]) for other in sums):
+        raise ConfigurationError(
+            f"strategy: got DDP and the parameters {', '.join(sorted(sums[0]))}, which did not"
+            " require a gradient when training started, and now differ between the processes. DDP"
+            " never averages their gradients. Freeze them in on_train_start instead, and pass"
+            " strategy='ddp_find_unused_parameters_true', or train with devices=1."
         )
 
 

@@ -288,6 +288,7 @@ class StepRunner:
         self.needs_no_strategy = needs_no_strategy(fabric)
         self.is_model_parallel = isinstance(fabric.strategy, ModelParallelStrategy)
         self.wrapped: Any = None
+        self._synchronized: set[nn.Parameter] = set()
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
 
@@ -299,6 +300,14 @@ class StepRunner:
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP wrapper, which averages gradients over the processes, or None without DDP."""
         return self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
+
+    def sum_unsynchronized(self) -> dict[str, float]:
+        """Return the sums of the trainable parameters whose gradients DDP never averages."""
+        return {
+            name: part.detach().double().sum().item()
+            for name, part in (self.network.named_parameters() if self.ddp is not None else ())
+            if part.requires_grad and part not in self._synchronized
+        }
 
     def training_modes(self) -> dict[str, bool]:
         """Return the ``training`` flag that each module has outside of evaluations."""
@@ -400,6 +409,8 @@ class StepRunner:
                     " The buffers would differ between the processes. Train with devices=1."
                 )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
+            parameters = self.network.parameters()
+            self._synchronized = {part for part in parameters if part.requires_grad}
         for module in self.network.modules():
             # network.to() does not call a submodule's overridden to() method, so call it here. Like
             # Trainer, call convert_module() first, because to(device) resets the dtype of a

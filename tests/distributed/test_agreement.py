@@ -339,6 +339,44 @@ def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
     assert read_checkpoint(LAST)["optimizer_states"][0]["param_groups"][0]["lr"] == 0.1
 
 
+class Unfreezes(Classifier):
+    """Trains its first layer from the second epoch on. DDP synchronizes this layer unless it was frozen before."""
+
+    def __init__(self, freezes_early):
+        super().__init__()
+        self.freezes_early = freezes_early
+        self.net[0].requires_grad_(not freezes_early)
+
+    def on_train_start(self):
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def fit_and_unfreeze(rank, kind, freezes_early):
+    torch.manual_seed(0)
+    loop = kind(accelerator="cpu", strategy="ddp_find_unused_parameters_true", devices=2, max_epochs=2)
+    module = Unfreezes(freezes_early)
+    loop.fit(module, DataLoader(make_data(16), 4))
+    torch.save(module.state_dict(), f"{rank}.pt")
+
+
+@both_loops
+@pytest.mark.parametrize("freezes_early", [True, False])
+def test_weights_that_ddp_does_not_synchronize_are_refused(kind, freezes_early):
+    """DDP never averages the gradients of parameters that are frozen when training starts."""
+    codes, errors = run_processes(fit_and_unfreeze, kind, freezes_early)
+    if not freezes_early:
+        assert codes == [0, 0], errors
+        assert same(*(torch.load(f"{rank}.pt", weights_only=True) for rank in range(2)))
+        return
+    assert codes == [1, 1]
+    text = "Error: strategy: got DDP and the parameters net.0.bias, net.0.weight, which did not require a gradient"
+    assert all(text in error for error in errors), errors
+    assert read_checkpoint(LAST)["epoch"] == 0
+
+
 class ShardedState(Classifier):
     """Trains with an optimizer whose state is divided among the processes."""
 
