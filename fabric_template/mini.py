@@ -931,7 +931,10 @@ class MiniLoop:
 
     def _compute(self, sums: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Tensor]:
         """Return each metric's mean, or the result of compute() for a torchmetrics object."""
-        names = sorted(name for (_, name), (_, _, is_synced) in sums.items() if is_synced)
+        synced = [key for key, (_, _, is_synced) in sums.items() if is_synced]
+        metrics = {key: part for key, part in self._torchmetrics.items() if key in sums}
+        synced += [key for key, part in metrics.items() if getattr(part, "sync_on_compute", False)]
+        names = sorted({name for _, name in synced})
         found = self._gather(names)
         text = f"log: got the metric names {found} from the processes, expected the same names."
         check(found.count(names) == len(found), f"{text} Log the same metrics in each process.")

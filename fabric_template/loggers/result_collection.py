@@ -126,6 +126,9 @@ class LoggedMetric:
 
     def is_reduced(self, sums: Sums) -> bool:
         """Return whether a metric still has to be combined across processes."""
+        if self.torchmetric is not None:
+            is_logged = self.has_value and self.arguments.on_epoch
+            return is_logged and getattr(self.torchmetric, "sync_on_compute", False)
         has_new_sums = sums.total is not None and sums.result is None
         return has_new_sums and self.is_synced and self.arguments.sync_dist_group is None
 

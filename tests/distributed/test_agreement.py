@@ -21,6 +21,7 @@ from parameters import halve
 from processes import run_processes
 from runs import fit, same, val_loader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
 
 from fabric_template import FabricLoop, MiniLoop
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
@@ -289,6 +290,33 @@ def test_a_metric_that_only_one_process_returns_is_refused(kind):
     assert codes == [1, 1]
     names = "['val_lag', 'val_loss', 'val_score'], ['val_extra', 'val_lag', 'val_loss', 'val_score']"
     message = f"Error: log: got the metric names [{names}]"
+    assert all(message in error for error in errors), errors
+
+
+class LogsInOneProcess(Classifier):
+    """Logs a torchmetrics object only in the first process. Its compute() waits for the other processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.mean.update(batch[0].mean())
+        if self.global_rank == 0:
+            self.log("val_mean", self.mean)
+
+
+def fit_and_log_in_one_process(rank, kind):
+    loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1)
+    loop.fit(LogsInOneProcess(), DataLoader(make_data(16), 4), DataLoader(make_data(18), 4))
+
+
+@both_loops
+def test_a_torchmetrics_object_that_only_one_process_logs_is_refused(kind):
+    """Otherwise, the first process would wait until the timeout of the process group."""
+    codes, errors = run_processes(fit_and_log_in_one_process, kind, timeout=60)
+    assert codes == [1, 1]
+    message = "Error: log: got the metric names [['val_mean'], []] from the processes"
     assert all(message in error for error in errors), errors
 
 
