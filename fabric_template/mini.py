@@ -138,7 +138,8 @@ OPEN_LOCKS: list[IO[str]] = []
 # Attributes to leave out when the loop is pickled, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
-    _attributes _step_module _start_parameters _clipped _hparams _loss _outputs _locks
+    _attributes _step_module _start_parameters _synchronized _clipped _hparams _loss _outputs
+    _locks
 """
 # MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
 # the loop.
