@@ -373,8 +373,8 @@ class MiniLoop:
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached."""
         is_resumed, last_step = self._resumed_state is not None, self._find_last_step()
-        # A run that stops within an epoch may be killed before it writes its last row. Then a
-        # resumed run runs the remaining hooks.
+        # If a run that stops within an epoch is killed before it writes its last row, a resumed run
+        # calls the remaining hooks and writes the row.
         has_no_row = self.batches_done > 0 and self._is_done() and last_step < self.global_step
         is_done = self._is_done() and not has_no_row
         # If a limit is reached before the first batch, call no hooks.

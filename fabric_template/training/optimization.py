@@ -184,7 +184,9 @@ class Optimization:
         if self.run.is_lightning_module:
             return parameters
         trained = set(parameters)
-        return [p for p in self.run.network.parameters() if p in trained]
+        ordered: list[Tensor] = [p for p in self.run.network.parameters() if p in trained]
+        # A hook may have added parameters that do not belong to the network.
+        return ordered if len(ordered) == len(trained) else parameters
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable, **kwargs: Any) -> Any:
         """Run the closure, unscale and clip the gradients, and step the optimizer."""
@@ -442,8 +444,12 @@ class ManualOptimization(Optimization):
             handle = optimizer.register_step_post_hook(partial(self._count_step, index))
             stack.callback(handle.remove)
 
-    def _prepare_unwrapped_step(self, optimizer: Optimizer, *args: Any) -> None:
-        if self.run.hooks.current == "training_step":
+    def _prepare_unwrapped_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # If step() gets a closure, the gradients are computed only later.
+        has_closure = len(args) > 1 or bool(kwargs)
+        if self.run.hooks.current == "training_step" and not has_closure:
             self.prepare_step(optimizer)
 
     def train_batch(self, batch: Any, batch_idx: int) -> Any:

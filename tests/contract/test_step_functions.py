@@ -202,6 +202,48 @@ def test_callbacks_see_the_gradients_before_each_step_of_several_optimizers():
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
 
 
+def test_on_before_optimizer_step_is_not_called_before_a_closure_has_computed_the_gradients():
+    class Count:
+        calls = 0
+
+        def on_before_optimizer_step(self, loop, net, optimizer):
+            self.calls += 1
+
+    parts, optimizers = make_gan()
+
+    def step(net, batch):
+        for optimizer, options in zip(optimizers, ({"closure": lambda: None}, {}), strict=True):
+            optimizer.zero_grad()
+            loss = net["d"](net["g"](batch[0])).mean()
+            loss.backward()
+            optimizer.step(**options)
+        return loss
+
+    count, loop = Count(), FabricLoop(**quiet(max_epochs=1))
+    loop.callbacks.append(count)
+    loop.fit(parts, make_loader(), optimizer=optimizers, training_step=step)
+    assert (count.calls, loop.global_step) == (10, 20)
+
+
+def test_clipping_includes_parameters_outside_of_the_network_that_a_hook_has_added():
+    """The added parameter's large gradient makes the gradients of the network small."""
+
+    class AddScale:
+        def on_train_start(self, loop, net):
+            self.scale = nn.Parameter(torch.ones(()))
+            loop.optimizers[0].add_param_group({"params": [self.scale]})
+
+    adds, net = AddScale(), make_net()
+    start = net.weight.detach().clone()
+
+    def step(net, batch):
+        return training_step(net, batch) + 1e6 * adds.scale
+
+    loop = FabricLoop(**quiet(max_steps=1, gradient_clip_val=1.0, callbacks=[adds]))
+    loop.fit(net, make_loader(), optimizer=sgd(net), training_step=step)
+    assert 0 < (net.weight - start).abs().max() < 1e-5
+
+
 def test_a_gradient_scaler_is_refused_if_the_training_step_calls_step():
     """The step function's optimizers would use the scaled gradients."""
     parts, optimizers = make_gan()
