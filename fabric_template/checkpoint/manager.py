@@ -158,6 +158,27 @@ class CheckpointManager:
         if self.write(run, path):
             self.last_model_path = str(path)
 
+    def save_after_signal(self, run: Run) -> None:
+        """Save a checkpoint before a signal ends training, also in a run with ModelCheckpoints."""
+        if self.folder is not None:
+            self.save_last(run)
+            return
+        savers = [
+            saver
+            for saver in run.hooks.callbacks_of("ModelCheckpoint")
+            if saver.dirpath and not saver.save_weights_only
+        ]
+        if not savers or run.stop.divergence or run.config.fast_dev_run:
+            return
+        saver = next((saver for saver in savers if saver.save_last), savers[0])
+        # Resuming prefers files named "last". Without save_last=True, the callback would never
+        # replace such a file, and a later resume would continue from this old checkpoint.
+        name = "last" if saver.save_last else f"signal-step={run.progress.global_step}"
+        default = Path(saver.dirpath, name + saver.FILE_EXTENSION)
+        path = Path(saver.last_model_path or default) if saver.save_last else default
+        if self.write(run, path):
+            self.last_model_path = str(path)
+
     def replace_last(self, run: Run) -> None:
         """Replace last.ckpt with the checkpoint from which the run continues, such as best.ckpt.
 

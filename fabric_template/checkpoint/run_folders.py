@@ -24,6 +24,7 @@ from ..files import (
     read_times,
     sync_folder,
     version_folder,
+    version_of,
 )
 from ..loggers.csv_logger import FILES
 from ..loggers.row import REPLACED_LOGS
@@ -195,10 +196,21 @@ def choose_version(run: Run) -> None:
         return
     if start.resumes:
         version = version_of_checkpoint(run.plan, str(start.path))
+        if version is None and start.keyword in ("last", "auto"):
+            # A ModelCheckpoint callback may save checkpoints outside of the run's folders.
+            version = saved_version(run)
         if version is not None:
             run.loggers.use_version(version)
     elif loop.has_fitted and loop.own_logger is not None:
         loop.own_logger.start_new_version()
+
+
+def saved_version(run: Run) -> int | str | None:
+    """Return the version whose log folder is named in the checkpoint, or None if it is missing."""
+    saved = Path(run.plan.start.own.get("row", {}).get("folder", ""))
+    folders = run_folder(run.plan, "logs")
+    is_own = saved.parts == (run.config.name, saved.name) and saved.name in list_names(folders)
+    return version_of(saved.name) if is_own else None
 
 
 def choose_checkpoint_folder(run: Run) -> Path | None:

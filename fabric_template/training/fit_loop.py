@@ -61,7 +61,7 @@ def fit(run: Run) -> None:
             # last.ckpt.
             if run.progress.is_in_epoch or run.progress.is_epoch_complete:
                 # Save before on_train_end, because callbacks may replace the weights there.
-                run.checkpoints.save_last(run)
+                run.checkpoints.save_after_signal(run)
             break
     run.hooks.call("on_train_end")
     run.row.write_after_training()

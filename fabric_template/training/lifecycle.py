@@ -93,12 +93,13 @@ def set_up_process(run: Run, stack: ExitStack) -> None:
     """Seed the random generators, set PyTorch's flags, and enter the run's context managers."""
     if run.stage == "fit":
         run.loop.seed_generators()
-        choose_version(run)
     if isinstance(run.fabric.strategy, DDPStrategy):
         # Like Trainer, start all processes with the same random state.
         reset_seed()
     read_again(run.plan)
     check_same_checkpoint(run)
+    if run.stage == "fit":
+        choose_version(run)
     device = next((p.device for p in run.network.parameters()), torch.device("cpu"))
     is_moved = device not in (run.fabric.device, torch.device("meta"))
     if is_moved and not run.steps.is_model_parallel:
@@ -369,7 +370,8 @@ def finish_signal(run: Run) -> None:
     if run.fabric.is_global_zero:
         run.console.close(run)
         position = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        saved = f" To resume from {shorten_path(Path(path))!r}, write resume='last'."
+        keyword = "last" if "last" in Path(path).name else "auto"
+        saved = f" To resume from {shorten_path(Path(path))!r}, write resume={keyword!r}."
         text = f"{end_reason(run)}: training stops {position}.{saved if path else ''}"
         print(text, file=sys.stderr)
     if is_notebook():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from interpreter import fork_command, forking_python
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from modules import Classifier, make_loader
 from parameters import once
 from runs import assert_same_end, fit, logs_of, python_command, val_loader
@@ -109,6 +109,31 @@ def on_step():
     module = Classifier(on_step=True)
     module.net[2].eval()
     return module
+
+
+@pytest.mark.parametrize("options", [{"save_last": True}, {"save_last": "link"}, {}, {"dirpath": "kept"}])
+@pytest.mark.parametrize("at", [2, 8])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_signal_saves_a_checkpoint_beside_those_of_a_model_checkpoint(tmp_path, notebook, at, options):
+    def saver(folder):
+        folders = {"dirpath": tmp_path / folder / options["dirpath"]} if "dirpath" in options else {}
+        return ModelCheckpoint(**{**options, **folders})
+
+    # Each run is interrupted twice, so that a resume must prefer the newer of two checkpoints.
+    whole = fit(tmp_path / "whole", train=train, max_epochs=3, callbacks=[saver("whole")])
+    for step in (at, at + 7):
+        callbacks = [saver("cut"), Interrupt(step)]
+        cut = fit(tmp_path / "cut", train=train, max_epochs=3, resume="auto", callbacks=callbacks)
+        assert cut[0].global_step == step
+    resumed = fit(tmp_path / "cut", train=train, max_epochs=3, seed=9, resume="auto", callbacks=[saver("cut")])
+    assert_same_end(whole, resumed)
+    assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
+
+
+def test_a_signal_saves_nothing_beside_checkpoints_that_contain_only_weights(tmp_path, notebook):
+    saver = ModelCheckpoint(dirpath=tmp_path / "kept", save_weights_only=True)
+    fit(tmp_path, train=train, max_epochs=3, callbacks=[saver, Interrupt(8)])
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=0-step=6.ckpt"]
 
 
 def test_ctrl_c_in_a_script_calls_on_exception(tmp_path):
