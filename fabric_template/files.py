@@ -38,9 +38,13 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
+            # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
     sync_folder(path.parent)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import copy
 import csv
+import errno
 import glob
 import inspect
 import io
@@ -3059,12 +3060,21 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    # Mode "x" creates a new file and never writes through a symbolic link.
-    with temporary.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        # Mode "x" creates a new file and never writes through a symbolic link.
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(cause, OSError) and cause.filename is None:
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
 
 
 class Placeholder:
@@ -3088,10 +3098,15 @@ def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
 
 def is_intact(path: Path) -> bool:
     """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
-    # Reading a damaged file may raise any error.
-    with suppress(Exception):
-        return zipfile.ZipFile(path).testzip() is None
-    return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception as error:
+        # Reading a damaged file may raise any error. EINVAL means that a damaged file contains an
+        # impossible offset. If the disk or the permissions prevent reading, the file may be intact.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        return False
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def describe_process(fabric: Any) -> dict[str, Any]:
     """Return the command, git commit, package versions, device and number of processes."""
     return {
         "command": call_or_none(read_command),
-        "git": call_or_none(read_git, os.getcwd()),
+        "git": call_or_none(read_git_here),
         "versions": {
             "fabric_template": __version__,
             "torch": str(torch.__version__),
@@ -124,6 +124,10 @@ def read_command() -> str:
     if "ipykernel" in sys.modules:
         return "notebook"
     return "interactive" if hasattr(sys, "ps1") else shlex.join(sys.argv)
+
+
+def read_git_here() -> dict[str, Any]:
+    return read_git(os.getcwd())
 
 
 @cache
