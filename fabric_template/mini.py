@@ -418,7 +418,8 @@ class MiniLoop:
 
     def _find_last_step(self) -> int:
         """Return the step of the last row of metrics.csv."""
-        return int(self.history[-1]["step"]) if self.history else 0
+        # A user may have sorted the rows, so the last row may not be the newest one.
+        return max((int(row["step"]) for row in self.history), default=0)
 
     def _is_done(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -1020,16 +1021,36 @@ class MiniLoop:
         # Users who edit `_end_row` may add tensors or NumPy numbers.
         row.update({n: v.item() for n, v in row.items() if getattr(v, "shape", None) == ()})
         path, (length, columns) = self.log_dir / name, self._tables.get(name, (0, []))
-        if self.fabric.is_global_zero and set(row) <= set(columns) and path.exists():
-            with path.open("a") as file:
-                csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
+        is_known = set(row) <= set(columns)
+        if self.fabric.is_global_zero and is_known and has_header(path, columns):
+            try:
+                with path.open("a") as file:
+                    csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
+            except OSError as error:
+                # The error about a full disk does not name the file.
+                raise OSError(error.errno, error.strerror, str(path)) from error
         elif self.fabric.is_global_zero:
             # If the resumed checkpoint does not list this file, all of the file's rows are newer
             # than the checkpoint.
-            rows = [*(read_rows(path) if name in self._tables else []), row]
+            rows = [*(self._read_table(name, length, columns) if name in self._tables else []), row]
             columns = list(dict.fromkeys(chain(columns, *rows)))
             write_rows(path, columns, rows)
         self._tables[name] = length + 1, columns
+
+    def _read_table(self, name: str, length: int, columns: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of a CSV file. If another program has damaged the file, copy it first."""
+        path = self.log_dir / name
+        rows = read_rows(path, length)
+        kept = [row for row in rows if isinstance(row.get("step", 0), Real)]
+        if "step" in columns:
+            kept = [row for row in kept if "step" in row]
+        if len(kept) < len(rows) and self.fabric.is_global_zero:
+            names = (path.with_name(f"{name}.changed-{number}") for number in count())
+            target = next(target for target in names if not target.exists())
+            shutil.copyfile(path, target)
+            text = f"{path}: another program changed this file, so some rows cannot be read. The"
+            warnings.warn(f"{text} changed file was copied to {target.name}.", stacklevel=4)
+        return kept
 
     def _print_row(self, row: dict[str, Any]) -> None:
         """Print a row in aligned columns. If the row has a new column, print a header first."""
@@ -1078,6 +1099,11 @@ class MiniLoop:
             check(is_right, f"{text} write p.data.copy_(value) instead of p.data = value.")
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
+            # A checkpoint contains the number of rows, so a power cut must not remove these rows.
+            for path in [self.log_dir / name for name in self._tables]:
+                if path.exists():
+                    with path.open("rb+") as table:
+                        os.fsync(table.fileno())
             for name in names:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
@@ -1288,7 +1314,11 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            rows = read_rows(path)
+            # If the disk was full, FabricLoop has saved rows that the file may lack.
+            waiting = [read_cells(row) for row in table.get("waiting", ())]
+            rows = self._read_table(name, table["rows"] - len(waiting), table["columns"])
+            if len(rows) < table["rows"]:
+                rows += waiting
             if not is_done:
                 # If a user has deleted rows, the first table["rows"] rows may include rows written
                 # after the checkpoint.
@@ -3086,13 +3116,13 @@ class Placeholder:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
-def load_file(file: Path | io.BytesIO) -> dict[str, Any]:
+def load_file(file: Path | io.BytesIO, mmap: bool = False) -> dict[str, Any]:
     """Load a file that torch.save wrote, with placeholders for objects that torch.load refuses."""
     # get_unsafe_globals_in_checkpoint() moves the read position of an io.BytesIO, so pass a copy.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
     kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
     with torch.serialization.safe_globals(kinds):
-        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     return loaded
 
 
@@ -3163,6 +3193,10 @@ def age_of(folder: Path) -> tuple[float, int]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         text = file.read().decode("utf-8", "replace")
     times = re.findall(r"^(?:started|saved) (\d+\.\d+)$", text, re.MULTILINE)
+    for name in ("last.ckpt", "best.ckpt") if not times else ():
+        # A copy of a run may lack its .lock file. Reading with mmap=True skips the tensors.
+        with suppress(Exception):
+            times.append(load_file(folder / name, mmap=True)["fabric_template"]["saved_at"])
     return max(map(float, times), default=0.0), int(number) if number.isdigit() else -1
 
 
@@ -3222,19 +3256,49 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=close_locks)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file, without empty cells or an incomplete last line."""
-    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
+def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
+    """Read the rows of a CSV file, without empty cells, empty rows or an incomplete last line.
+
+    Args:
+        length: The number of rows that the loop has written. If the file has fewer complete lines,
+            read the last line, too, because an editor may have removed its line break.
+    """
+    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes, and may separate
+    # cells with semicolons or tabs.
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
-    rows = csv.DictReader(text[: text.rfind("\n") + 1].split("\n"))
-    return [{name: read_cell(cell) for name, cell in row.items() if name and cell} for row in rows]
+    *lines, last = text.split("\n")
+    header = lines[0] if lines else ""
+    separator = next((mark for mark in ",;\t" if mark in header), ",")
+    reader: Any = partial(csv.DictReader, delimiter=separator, skipinitialspace=True)
+    rows = [read_cells(row) for row in reader(lines)]
+    if len(rows) < length and last.count(separator) == header.count(separator):
+        rows = [read_cells(row) for row in reader([*lines, last])]
+    return [row for row in rows if row]
+
+
+def read_cells(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: read_cell(cell) for name, cell in row.items() if name and cell}
 
 
 def read_cell(cell: str) -> int | float | str:
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(cell)
+            # Spreadsheet programs may write decimal commas.
+            return kind(cell.replace(",", "."))
     return cell
+
+
+def has_header(path: Path, columns: list[str]) -> bool:
+    """Return whether a CSV file has these columns, commas between cells and a complete end."""
+    header = io.StringIO()
+    csv.writer(header).writerow(columns)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        first = file.readline().decode("utf-8-sig", "replace")
+        if not first:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return first.rstrip() == header.getvalue().rstrip() and file.read() == b"\n"
+    return False
 
 
 def write_yaml(path: Path, **content: Any) -> None:

@@ -6,6 +6,7 @@ immediately.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import errno
 import os
@@ -127,7 +128,7 @@ class CSVLogger(Logger):
         write_yaml(Path(self.log_dir, "hparams.yaml"), self._hparams)
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, the number of rows and the last row of each CSV file."""
+        """Return the columns, the row count, the last row and the unwritten rows of each file."""
         return {n: self._table(n).position() for n in FILES} if is_first_process() else {}
 
     def rewind(
@@ -145,8 +146,8 @@ class CSVLogger(Logger):
         rows: dict[str, list[dict[str, str]]] = {}
         for name in FILES:
             source = Path(folder or self.log_dir, name)
-            table = read_table(source)
             file_position = position.get(name, {"rows": 0, "columns": [], "last": None})
+            table = read_table(source, file_position.get("last"))
             rows[name], is_edited = rows_before(table.rows, file_position, step)
             if not is_first_process():
                 continue
@@ -192,13 +193,20 @@ class Table:
             self._read()
 
     def position(self) -> dict[str, Any]:
-        """Return the columns, row count and last row to store in a checkpoint."""
+        """Return the columns, row count and last row to store in a checkpoint.
+
+        If rows could not be written, also return these rows and the last row in the file.
+        """
         last = self.waiting[-1] if self.waiting else self._last
-        return {
+        position = {
             "rows": self.num_rows + len(self.waiting),
             "columns": self.all_columns,
             "last": None if last is None else cells_of(last),
         }
+        if self.waiting:
+            position["waiting"] = [cells_of(row) for row in self.waiting]
+            position["last_written"] = None if self._last is None else cells_of(self._last)
+        return position
 
     @property
     def all_columns(self) -> list[str]:
@@ -207,7 +215,8 @@ class Table:
 
     def _read(self) -> None:
         """Read the columns and the number of rows, and remove an incomplete last row."""
-        size, table = file_size(self.path), read_table(self.path)
+        size = file_size(self.path)
+        table = read_table(self.path, None if self._last is None else cells_of(self._last))
         self._set_content(table.columns, table.rows, size)
         if not table.is_complete:
             self.replace(table.columns, table.rows)
@@ -236,13 +245,14 @@ class Table:
         """
         if not self.waiting:
             return
-        if file_size(self.path) != self._size:
-            # Another program changed the file, so read its columns again.
+        # Another program may have changed the file, or saved it with semicolons between the cells.
+        is_unchanged = file_size(self.path) == self._size and self._can_append()
+        if not is_unchanged:
             self._read()
         columns = self.all_columns
-        if columns != self.columns:
+        if columns != self.columns or not (is_unchanged or self._can_append()):
             # Rewrite the file, with empty cells for the new column in earlier rows.
-            table = read_table(self.path)
+            table = read_table(self.path, None if self._last is None else cells_of(self._last))
             if table.damaged:
                 keep_copy(self.path, table.damaged)
             self.replace(columns, [*table.rows, *self.waiting])
@@ -259,10 +269,20 @@ class Table:
             self._last, self._is_synced = self.waiting[-1], False
         self.waiting = []
 
+    def _can_append(self) -> bool:
+        """Return whether the file has this table's header and a complete last line."""
+        if self._size == 0:
+            return True
+        header = to_header(self.columns)
+        with self.path.open("rb") as file:
+            start = file.read(len(header) + 4).removeprefix(codecs.BOM_UTF8)
+            file.seek(-1, os.SEEK_END)
+            is_line_end = file.read() == b"\n"
+        return is_line_end and start.replace(b"\r\n", b"\n").startswith(header)
+
     def replace(self, columns: list[str], rows: Rows) -> None:
         """Replace the content of the CSV file, or delete the file if ``columns`` is empty."""
-        head = [dict(zip(columns, columns, strict=True))] if columns else []
-        content = to_lines(columns, [*head, *rows])
+        content = to_header(columns) + to_lines(columns, rows)
         if not content:
             self.path.unlink(missing_ok=True)
         elif not self.path.exists() or self.path.read_bytes() != content:
@@ -276,6 +296,10 @@ class Table:
             with self.path.open("rb+") as file:
                 os.fsync(file.fileno())
             self._is_synced = True
+
+
+def to_header(columns: list[str]) -> bytes:
+    return to_lines(columns, [dict(zip(columns, columns, strict=True))]) if columns else b""
 
 
 def is_first_process() -> bool:
@@ -314,7 +338,8 @@ def rows_before(
     """Return CSV rows written before a checkpoint, and whether a user edited the CSV file.
 
     Args:
-        position: The number of rows at the time of the checkpoint and, if known, the last row.
+        position: The number of rows at the time of the checkpoint and, if known, the last row. If
+            the disk was full, "waiting" contains the rows that the file may lack.
         step: The optimizer step at which the checkpoint was saved.
     """
     count, last = position["rows"], position.get("last")
@@ -324,7 +349,10 @@ def rows_before(
         return rows[:count], False
     for index in range(len(rows), 0, -1):
         if cells_of(rows[index - 1]) == last:
-            return rows[:index], True
+            # If a user has sorted the rows, earlier rows may follow the last one.
+            return rows[:index] + [r for r in rows[index:] if is_earlier(r, rows[index - 1])], True
+    if position.get("waiting"):
+        return rows[: count - len(position["waiting"])] + position["waiting"], False
     return [row for row in rows if is_before(row, step)], True
 
 
@@ -334,6 +362,14 @@ def is_before(row: Mapping[str, str], step: int) -> bool:
         return float(row.get("step", "")) <= step
     except ValueError:
         return True
+
+
+def is_earlier(row: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether the "step" cell of a CSV row contains a smaller number than another row's."""
+    try:
+        return float(row["step"]) < float(other["step"])
+    except (KeyError, ValueError):
+        return False
 
 
 def keep_copy(path: Path, damaged: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -181,9 +182,23 @@ class CSVTable(NamedTuple):
     damaged: list[int]
 
 
-def read_table(path: Path) -> CSVTable:
-    """Read a CSV file, even if the file is damaged."""
+def read_table(path: Path, last: Mapping[str, str] | None = None) -> CSVTable:
+    """Read a CSV file, even if the file is damaged.
+
+    Args:
+        last: The cells of the last row, if known. A last line with these cells is complete, even if
+            an editor has removed the line break after it.
+    """
     text = to_commas(decode(path.read_bytes())) if path.exists() else ""
+    if last is not None and not text.endswith("\n"):
+        table = parse_table(path, f"{text}\n")
+        rows = table.rows if table.is_complete else []
+        if rows and {name: cell for name, cell in rows[-1].items() if cell} == last:
+            return table
+    return parse_table(path, text)
+
+
+def parse_table(path: Path, text: str) -> CSVTable:
     if path.name not in ("metrics.csv", "steps.csv"):
         # Other tools may omit the last line break. Add it, so that the last row counts as complete.
         text = text.rstrip("\r\n") + "\n"

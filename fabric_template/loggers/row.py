@@ -299,7 +299,8 @@ class RowWriter:
         for logger, position in zip(self.run.loggers.csv_loggers, positions, strict=False):
             folders = self._log_folders(logger, state["folder"])
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
-            if is_finished and folder == Path(logger.log_dir):
+            has_waiting = any("waiting" in of_file for of_file in position.values())
+            if is_finished and folder == Path(logger.log_dir) and not has_waiting:
                 table = read_table(folder / "metrics.csv")
                 self.continue_rows([parse_row(row) for row in table.rows])
                 continue
@@ -348,6 +349,8 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
     rows = read_table(folder / "metrics.csv").rows
     if row is not None and any(is_same_row(parse_row(found), row) for found in rows):
         return True
+    if any("waiting" in of_file for of_file in position.values()):
+        return has_written_rows(folder, position)
     last = position.get("steps.csv", {}).get("last")
     if last is None:
         return row is None and folder.is_dir()
@@ -356,6 +359,16 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
     is_own = row is None or (is_cut and all("step" in found for found in rows))
     steps = read_table(folder / "steps.csv").rows if is_own else []
     return any(cells_of(found) == last for found in steps)
+
+
+def has_written_rows(folder: Path, position: Mapping[str, Any]) -> bool:
+    """Return whether a folder contains the rows that were on disk at the time of a checkpoint."""
+    for name, of_file in position.items():
+        last = of_file.get("last_written", of_file["last"])
+        rows = read_table(folder / name, last).rows
+        if last is not None and all(cells_of(found) != last for found in rows):
+            return False
+    return folder.is_dir()
 
 
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:

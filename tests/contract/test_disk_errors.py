@@ -19,14 +19,14 @@ LOOPS = {"FabricLoop": FabricLoop, "MiniLoop": MiniLoop}
 IS_ROOT = os.geteuid() == 0
 
 
-def train(kind, epochs, resume=None, module=None, **options):
+def train(kind, epochs, resume=None, make_module=Classifier, **options):
     options = with_files(max_epochs=epochs, log_every_n_steps=1, **options)
     if kind == "MiniLoop":
         del options["enable_progress_bar"], options["enable_model_summary"]
     else:
         options["num_sanity_val_steps"] = 0
     loop = LOOPS[kind](seed=1, **options)
-    module = module or Classifier()
+    module = make_module()
     loop.fit(module, make_loader(24), val_loader(), resume=resume)
     return loop, module
 
@@ -89,3 +89,118 @@ def test_a_run_in_a_deleted_working_directory_writes_all_files(kind, tmp_path, m
     train(kind, 1, default_root_dir=tmp_path)
     found = {path.name for path in (tmp_path / "logs/run/version_0").iterdir()}
     assert found >= {"config.yaml", "hparams.yaml", "metrics.csv", "steps.csv"}
+
+
+def to_semicolons(text):
+    return text.replace(",", ";").replace(".", ",")
+
+
+def without_last_line_break(text):
+    return text.removesuffix("\n")
+
+
+def with_tabs(text):
+    return "\ufeff" + text.replace(",", "\t")
+
+
+def sorted_from_last_to_first(text):
+    header, *lines = text.splitlines()
+    return "\n".join([header, *reversed(lines), ""])
+
+
+CHANGES = [to_semicolons, without_last_line_break, with_tabs, sorted_from_last_to_first]
+
+
+def edit(root, name, change):
+    path = Path(root, "logs/run/version_0", name)
+    path.write_text(change(path.read_text()), encoding="utf-8")
+
+
+class Edits(Classifier):
+    """Calls a function before the given optimizer step."""
+
+    def __init__(self, step, function):
+        super().__init__()
+        # Store the function in a list of a type that checkpoints ignore.
+        self.function, self.step = function, step
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == self.step:
+            self.function()
+        return super().training_step(batch, batch_idx)
+
+
+def rows_by_step(root, name):
+    table = pd.read_csv(Path(root, "logs/run/version_0", name)).drop(columns=["time", "waiting"], errors="ignore")
+    return table.sort_values("step", kind="stable").reset_index(drop=True)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
+@pytest.mark.filterwarnings("ignore:.*another program changed this file")
+def test_a_resumed_run_keeps_all_rows_of_a_csv_file_that_a_user_saved_in_a_different_format(
+    kind, change, name, tmp_path
+):
+    train(kind, 3, default_root_dir=tmp_path / "whole")
+    train(kind, 2, default_root_dir=tmp_path / "cut")
+    edit(tmp_path / "cut", name, change)
+    train(kind, 3, resume="last", default_root_dir=tmp_path / "cut")
+    for file in ("metrics.csv", "steps.csv"):
+        pd.testing.assert_frame_equal(*(rows_by_step(tmp_path / root, file) for root in ("whole", "cut")))
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("change", CHANGES[:3])
+@pytest.mark.parametrize("name", ["metrics.csv", "steps.csv"])
+def test_training_keeps_all_rows_of_a_csv_file_that_a_user_saves_in_a_different_format(kind, change, name, tmp_path):
+    train(kind, 3, default_root_dir=tmp_path / "whole")
+    root = tmp_path / "cut"
+    train(kind, 3, make_module=lambda: Edits(14, lambda: edit(root, name, change)), default_root_dir=root)
+    for file in ("metrics.csv", "steps.csv"):
+        pd.testing.assert_frame_equal(*(rows_by_step(tmp_path / root, file) for root in ("whole", "cut")))
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_resumed_run_writes_the_rows_that_could_not_be_written_before_the_checkpoint(kind, tmp_path):
+    """The logs and the checkpoints may be on different disks, and only the disk of the logs may be full."""
+    train("FabricLoop", 3, default_root_dir=tmp_path / "whole")
+    root = tmp_path / "cut"
+    logs = root / "logs/run/version_0"
+
+    def block():
+        logs.rename(root / "moved")
+        logs.write_text("")
+
+    with pytest.warns(UserWarning, match="rows could not be written"), pytest.raises(ValueError, match="logs"):
+        train("FabricLoop", 2, make_module=lambda: Edits(9, block), default_root_dir=root)
+    logs.unlink()
+    (root / "moved").rename(logs)
+    assert steps_of(root, "steps.csv")[-1] == 9
+    if kind == "FabricLoop":
+        # A finished run writes its missing rows, too.
+        train(kind, 2, resume="last", default_root_dir=root)
+        assert steps_of(root, "steps.csv")[-1] == 12
+    train(kind, 3, resume="last", default_root_dir=root)
+    for file in ("metrics.csv", "steps.csv"):
+        pd.testing.assert_frame_equal(*(rows_by_step(tmp_path / root, file) for root in ("whole", "cut")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
+@pytest.mark.parametrize("kind", LOOPS)
+def test_saving_a_checkpoint_syncs_the_csv_files_first(kind, tmp_path, monkeypatch):
+    """Otherwise, a power cut could remove rows that a saved checkpoint counts."""
+    synced, sync = [], os.fsync
+
+    def record(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    train(kind, 3, default_root_dir=tmp_path)
+    saves = [index for index, name in enumerate(synced) if "last.ckpt" in name]
+    assert len(saves) == 3
+    for start, end in zip([-1, *saves], saves, strict=False):
+        names = "".join(synced[start + 1 : end])
+        assert "metrics.csv" in names
+        assert "steps.csv" in names

@@ -54,16 +54,16 @@ def test_resume_continues_the_run_that_saved_the_latest_checkpoint(first, second
     assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 8)] == [18, 6, 6]
 
 
-@pytest.mark.parametrize(("first", "without_lock"), once(LOOPS, [[0], [1], [0, 1, 2]]), ids=str)
-def test_fabric_loop_finds_the_newest_run_even_if_lock_files_are_missing(first, without_lock):
-    """If a .lock file is missing, FabricLoop reads the time that the checkpoint contains."""
+@pytest.mark.parametrize(("first", "second", "without_lock"), once(LOOPS, LOOPS, [[0], [1], [0, 1, 2]]), ids=str)
+def test_each_loop_finds_the_newest_run_even_if_lock_files_are_missing(first, second, without_lock):
+    """If a .lock file is missing, the loops read the time that the checkpoint contains."""
     for _ in range(3):
         train(first, 1)
-    train("FabricLoop", 2, resume="last", version=0)
+    train(second, 2, resume="last", version=0)
     for number in without_lock:
         Path(f"checkpoints/run/version_{number}/.lock").unlink()
         Path(f"logs/run/version_{number}/.lock").unlink()
-    train("FabricLoop", 3, resume="auto")
+    train(second, 3, resume="auto")
     assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 2)] == [18, 6, 6]
 
 
@@ -235,6 +235,25 @@ def test_training_continues_even_if_the_files_of_the_run_are_deleted(kind, chang
     assert loop.global_step == 12
     assert steps_in("version_0") == {"last.ckpt": 12}
     assert pd.read_csv("logs/run/version_0/metrics.csv")["step"].tolist()[-1] == 12
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_run_whose_folders_were_deleted_during_training_is_still_the_newest_run(kind):
+    """The new folders contain no .lock file, because the run still holds the deleted file."""
+    train(kind, 1)
+
+    class Changes(ChangesFiles):
+        @staticmethod
+        def change():
+            shutil.rmtree("logs/run/version_1")
+            shutil.rmtree("checkpoints/run/version_1")
+
+    train(kind, 2, model=Changes)
+    with warnings.catch_warnings():
+        # The deleted rows are missing.
+        warnings.simplefilter("ignore")
+        train(kind, 3, resume="last")
+    assert [steps_in(f"version_{number}") for number in (0, 1)] == [{"last.ckpt": 6}, {"last.ckpt": 18}]
 
 
 @pytest.mark.parametrize("kind", LOOPS)

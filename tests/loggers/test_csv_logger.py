@@ -231,9 +231,9 @@ def test_the_csv_logger_writes_missed_rows_when_metrics_csv_is_writable_again(tm
     with pytest.warns(UserWarning, match=r"metrics\.csv: rows could not be written: Is a directory"):
         logger.log_epoch(epoch(0))
     logger.log_epoch(epoch(1))
-    assert logger.position()["metrics.csv"] == {
-        "rows": 2, "columns": ["epoch", "step"], "last": {"epoch": "1", "step": "20"}
-    }  # fmt: skip
+    rows = [{"epoch": "0", "step": "10"}, {"epoch": "1", "step": "20"}]
+    expected = {"rows": 2, "columns": ["epoch", "step"], "last": rows[1], "waiting": rows, "last_written": None}
+    assert logger.position()["metrics.csv"] == expected
     metrics_csv.rmdir()
     logger.log_epoch(epoch(2))
     assert metrics_csv.read_bytes() == b"epoch,step\n0,10\n1,20\n2,30\n"
