@@ -171,6 +171,15 @@ def read_times(folder: Path) -> tuple[float, float]:
     return times[b"started"], times[b"saved"]
 
 
+def newest_time(folder: Path) -> float:
+    """Return the latest time that any version of a run has recorded, or 0.0 if there is none."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0.0
+    return max((max(read_times(folder / name)) for name in names), default=0.0)
+
+
 def read_end(path: str) -> bytes:
     """Return the last 4096 bytes of a file, or b"" if the file cannot be read."""
     with suppress(OSError), open(path, "rb", buffering=0) as file:

@@ -1420,7 +1420,9 @@ class MiniLoop:
 
     def _start_version(self, is_new: bool) -> None:
         """Write hparams.yaml and, for a new run, config.yaml and the start time."""
-        self._started_at = max(time.time(), age_of(self.checkpoint_dir)[0] + 0.001)
+        # The system clock may have been set back since another version was used.
+        newest = max(age_of(folder)[0] for folder in self._checkpoints.iterdir())
+        self._started_at = max(time.time(), newest + 0.001)
         if is_new:
             self._record(f"started {self._started_at!r}")
             for name in self._tables:

@@ -20,8 +20,8 @@ from ..files import (
     folder_error,
     list_names,
     make_folder,
+    newest_time,
     read_end,
-    read_times,
     sync_folder,
     version_folder,
     version_of,
@@ -63,7 +63,9 @@ class RunFolders:
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
             self._files = {folder: file for folder, file in opened.items() if file is not None}
-            self._newest = max((max(read_times(folder)) for folder in self._files), default=0.0)
+            # The system clock may have been set back since another version was used. Record later
+            # times than all versions, so that resume="last" finds this run.
+            self._newest = max((newest_time(folder.parent) for folder in self._files), default=0.0)
             _open_files.update(self._files.values())
             stack.callback(_open_files.difference_update, self._files.values())
             self._write(str(os.getpid()))
@@ -84,8 +86,6 @@ class RunFolders:
         Args:
             folder: The folder of the checkpoints, or None.
         """
-        # The system clock may have been set back since the last save. Record a start time that is
-        # later than that save.
         self._newest = max(time.time(), self._newest + 0.001)
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
@@ -102,8 +102,8 @@ class RunFolders:
         self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
-        """Return the current time, or the latest time in the .lock files, whichever is later."""
-        return max(time.time(), self._newest)
+        """Return the current time, or a time after those in the .lock files if this is later."""
+        return max(time.time(), self._newest + 0.001)
 
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record when a checkpoint was saved, and remove the files of the run that was replaced."""

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_each_loop_finds_the_newest_run_even_if_lock_files_are_missing(first, se
         Path(f"logs/run/version_{number}/.lock").unlink()
     train(second, 3, resume="auto")
     assert [steps_in(f"version_{number}")["last.ckpt"] for number in (0, 1, 2)] == [18, 6, 6]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_resume_finds_the_newest_run_after_the_clock_was_set_back(first, second, is_resumed, monkeypatch):
+    """A computer without a battery-powered clock starts with a time in the past."""
+    train(first, 1)
+    train(first, 1)
+    now = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() - 90000)
+        train(second, 2, resume="checkpoints/run/version_0/last.ckpt" if is_resumed else None)
+    train(second, 3, resume="last")
+    steps = [steps_in(path.name)["last.ckpt"] for path in sorted(Path("checkpoints/run").iterdir())]
+    assert steps == ([18, 6] if is_resumed else [6, 6, 18])
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
