@@ -1378,12 +1378,7 @@ class MiniLoop:
     def _choose_version(self, path: Path | None, resumed: dict[str, Any]) -> Any:
         """Return the run's version, or None if a new run should get the next free version."""
         if path is None or not resumed:
-            if self.version is None:
-                return None
-            folder = self._checkpoints / str(self.version)
-            has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
-            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
-            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
+            self._check_version()
             return self.version
         # If the path is a symbolic link, either the link or its target may be in the run's folder.
         folder, root = path.parent.resolve(), self._checkpoints.resolve()
@@ -1392,6 +1387,14 @@ class MiniLoop:
         text = f"resume: got {path}, from a run with a different name or version. Use FabricLoop,"
         check(is_own, f"{text} or start a new run from the weights with load=.")
         return folder.name
+
+    def _check_version(self) -> None:
+        """Raise an error if a new run would replace the checkpoints of an earlier run."""
+        if self.version is not None:
+            folder = self._checkpoints / str(self.version)
+            has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
+            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
+            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
@@ -1420,6 +1423,9 @@ class MiniLoop:
 
     def _start_version(self, is_new: bool) -> None:
         """Write hparams.yaml and, for a new run, config.yaml and the start time."""
+        if is_new:
+            # Another run with this version may have finished while this run was being set up.
+            self._check_version()
         # The system clock may have been set back since another version was used.
         newest = max(age_of(folder)[0] for folder in self._checkpoints.iterdir())
         self._started_at = max(time.time(), newest + 0.001)

@@ -623,6 +623,20 @@ def test_a_new_run_cannot_replace_an_existing_version(before):
     assert csv_of("run", "metrics.csv")["epoch"].tolist() == [0, 1, 2]
 
 
+class SlowStart(Classifier):
+    """Another run with the same version starts and finishes while the optimizer is created."""
+
+    def configure_optimizers(self):
+        fit("MiniLoop", "run", 2, version="mine")
+        return super().configure_optimizers()
+
+
+def test_a_new_run_cannot_replace_a_run_that_finishes_during_its_setup():
+    with pytest.raises(ValueError, match=r"version: got 'mine', which already contains checkpoints\. Continue"):
+        fit("MiniLoop", "run", 1, version="mine", make_module=SlowStart)
+    assert pd.read_csv("logs/run/mine/metrics.csv")["epoch"].tolist() == [0, 1]
+
+
 def test_resume_refuses_a_checkpoint_of_a_run_with_a_different_name_or_version():
     fit("MiniLoop", "run", 1)
     path = "checkpoints/run/version_0/last.ckpt"
