@@ -41,9 +41,9 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        cause = error.__context__
-        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
-            # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+        # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(cause, OSError) and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
     sync_folder(path.parent)

@@ -3236,7 +3236,9 @@ def read_git(folder: str) -> dict[str, Any]:
 def opened_lock(folder: Path) -> Iterator[IO[str]]:
     """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
+    file = open(folder / ".lock", "a")  # noqa: SIM115
+    OPEN_LOCKS.append(file)
+    try:
         # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
         with suppress(ImportError, OSError):
             import fcntl
@@ -3246,11 +3248,12 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
             except BlockingIOError:
                 text = f"{folder}: another run is writing to this folder. Use a different version."
                 raise ValueError(text) from None
-        OPEN_LOCKS.append(file)
-        try:
-            yield file
-        finally:
-            OPEN_LOCKS.remove(file)
+        yield file
+    finally:
+        OPEN_LOCKS.remove(file)
+        # On a full disk, the last lines may be lost, but the run is complete.
+        with suppress(OSError):
+            file.close()
 
 
 def close_locks() -> None:

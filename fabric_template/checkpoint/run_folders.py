@@ -257,7 +257,7 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
     path = folder / ".lock"
     try:
         file = open(path, "a+", errors="replace", opener=open_without_links)  # noqa: SIM115
-        stack.enter_context(file)
+        stack.callback(close_file, file)
     except OSError as error:
         if not os.path.lexists(path):
             raise folder_error(folder, error) from error
@@ -285,6 +285,12 @@ def open_lock(folder: Path, stack: ExitStack) -> IO[str] | None:
         for path in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
             path.unlink(missing_ok=True)
     return file
+
+
+def close_file(file: IO[str]) -> None:
+    """Close a .lock file. On a full disk, its last lines may be lost, but the run is complete."""
+    with suppress(OSError):
+        file.close()
 
 
 def open_without_links(path: str, flags: int) -> int:

@@ -4,7 +4,7 @@ import os
 import resource
 import shutil
 import signal
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -66,6 +66,33 @@ def test_the_error_about_a_failed_save_names_the_file_and_the_cause(kind, size, 
     _, module = train(kind, 2, resume="last", default_root_dir=root)
     assert_same_weights(expected, module)
     assert steps_of(root, "metrics.csv") == [6, 12]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_full_disk_at_the_start_is_reported_with_the_path_of_the_file(kind, tmp_path):
+    with file_size_limit(1), pytest.raises(OSError, match=r"File too large: .*hparams\.yaml"):
+        train(kind, 1, default_root_dir=tmp_path)
+    train(kind, 1, default_root_dir=tmp_path)
+
+
+class Fails(Classifier):
+    """Ends the run with an error while nothing can be written."""
+
+    def __init__(self, limits):
+        super().__init__()
+        self.limits = limits
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 4:
+            self.limits.enter_context(file_size_limit(1))
+            raise KeyError("own error")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_full_disk_does_not_hide_the_error_that_ends_a_run(kind, tmp_path):
+    with ExitStack() as limits, pytest.raises(KeyError, match="own error"):
+        train(kind, 1, make_module=lambda: Fails(limits), default_root_dir=tmp_path)
 
 
 @pytest.mark.skipif(IS_ROOT, reason="root may read every file")
