@@ -1345,6 +1345,8 @@ class MiniLoop:
             text = f"{argument}: got {given!r}, expected a path, 'last', 'best' or, with resume=,"
             check(isinstance(given, str | os.PathLike) and given != "", f"{text} 'auto'.")
             path = Path(given).expanduser().absolute()
+            text = f"{argument}: got the folder {str(given)!r}, expected a checkpoint file."
+            check(not path.is_dir(), text)
             if not path.is_file():
                 text = f"Checkpoint file not found: {given}. Check the path, or pass 'last' or"
                 raise FileNotFoundError(f"{text} 'best'.")

@@ -352,7 +352,8 @@ def rows_before(
             # If a user has sorted the rows, earlier rows may follow the last one.
             return rows[:index] + [r for r in rows[index:] if is_earlier(r, rows[index - 1])], True
     if position.get("waiting"):
-        return rows[: count - len(position["waiting"])] + position["waiting"], False
+        num_written = count - len(position["waiting"])
+        return rows[:num_written] + position["waiting"], len(rows) < num_written
     return [row for row in rows if is_before(row, step)], True
 
 

@@ -362,13 +362,15 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 
 
 def has_written_rows(folder: Path, position: Mapping[str, Any]) -> bool:
-    """Return whether a folder contains the rows that were on disk at the time of a checkpoint."""
-    for name, of_file in position.items():
-        last = of_file.get("last_written", of_file["last"])
+    """Return whether a folder contains rows that were on disk at the time of a checkpoint."""
+    lasts = {
+        name: of_file.get("last_written", of_file["last"]) for name, of_file in position.items()
+    }
+    for name, last in lasts.items():
         rows = read_table(folder / name, last).rows
-        if last is not None and all(cells_of(found) != last for found in rows):
-            return False
-    return folder.is_dir()
+        if last is not None and any(cells_of(found) == last for found in rows):
+            return True
+    return folder.is_dir() and not any(lasts.values())
 
 
 def is_same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:

@@ -108,6 +108,13 @@ def test_an_unreadable_checkpoint_is_not_replaced_by_an_older_one(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", LOOPS)
+def test_a_folder_as_checkpoint_path_is_refused_by_name(kind, tmp_path):
+    train(kind, 1, default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match="got the folder '.*version_0', expected a checkpoint file"):
+        train(kind, 2, resume=tmp_path / "checkpoints/run/version_0", default_root_dir=tmp_path)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
 def test_a_run_in_a_deleted_working_directory_writes_all_files(kind, tmp_path, monkeypatch):
     work = tmp_path / "work"
     work.mkdir()
@@ -211,6 +218,25 @@ def test_a_resumed_run_writes_the_rows_that_could_not_be_written_before_the_chec
     train(kind, 3, resume="last", default_root_dir=root)
     for file in ("metrics.csv", "steps.csv"):
         pd.testing.assert_frame_equal(*(rows_by_step(tmp_path / root, file) for root in ("whole", "cut")))
+
+
+def test_a_deleted_metrics_csv_does_not_remove_the_rows_of_steps_csv_that_could_not_be_written(tmp_path):
+    root = tmp_path / "cut"
+    steps, metrics = (root / "logs/run/version_0" / name for name in ("steps.csv", "metrics.csv"))
+
+    def block():
+        steps.rename(root / "moved")
+        steps.mkdir()
+
+    with pytest.warns(UserWarning, match="rows could not be written"), pytest.raises(ValueError, match="logs"):
+        train("FabricLoop", 2, make_module=lambda: Edits(9, block), default_root_dir=root)
+    steps.rmdir()
+    (root / "moved").rename(steps)
+    metrics.unlink()
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows from before the checkpoint are missing"):
+        train("FabricLoop", 3, resume="last", default_root_dir=root)
+    assert steps_of(root, "steps.csv") == list(range(1, 19))
+    assert steps_of(root, "metrics.csv") == [18]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
