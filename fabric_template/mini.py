@@ -3276,16 +3276,17 @@ def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
         length: The number of rows that the loop has written. If the file has fewer complete lines,
             read the last line, too, because an editor may have removed its line break.
     """
-    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes, and may separate
-    # cells with semicolons or tabs.
+    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
-    *lines, last = text.split("\n")
-    header = lines[0] if lines else ""
+    header = text.split("\n", 1)[0]
     separator = next((mark for mark in ",;\t" if mark in header), ",")
-    reader: Any = partial(csv.DictReader, delimiter=separator, skipinitialspace=True)
-    rows = [read_cells(row) for row in reader(lines)]
-    if len(rows) < length and last.count(separator) == header.count(separator):
-        rows = [read_cells(row) for row in reader([*lines, last])]
+    if separator != ",":
+        # In some countries, they write decimal commas, and semicolons or tabs between cells.
+        text = text.replace(",", ".").replace(separator, ",")
+    *lines, last = text.split("\n")
+    rows = [read_cells(row) for row in csv.DictReader(lines)]
+    if len(rows) < length and last.count(",") == header.count(separator):
+        rows = [read_cells(row) for row in csv.DictReader([*lines, last])]
     return [row for row in rows if row]
 
 
@@ -3296,8 +3297,7 @@ def read_cells(row: dict[str, Any]) -> dict[str, Any]:
 def read_cell(cell: str) -> int | float | str:
     for kind in (int, float):
         with suppress(ValueError):
-            # Spreadsheet programs may write decimal commas.
-            return kind(cell.replace(",", "."))
+            return kind(cell)
     return cell
 
 
