@@ -140,7 +140,7 @@ OPEN_LOCKS: list[IO[str]] = []
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
     _attributes _step_module _start_parameters _synchronized _clipped _hparams _loss _outputs
-    _locks
+    _locks _bar
 """
 # MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
 # the loop.
@@ -313,6 +313,7 @@ class MiniLoop:
         self._logged_batch_size: Any = None  # The batch_size that a step passes to log().
         self._batches_in_window = 0  # The number of batches since the last optimizer step.
         self._batches: Any = None  # The current epoch's iterator over the training loader.
+        self._bar: Any = None  # The current epoch's progress bar.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
         # The RNG states, attributes, flags and options from the resumed checkpoint.
@@ -364,6 +365,7 @@ class MiniLoop:
                         self._restore(path, resumed, is_automatic=resume == "auto")
                     self._train()
             except KeyboardInterrupt:
+                self._stop_batches()
                 self._print_interruption()
                 if not is_interactive():
                     raise
@@ -596,7 +598,8 @@ class MiniLoop:
         bar.update(file=sys.stdout if is_notebook else sys.stderr)
         bar.update(initial=self.batches_done, total=None if length == math.inf else length)
         bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
-        for is_last, batch in self._timed(tqdm(self._batches, **bar)):
+        self._bar = ProgressBar(self._batches, **bar)
+        for is_last, batch in self._timed(self._bar):
             self._is_last = is_last
             yield self._move(batch)
         text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
@@ -732,15 +735,19 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _stop_batches(self) -> None:
-        """End the worker processes of an unfinished epoch."""
+        """End the worker processes of an unfinished epoch, and remove its progress bar."""
         # Without close(), garbage collection would end each process, which takes five seconds.
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = None
+        # In a notebook, the last error would keep the bar until the next error.
+        for part in (self._batches, self._bar):
+            if part is not None:
+                part.close()
+        self._batches = self._bar = None
 
     def _print_interruption(self) -> None:
         saved = f"To resume from step {self._saved_step}, write resume='last'."
-        saved = "No checkpoint was saved." if self._saved_step is None else saved
+        if self._saved_step is None:
+            saved = "No checkpoint was saved. To start again, create the model and the optimizer"
+            saved += " again."
         place = f"in epoch {self.current_epoch}, after step {self.global_step}"
         print(f"Ctrl-C: training stops {place}. {saved}")
 
@@ -1832,6 +1839,14 @@ class StepModule(nn.Module):
         return step(batch, batch_idx)
 
 
+class ProgressBar(tqdm):  # type: ignore[misc]
+    """A progress bar that stays hidden after ``tqdm.write`` until its next regular update."""
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> Any:
+        # Only tqdm.write() passes nolock=True. It would also show a bar that is not due yet.
+        return None if nolock else super().refresh(nolock, lock_args)
+
+
 def check(is_right: bool, text: str) -> None:
     if not is_right:
         raise ValueError(text)
@@ -2204,8 +2219,12 @@ def check_optimizer(optimizers: list[Any], own: set[nn.Parameter]) -> None:
     closure = inspect.signature(optimizers[0].step).parameters.get("closure")
     text = "optimizer: got an optimizer whose step() needs a closure. Use FabricLoop."
     check(closure is None or closure.default is not closure.empty, text)
+    parameters = parameters_of(optimizers[0])
+    text = "optimizer: got the parameters of another model, expected those of the model passed to"
+    text += " fit. After creating a new model, also create a new optimizer."
+    check(not own or not own.isdisjoint(parameters), text)
     text = "optimizer: got parameters that are not in the model, expected only the model's"
-    is_right = own.issuperset(parameters_of(optimizers[0]))
+    is_right = own.issuperset(parameters)
     check(is_right, f"{text} parameters. Assign them to an attribute of the model.")
 
 
@@ -2612,7 +2631,8 @@ def attributes_of(part: Any) -> dict[str, Any]:
         left_out = MODULE_ATTRIBUTES
         names, buffers = part._non_persistent_buffers_set, part._buffers.items()
         values.update((name, buffer) for name, buffer in buffers if name in names)
-    elif isinstance(part, MiniLoop):
+    elif is_loop(part):
+        # After importlib.reload(), an existing loop is no instance of the new MiniLoop class.
         left_out = LOOP_ATTRIBUTES
     elif isinstance(part, torch.optim.Optimizer):
         left_out = OPTIMIZER_ATTRIBUTES

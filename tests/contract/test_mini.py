@@ -1286,8 +1286,12 @@ ERRORS = {
         "optimizer: got None, expected an optimizer, such as Adam(",
     ),
     "other parameters": (
-        lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
+        lambda: fit_optimizer(lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)),
         "optimizer: got parameters that are not in the model, expected only the model's parameters.",
+    ),
+    "another model": (
+        lambda: fit_functions(optimizer=sgd(nn.Linear(1, 1))),
+        "optimizer: got the parameters of another model, expected those of the model passed to fit.",
     ),
     "optimizer": (lambda: fit_functions(optimizer="adam"), "optimizer: got str, expected one optimizer"),
     "None": (lambda: fit_functions(lambda net, batch: None), "training_step: got None at batch 0"),
