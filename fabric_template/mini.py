@@ -1367,9 +1367,16 @@ class MiniLoop:
         return newest, checkpoint
 
     def _find_newest(self, given: str) -> tuple[Path | None, dict[str, Any]]:
-        """Return the path and the content of the newest run's "last" or "best" checkpoint."""
+        """Return the path and the content of the newest run's "last" or "best" checkpoint.
+
+        If this loop has saved best.ckpt, "best" is this checkpoint, even if another run is newer.
+        """
         # Escape a version's name, because characters such as * and [ are special in glob patterns.
-        folders = self._checkpoints.glob(glob.escape(str(self.version)) if self.version else "*")
+        pattern = glob.escape(str(self.version)) if self.version else "*"
+        folders: Iterable[Path] = self._checkpoints.glob(pattern)
+        own = vars(self).get("checkpoint_dir")
+        if given == "best" and own is not None and (own / "best.ckpt").is_file():
+            folders = [own]
         # A run may have been killed after it saved best.ckpt and before it saved last.ckpt.
         names = ["best.ckpt"] if given == "best" else ["last.ckpt", "best.ckpt"]
         for folder in sorted(folders, key=age_of, reverse=True):

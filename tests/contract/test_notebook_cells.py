@@ -37,7 +37,7 @@ def fit(loop, action=None, at=None, seconds=0.0, **arguments):
 
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     train, val = torch.randn(5, 4, 3), torch.randn(2, 4, 3)
-    steps_of_loop = {"training_step": step, "validation_step": lambda model, batch: model(batch).mean()}
+    steps_of_loop = {"training_step": step, "validation_step": lambda model, batch: model(batch).square().mean()}
     loop.fit(net, list(train), list(val), optimizer=optimizer, **steps_of_loop, **arguments)
     return net
 
@@ -109,3 +109,15 @@ def test_an_optimizer_of_an_earlier_model_is_refused_with_the_reason(kind):
     optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optimizer: got .*parameters (of|from) another model"):
         loop.fit(nn.Linear(3, 1), [torch.ones(1, 3)], optimizer=optimizer, training_step=lambda net, batch: 0)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_best_is_the_best_checkpoint_of_the_same_loop_even_if_another_run_is_newer(kind):
+    loop_class, options = LOOPS[kind]
+    options = {"accelerator": "cpu", "monitor": "val_loss", **options}
+    first, second = loop_class(max_epochs=1, **options), loop_class(max_epochs=3, **options)
+    expected, newest = fit(first), fit(second)
+    for loop, weights in ((first, expected), (second, newest), (loop_class(**options), newest)):
+        net = nn.Linear(3, 1)
+        loop.validate(net, [torch.ones(1, 3)], validation_step=lambda net, batch: net(batch).mean(), load="best")
+        assert_same_weights(weights, net)
