@@ -384,13 +384,17 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     """Warn or raise an error if this run's settings differ from those of the saved run."""
     current = run_settings(run)
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
-    skipped = [name for name in ("batch size", "num_workers") if not saved.get(name)]
+    of_loaders = ("batch size", "num_workers", "number of batches")
+    skipped = [name for name in of_loaders if not saved.get(name)]
     # check_schedulers has already compared the schedulers.
     skipped.append("schedulers")
-    changed = [name for name in saved if name not in skipped and saved[name] != current[name]]
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
+    if not is_in_epoch:
+        # Between two epochs, users may add data.
+        skipped.append("number of batches")
+    changed = [name for name in saved if name not in skipped and saved[name] != current[name]]
     has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
-    for name in ("number of processes", "batch size"):
+    for name in ("number of processes", "batch size", "number of batches"):
         if is_in_epoch and name in changed and has_same_loaders:
             raise CheckpointError(
                 f"{run.plan.start.path}: this checkpoint was saved in the middle of an epoch, when"

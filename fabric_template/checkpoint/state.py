@@ -206,10 +206,12 @@ def states_of(run: Run, per_process: bool) -> dict[str, Any]:
 def run_settings(run: Run) -> dict[str, Any]:
     """Return settings that should not change when a run resumes, such as the batch size."""
     loaders = run.data.train.loaders if "train" in run.data.created else []
+    resumable = run.data.train.resumable if loaders else []
     return {
         "number of processes": run.fabric.world_size,
         "batch size": [getattr(loader, "batch_size", None) for loader in loaders],
         "num_workers": [getattr(loader, "num_workers", None) for loader in loaders],
+        "number of batches": [loader.length for loader in resumable],
         "optimizers": [type(optimizer).__name__ for optimizer in run.optimization.optimizers],
         "schedulers": [
             [type(config.scheduler).__name__, config.interval, config.frequency]

@@ -206,3 +206,20 @@ def test_resume_warns_about_a_different_batch_size_or_number_of_workers(kinds):
     text = r"resume: batch size was \[4\] and is now \[8\], num_workers was \[0\] and is now \[1\]\. The run continues"
     with pytest.warns(UserWarning, match=text):
         train(kinds[1], Layers(), 2, loader=make_loader(batch_size=8, num_workers=1), resume="last")
+
+
+class Longer(Layers):
+    """A model that stops training after the second batch of the second epoch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = self.trainer.current_epoch == 1 and batch_idx == 1
+
+
+@both_loops
+def test_within_an_epoch_resuming_with_a_different_number_of_batches_is_refused(kind):
+    train(kind, Longer(), 3, loader=make_loader(24))
+    with pytest.raises(ValueError, match=r"numbers? of batches.* (\[6\]|\(6, 1\)).*load="):
+        train(kind, Layers(), 3, loader=make_loader(16), resume="last")
+    train(kind, Layers(), 3, loader=make_loader(24), resume="last")
+    # Between two epochs, the number of batches may change.
+    train(kind, Layers(), 4, loader=make_loader(16), resume="last")
