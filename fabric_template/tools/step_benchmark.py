@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from ..data.tensor_loader import TensorLoader
+from ..distributed.signals import error_of_signal
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "rest")
 WARM_UP = 5
@@ -154,7 +155,11 @@ def time_steps(
         torch.set_num_threads(choice.get("threads", torch.get_num_threads()))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        make_loop(loop, choice, timer, folder).fit(**parts)
+        trial = make_loop(loop, choice, timer, folder)
+        trial.fit(**parts)
+        if trial.run is not None and trial.run.stop.signal is not None:
+            # In a notebook, fit returns after Ctrl-C.
+            raise error_of_signal(trial.run.stop.signal)
     if not timer.steps:
         expected = "expected more. Pass a longer loader, and remove options that end training early"
         raise ValueError(f"profile: got a training run of {timer.started} batches, {expected}.")

@@ -166,6 +166,8 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     if hasattr(signal, "SIGCHLD"):
         # Otherwise, torch's SIGCHLD handler would end this process if a DataLoader worker fails.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # After Ctrl-C, the parent process ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         # Run in a new thread, because OpenMP may hang in the main thread of a forked process.
         executor = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))

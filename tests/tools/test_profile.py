@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import random
 import re
+import signal
+import sys
 import time
 
 import lightning.pytorch as pl
@@ -203,3 +205,20 @@ def test_the_profile_command_writes_an_image(tmp_path, capsys):
     assert profile_command(loop, Classifier(), Data(), out="pictures/steps.png", steps=3) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("of 3 steps on cpu")
     assert [path.name for path in tmp_path.rglob("*.*")] == ["steps.png"]
+
+
+def test_ctrl_c_in_a_notebook_ends_profile_with_keyboard_interrupt(monkeypatch):
+    """Otherwise, profile would report that the loader is too short."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+    class Interrupted(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().training_step(batch, batch_idx)
+
+    model = Interrupted()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        FabricLoop(**quiet()).profile(model, make_loader())
+    assert all(map(torch.equal, before, model.parameters()))

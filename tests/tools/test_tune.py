@@ -1,6 +1,7 @@
 """Test that tune keeps faster settings and reports failed trials."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -58,6 +59,17 @@ def failure_of(function):
 
 
 # Running a function in a separate process
+
+
+def interrupt_this_process():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return "finished"
+
+
+def test_ctrl_c_is_left_to_the_parent_process():
+    """Otherwise, the child process would print a traceback as well."""
+    assert run_in_process(interrupt_this_process) == ("finished", "")
 
 
 def test_run_in_process_returns_the_reason_for_a_failure(monkeypatch):
