@@ -53,6 +53,7 @@ class SignalHandler:
         self._checked_at, self._checked_batch, self._next_batch = time.monotonic(), 0, 0
 
     def __enter__(self) -> SignalHandler:
+        self._pid = os.getpid()
         # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -77,7 +78,8 @@ class SignalHandler:
         if is_first:
             self.received, self._received_at = number, time.monotonic()
             self.is_check_due = True
-            if self._is_main:
+            # Loader workers, which are forked from this process, inherit this handler.
+            if self._is_main and os.getpid() == self._pid:
                 # Do not use sys.stderr, because this handler may interrupt a write to sys.stderr.
                 text = (
                     f"{signal.Signals(number).name}: stopping after this step. A second signal"
@@ -144,7 +146,6 @@ class SignalForwarder(SignalHandler):
     """Forwards the first signal to the child processes, which save a checkpoint and stop."""
 
     def __enter__(self) -> SignalForwarder:
-        self._pid = os.getpid()
         # In forked processes, reset the handled signals to SIG_DFL. Python's SIGINT handler would
         # raise KeyboardInterrupt, and torch would treat the interrupted process as successful.
         register_after_fork(self, SignalForwarder._restore_defaults)

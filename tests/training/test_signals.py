@@ -386,3 +386,24 @@ def test_a_run_stopped_mid_epoch_by_max_time_resumes_exactly(tmp_path, options, 
     assert history["epoch"].tolist() == list(range((at + 5) // 6))
     assert history["step"].tolist()[-1] == saved_step(tmp_path / "cut") == steps
     assert_resumes(tmp_path, whole, on_step, val_loader, **options)
+
+
+class SignalInWorker(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 0:
+            signal.raise_signal(signal.SIGINT)
+        return torch.ones(8), torch.tensor(1)
+
+
+def test_a_signal_that_reaches_only_a_loader_worker_prints_no_message(tmp_path, capfd):
+    """The worker inherits the signal handler, but does not end training."""
+
+    def loader():
+        return torch.utils.data.DataLoader(SignalInWorker(), batch_size=2, num_workers=1)
+
+    loop, _, history = fit(tmp_path, on_step, loader, loader, max_epochs=2, num_sanity_val_steps=0)
+    assert (loop.global_step, len(history)) == (4, 2)
+    assert "stopping" not in capfd.readouterr().err
