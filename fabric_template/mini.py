@@ -1209,6 +1209,8 @@ class MiniLoop:
         state, logged = self._attributes.get_changed_state(), self._torchmetrics.items()
         places = {id(part): place for place, part in self._attributes.refresh_parts().items()}
         state["torchmetrics"] = {key: places[id(m)] for key, m in logged if id(m) in places}
+        if is_in_epoch and self._epoch_start is not None:
+            self._attributes.add_start_values(self._epoch_start, state)
         of_process = {"rng": state, "epoch_start": self._epoch_start if is_in_epoch else None}
         of_process["before_next"] = self._before_next if is_in_epoch else None
         of_process |= {"sums": self._sums, "callback_metrics": self.callback_metrics}
@@ -2501,6 +2503,18 @@ class SavedAttributes:
                 names = [name for name in state if name in values]
                 rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
         return {**get_rng_state(), "parts": changed, "rebound": rebound}
+
+    def add_start_values(self, epoch_start: dict[str, Any], current: dict[str, Any]) -> None:
+        """Add the loader attributes that only this epoch has changed, with their old values.
+
+        A resumed run may get the same loader again, whose attributes have already changed.
+        """
+        for place in current["parts"].keys() & self._of_loaders.keys():
+            start, saved = self._starts[0].get(place, {}), epoch_start["parts"].get(place, {})
+            names = [n for n in current["parts"][place] if n in start and n not in saved]
+            added = {n: start[n] for n in names if not isinstance(start[n], Checksum)}
+            if added:
+                epoch_start["parts"][place] = {**saved, **added}
 
     def _encode_large(self, place: str, name: str, value: Any) -> Any:
         device = self._loop().fabric.device

@@ -67,6 +67,7 @@ REMOVED: Any = ("removed", None)
 # The digest of an attribute that is saved even if it does not change.
 ALWAYS_SAVED: Any = ("always", None)
 _SMALL_BYTES = 10 * 2**20
+_SMALLEST_BYTES = 100_000
 _NOT_CREATED = (
     "it does not exist in the resumed run. The saved run may have created it during training"
 )
@@ -403,6 +404,16 @@ class PlainState:
             # The code of a user's class may raise any error.
             with suppress(Exception):
                 found[place] = self._digest(value)
+        return found
+
+    def small_values(self) -> dict[Place, Any]:
+        """Return the attributes of at most 100 kB, in encoded form."""
+        found: dict[Place, Any] = {}
+        for place, value in self.attributes():
+            # Values of other types cannot be saved.
+            with suppress(Exception):
+                if check_size(value) <= _SMALLEST_BYTES:
+                    found[place] = encode(value, self._device)
         return found
 
     def _digest(self, value: Any) -> Any:

@@ -120,6 +120,7 @@ class ResumableLoader:
         self.is_sticky = False
         found = parts_of_loader(loader) if is_saved else {}
         self._plain_states = {name: PlainState(parts) for name, parts in found.items()}
+        self._start_values = {n: part.small_values() for n, part in self._plain_states.items()}
         # Whether the first epoch is over.
         self._has_continued = False
 
@@ -366,16 +367,20 @@ class ResumableLoader:
         # With a map-style dataset and no workers, a resumed run skips samples without calling
         # __getitem__. Therefore, save the attributes that __getitem__ may have changed.
         is_skipped_by_index = self._is_indexed and not self.workers
+        plain = self._plain(has_attributes=is_skipped_by_index or not is_per_batch)
         state = {
             "is_in_pass": (is_in_pass or not self.is_used) and "iter" in self._snapshots,
             "passes": self.passes,
             "batches": self.batches,
             "is_finished": self.is_finished,
-            "snapshots": dict(self._snapshots),
+            "snapshots": {
+                name: self._with_start_values(snapshot, plain)
+                for name, snapshot in self._snapshots.items()
+            },
             "workers": list(self.workers),
             "workers_at_start": self._workers_at_start,
             "is_indexed": self._is_indexed,
-            **self._plain(has_attributes=is_skipped_by_index or not is_per_batch),
+            **plain,
             "restart_problem": self.restart_problem if self._has_continued or is_over else "",
         }
         if self._stream is not None:
@@ -454,6 +459,24 @@ class ResumableLoader:
         if self._find_model_state is not None:
             captured["model"] = self._find_model_state().state_dict(is_small=True)
         return captured
+
+    def _with_start_values(
+        self, snapshot: dict[str, Any], current: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Add the attributes that have changed only since the snapshot, with their old values.
+
+        A resumed run may get the same loader again, whose attributes have already changed.
+        """
+        result = snapshot
+        for name, start in self._start_values.items():
+            if name not in snapshot:
+                continue
+            saved = snapshot[name]["attributes"]
+            places = [p for p in current[name]["attributes"] if p in start and p not in saved]
+            if places:
+                attributes = {**saved, **{place: start[place] for place in places}}
+                result = {**result, name: {**snapshot[name], "attributes": attributes}}
+        return result
 
     def _restore(self, captured: dict[str, Any]) -> None:
         if "rng" in captured:

@@ -369,3 +369,51 @@ def test_a_mini_loop_and_its_loader_are_freed_without_garbage_collection(tmp_pat
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
+
+
+class CountingSampler(torch.utils.data.Sampler):
+    """A sampler whose __iter__ method counts the epochs, on which the order depends."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(40, generator=generator).tolist())
+
+
+@both_loops
+def test_a_run_interrupted_in_its_first_epoch_resumes_exactly_with_the_same_sampler(tmp_path, kind):
+    def train(name, fail_at, parts, **arguments):
+        steps = []
+
+        def training_step(net, batch):
+            steps.append(1)
+            if len(steps) == fail_at:
+                raise KilledError
+            return cross_entropy(net(batch[0]), batch[1])
+
+        options = {"enable_progress_bar": False, "enable_model_summary": False} if kind is FabricLoop else {}
+        options |= {"validate_every_n_steps": 2, "default_root_dir": tmp_path / name, "accelerator": "cpu"}
+        net, optimizer, loader = parts
+        val = DataLoader(make_data(8), batch_size=4)
+        steps_of_loop = {"training_step": training_step, "validation_step": lambda net, batch: net(batch[0]).mean()}
+        kind(max_epochs=3, **options).fit(net, loader, val, optimizer=optimizer, **steps_of_loop, **arguments)
+
+    def make_parts():
+        torch.manual_seed(1)
+        net = torch.nn.Linear(8, 3)
+        loader = DataLoader(make_data(40), batch_size=4, sampler=CountingSampler())
+        return net, torch.optim.Adam(net.parameters(), lr=0.1), loader
+
+    whole, parts = make_parts(), make_parts()
+    train("whole", None, whole)
+    with pytest.raises(KilledError):
+        train("run", 6, parts)
+    train("run", None, parts, resume="last")
+    assert parts[2].sampler.epoch == whole[2].sampler.epoch
+    assert all(map(torch.equal, parts[0].parameters(), whole[0].parameters()))
