@@ -564,6 +564,12 @@ class StrategyAPI:
     def optimizers(self, optimizers: list[Any]) -> None:
         self._loop.optimizers = optimizers
 
+    def setup_optimizers(self, trainer: Any = None) -> None:
+        """Call ``configure_optimizers`` again, for example after a hook has added parameters."""
+        optimization = self._loop.require_run("setup_optimizers").optimization
+        optimization.configure()
+        optimization.setup()
+
     def optimizer_step(self, optimizer: Any, closure: Any, **kwargs: Any) -> Any:
         run = self._loop.require_run("optimizer_step")
         return run.optimization.optimizer_step(optimizer, closure, **kwargs)

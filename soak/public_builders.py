@@ -7,6 +7,7 @@ module and the arguments of ``fit``. Some packages have estimators that create t
 
 import contextlib
 import importlib
+import inspect
 from functools import partial
 
 import numpy as np
@@ -707,7 +708,204 @@ def build_torch_uncertainty():
     return {case.__name__: case for case in cases}
 
 
+def build_anomalib():
+    import timm
+    from anomalib import models
+    from anomalib.data import ImageBatch
+    from anomalib.metrics import AUROC, Evaluator, F1Max
+
+    size = 64
+    images = random_numbers(8, 3, size, size).sigmoid()
+    masks = torch.zeros(8, size, size)
+    masks[::2, 8:24, 8:24] = 1
+    create_model = timm.create_model
+
+    def create_untrained(*args, pretrained=False, **options):
+        return create_model(*args, pretrained=False, **options)
+
+    def collate(samples):
+        images, masks = (torch.stack(column) for column in zip(*samples, strict=True))
+        return ImageBatch(image=images, gt_mask=masks, gt_label=masks.amax((1, 2)).int())
+
+    def make_evaluator():
+        fields = ["pred_score", "gt_label"]
+        return Evaluator(val_metrics=[AUROC(fields), F1Max(fields, prefix="image_")])
+
+    options = {
+        "Padim": {"layers": ["layer1", "layer2"], "n_features": 8},
+        "Patchcore": {"backbone": "resnet18", "num_neighbors": 2},
+        "Dfm": {"backbone": "resnet18"},
+        "Dfkde": {"n_pca_components": 2},
+        "Fastflow": {"flow_steps": 2},
+        "Cflow": {
+            "backbone": "resnet18",
+            "layers": ["layer2", "layer3"],
+            "coupling_blocks": 2,
+            "fiber_batch_size": 4,
+        },
+        "Stfpm": {},
+        "ReverseDistillation": {"backbone": "resnet18"},
+        "Fre": {"backbone": "resnet18", "input_dim": 256 * 2 * 2, "latent_dim": 8},
+        "Ganomaly": {"batch_size": 2, "n_features": 8, "latent_vec_size": 4},
+    }
+
+    def case(name):
+        timm.create_model = create_untrained
+        kind = getattr(models, name)
+        model = kind(
+            **options[name],
+            **(
+                {"pre_trained": False}
+                if "pre_trained" in inspect.signature(kind).parameters
+                else {}
+            ),
+            pre_processor=kind.configure_pre_processor((size, size)),
+            evaluator=make_evaluator(),
+            visualizer=False,
+        )
+        dataset = TensorDataset(images, masks)
+        return model, loaders_of(dataset, batch_size=2, collate_fn=collate)
+
+    return {name: partial(case, name) for name in options}
+
+
+def build_prototorch():
+    import prototorch as pt
+    from prototorch import models
+
+    features, labels = random_numbers(24, 3), torch.arange(24) % 3
+
+    def case(name):
+        class_options = {"distribution": {"num_classes": 3, "per_class": 2}, "lr": 0.05}
+        hparams = {
+            "num_prototypes": 6,
+            "lr": 0.05,
+            "input_dim": 3,
+            "latent_dim": 2,
+            "shape": (2, 3),
+        }
+        hparams |= {"insert_freq": 1, "variance": 1.0, "lambda": 0.1, "transfer_fn": "sigmoid_beta"}
+        if name not in ("NeuralGas", "GrowingNeuralGas", "KohonenSOM"):
+            hparams |= class_options
+            start = pt.initializers.SMCI([features, labels], noise=0.1)
+        else:
+            start = pt.initializers.ZCI(3) if name == "KohonenSOM" else None
+            start = start or pt.initializers.RandomNormalCompInitializer(3)
+        options = {"prototypes_initializer": start}
+        if name == "CBC":
+            hparams["num_classes"] = 3
+            hparams["distribution"] = [6]
+            options = {"components_initializer": pt.initializers.SSCI([features, labels])}
+            options["reasonings_initializer"] = pt.initializers.PPRI(components_first=True)
+        if name == "scheduled":
+            name, options["lr_scheduler"] = "GMLVQ", torch.optim.lr_scheduler.ExponentialLR
+            options["lr_scheduler_kwargs"] = {"gamma": 0.9}
+        model = getattr(models, name)(hparams, **options)
+        arguments = loaders_of(TensorDataset(features, labels))
+        del arguments["val_dataloaders"]
+        return model, arguments
+
+    names = ("GLVQ", "GMLVQ", "LGMLVQ", "GTLVQ", "CELVQ", "RSLVQ", "SLVQ", "CBC", "LVQ21")
+    names += ("MedianLVQ", "NeuralGas", "GrowingNeuralGas", "KohonenSOM", "scheduled")
+    return {name: partial(case, name) for name in names}
+
+
+def build_torchgeo():
+    from torchgeo import trainers
+
+    size = 32
+    images = random_numbers(12, 3, size, size).sigmoid()
+    masks = random_classes(12 * size * size, 3).reshape(12, size, size)
+    pairs = random_numbers(12, 2, 3, size, size)
+    corners = torch.tensor([[2.0, 2.0, 20.0, 24.0], [8.0, 4.0, 30.0, 30.0]])
+
+    class Objects(Samples):
+        """Images with two boxes each, and a mask per box."""
+
+        def __getitem__(self, index):
+            shift = torch.tensor([0, 0, index % 2, 1])
+            boxes = torch.zeros(2, size, size, dtype=torch.uint8)
+            boxes[0, 2:24, 2:20], boxes[1, 4:30, 8:30] = 1, 1
+            sample = super().__getitem__(index)
+            sample |= {"bbox_xyxy": corners + shift, "mask": boxes}
+            return sample | {"label": torch.tensor([1, 1 + index % 2])}
+
+    def collate(samples):
+        batch = {key: [sample[key] for sample in samples] for key in samples[0]}
+        return {**batch, "image": torch.stack(batch["image"])}
+
+    def objects(**options):
+        return loaders_of(Objects(image=images[:6]), batch_size=2, collate_fn=collate)
+
+    def views():
+        arguments = loaders_of(Samples(image=images))
+        del arguments["val_dataloaders"]
+        return arguments
+
+    small = {"model": "resnet18"}
+    bank = {"memory_bank_size": 16, "size": size, "output_dim": 8, "hidden_dim": 16}
+    labels, mask = {"image": images, "label": random_classes(12, 3)}, {"image": images}
+    mask["mask"] = masks
+    several = {"image": images, "label": random_classes(36, 2).reshape(12, 3)}
+    scenes = {"image": pairs, "mask": masks[:, None] % 2}
+    return {
+        "classification": lambda: (
+            trainers.ClassificationTask(**small, num_classes=3),
+            loaders_of(Samples(**labels)),
+        ),
+        "frozen_classification": lambda: (
+            trainers.ClassificationTask(**small, num_classes=3, loss="focal", freeze_backbone=True),
+            loaders_of(Samples(**labels)),
+        ),
+        "multilabel": lambda: (
+            trainers.ClassificationTask(
+                **small, task="multilabel", num_labels=3, loss="bce", patience=0
+            ),
+            loaders_of(Samples(**several)),
+        ),
+        "regression": lambda: (
+            trainers.RegressionTask(**small, patience=0),
+            loaders_of(Samples(image=images, label=random_numbers(12))),
+        ),
+        "pixelwise": lambda: (
+            trainers.PixelwiseRegressionTask("unet", "resnet18", loss="mae"),
+            loaders_of(Samples(image=images, mask=random_numbers(12, size, size))),
+        ),
+        "segmentation": lambda: (
+            trainers.SemanticSegmentationTask("unet", "resnet18", num_classes=3),
+            loaders_of(Samples(**mask)),
+        ),
+        "deeplab": lambda: (
+            trainers.SemanticSegmentationTask(
+                "deeplabv3+", "resnet18", num_classes=3, loss="jaccard", ignore_index=0
+            ),
+            loaders_of(Samples(**mask)),
+        ),
+        "change": lambda: (
+            trainers.ChangeDetectionTask("fcsiamdiff", "resnet18"),
+            loaders_of(Samples(**scenes)),
+        ),
+        "faster_rcnn": lambda: (
+            trainers.ObjectDetectionTask("faster-rcnn", "resnet18", num_classes=3),
+            objects(),
+        ),
+        "retinanet": lambda: (
+            trainers.ObjectDetectionTask("retinanet", "resnet18", num_classes=3),
+            objects(),
+        ),
+        "mask_rcnn": lambda: (trainers.InstanceSegmentationTask(num_classes=3), objects()),
+        "byol": lambda: (trainers.BYOLTask(**small), views()),
+        "simclr": lambda: (trainers.SimCLRTask(**small, lr=0.1, **bank), views()),
+        "moco2": lambda: (trainers.MoCoTask(**small, version=2, lr=0.1, **bank), views()),
+        "moco3": lambda: (
+            trainers.MoCoTask(**small, version=3, lr=0.1, **{**bank, "memory_bank_size": 0}),
+            views(),
+        ),
+    }
+
+
 BUILDERS = {
+    "anomalib": build_anomalib,
     "chemprop": build_chemprop,
     "darts": build_darts,
     "deeptab": build_deeptab,
@@ -717,7 +915,9 @@ BUILDERS = {
     "lightning-uq-box": build_lightning_uq_box,
     "mlcolvar": build_mlcolvar,
     "neuralforecast": build_neuralforecast,
+    "prototorch-models": build_prototorch,
     "pytorch-forecasting": build_pytorch_forecasting,
     "scvi-tools": build_scvi,
+    "torchgeo": build_torchgeo,
     "torch-uncertainty": build_torch_uncertainty,
 }

@@ -83,6 +83,12 @@ def set_random_states(seed):
     torch.manual_seed(seed)
 
 
+def options_for(model):
+    """Add the arguments of Trainer that the models of anomalib ask for."""
+    wanted = getattr(model, "trainer_arguments", {})
+    return {**OPTIONS, **wanted, "max_epochs": OPTIONS["max_epochs"]}
+
+
 def trainer_class(model):
     """Return the Trainer class from the same package as the module's base class."""
     if any(base.__module__.startswith("pytorch_lightning.") for base in type(model).__mro__):
@@ -104,7 +110,7 @@ def train_with_trainer(case, folder, ckpt_path=None, seed=None):
         saver = pytorch_lightning.callbacks.ModelCheckpoint(
             folder / "trainer", "{epoch}", save_top_k=-1, monitor=None
         )
-    trainer = kind(logger=False, callbacks=[saver], default_root_dir=folder, **OPTIONS)
+    trainer = kind(logger=False, callbacks=[saver], default_root_dir=folder, **options_for(model))
     if seed is not None:
         set_random_states(seed)
     trainer.fit(model, ckpt_path=ckpt_path, weights_only=False, **arguments)
@@ -122,7 +128,7 @@ def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None,
         default_root_dir=folder,
         save_every_n_steps=every,
         callbacks=[places],
-        **OPTIONS,
+        **options_for(model),
     )
     if seed is not None:
         set_random_states(seed)
@@ -333,9 +339,10 @@ def try_module(case, folder, generator, options):
 
 def try_crossing(case, folder, names, trainer):
     """Continue each engine's checkpoint from the end of the first epoch with the other engine."""
-    if isinstance(trainer, str):
+    file = folder / "a" / "trainer" / "epoch=0.ckpt"
+    # Trainer saves nothing while a module takes no optimizer step.
+    if isinstance(trainer, str) or not file.exists():
         return {}
-    (file,) = (folder / "a" / "trainer").glob("epoch=0.ckpt")
     starts = [i for i, name in enumerate(names) if name == "on_train_epoch_start"]
     where = folder / "first_epoch"
     run_process(where, train_with_loop, case, where, None, starts[1])

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+# Trainer refuses these hooks only in the stages that would call them.
+REMOVED_HOOKS = {
+    "fit": ("training_epoch_end", "validation_epoch_end"),
+    "validate": ("validation_epoch_end",),
+    "test": ("test_epoch_end",),
+}
 
 
 def check_call(plan: Plan) -> None:
@@ -102,7 +108,7 @@ def check_step(plan: Plan, step: str) -> None:
             f" False` and access your optimizers in `{step}` with `opt1, opt2, ... ="
             " self.optimizers()`."
         )
-    for old in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+    for old in REMOVED_HOOKS[plan.stage]:
         if plan.is_lightning_module and callable(getattr(plan.model, old, None)):
             raise NotImplementedError(
                 f"Support for `{old}` has been removed in v2.0.0. `{name}` implements this method."

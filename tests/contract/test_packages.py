@@ -220,6 +220,48 @@ def test_a_callback_can_replace_the_optimizer_through_the_strategy():
     assert [type(optimizer) for optimizer in loop.optimizers] == [torch.optim.Adam]
 
 
+class Grows(Classifier):
+    """Adds a parameter at the end of an epoch, and makes a new optimizer for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.offsets = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3))])
+
+    def forward(self, x):
+        return super().forward(x) + sum(self.offsets)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    def on_train_epoch_end(self):
+        self.offsets.append(torch.nn.Parameter(torch.full((3,), 0.1 * len(self.offsets))))
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def test_a_module_can_set_up_its_optimizers_again():
+    trainer, _, loop, module = both(Grows)
+    assert len(module.offsets) == 3
+    assert not torch.equal(module.offsets[1], torch.full((3,), 0.1))
+    optimizers = trainer.optimizers[0], loop.optimizers[0]
+    assert [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers] == [7, 7]
+
+
+class OldTestHook(Classifier):
+    def test_epoch_end(self, outputs):
+        raise AssertionError
+
+    test_step = Classifier.validation_step
+
+
+def test_a_removed_hook_is_refused_only_in_its_stage():
+    trainer, _, loop, module = both(OldTestHook)
+    loop.validate(module, val(), verbose=False)
+    for engine in (trainer, loop):
+        with pytest.raises(NotImplementedError, match="Support for `test_epoch_end`"):
+            engine.test(module, val(), verbose=False)
+
+
 class ShuffledByEpoch(torch.utils.data.IterableDataset):
     """Shuffles with the epoch number as the seed."""
 
