@@ -355,7 +355,8 @@ class MiniLoop:
         version = self._choose_version(path, resumed)
         with ExitStack() as stack:
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
-            stack.enter_context(self._prepared_model("fit", path, checkpoint))
+            is_resumed = resume is not None
+            stack.enter_context(self._prepared_model("fit", path, checkpoint, is_resumed))
             self._attributes.record_start_values()
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
@@ -1760,7 +1761,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(
-        self, stage: str, path: Path | None, checkpoint: dict[str, Any]
+        self, stage: str, path: Path | None, checkpoint: dict[str, Any], is_resumed: bool = False
     ) -> Iterator[None]:
         """Move the model to the device for a ``with`` block, and load weights from a checkpoint."""
         network, strategy = self.network, self.fabric.strategy
@@ -1769,7 +1770,7 @@ class MiniLoop:
             self._precision.convert_module(network)
         strategy.module_to_device(network)
         if checkpoint:
-            self._load_weights(checkpoint.get("state_dict", checkpoint), path)
+            self._load_weights(checkpoint.get("state_dict", checkpoint), path, is_resumed)
         self._step_module: Any = StepModule(network)
         self._synchronized = {part for part in network.parameters() if part.requires_grad}
         if self._synchronized:
@@ -1809,11 +1810,17 @@ class MiniLoop:
             if is_running(trainer):
                 self.model.trainer = trainer
 
-    def _load_weights(self, weights: dict[str, Any], path: Path | None) -> None:
+    def _load_weights(self, weights: dict[str, Any], path: Path | None, is_resumed: bool) -> None:
         text = f"{path}: expected a dict that maps names to weights. Pass a saved state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
+        for name, buffer in self._unwrapped.named_buffers() if is_resumed else ():
+            # The saved run may have assigned a tensor of another dtype to a buffer. Without this
+            # conversion, load_state_dict would round the saved values.
+            dtype = getattr(weights.get(name), "dtype", buffer.dtype)
+            if buffer.dtype != dtype:
+                buffer.data = buffer.data.to(dtype)
         try:
             is_strict = getattr(self.model, "strict_loading", True)
             found = self._unwrapped.load_state_dict(weights, is_strict)

@@ -110,6 +110,8 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
+    if run.plan.start.resumes:
+        restore_buffer_dtypes(target, weights)
     try:
         found = target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -167,6 +169,17 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
         buffers = modules[place]._buffers if place in modules else {}
         if buffer in buffers and buffers[buffer] is None:
             buffers[buffer] = torch.empty_like(value, device=device)
+
+
+def restore_buffer_dtypes(network: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Convert buffers to their saved dtypes. load_state_dict would round the saved values.
+
+    The dtypes differ if the saved run assigned a tensor of another dtype to a buffer.
+    """
+    for name, buffer in network.named_buffers():
+        dtype = getattr(weights.get(name), "dtype", buffer.dtype)
+        if buffer.dtype != dtype:
+            buffer.data = buffer.data.to(dtype)
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:

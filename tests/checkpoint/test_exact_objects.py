@@ -523,6 +523,23 @@ class AddsBuffers(Model):
         return super().training_step(batch, batch_idx) * (scale + self.net[0].count) / 10 * len(names)
 
 
+class ChangesDtypes(Model):
+    """Assigns tensors of other dtypes to its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+        self.net[0].register_buffer("count", torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.total = self.total.double() + loss.detach() / 3
+        self.hidden = self.hidden.double() + self.total
+        self.net[0].count = self.net[0].count.long() + 1
+        return loss * (self.total + self.hidden + self.net[0].count / 3).float()
+
+
 class WarmsUp(Model):
     """Freezes and changes its modules in on_train_start, and undoes these changes later."""
 
@@ -770,6 +787,11 @@ def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, na
     with pytest.raises(KilledError):
         train(kind, tmp_path / "cut", CASES[name], kill_at=batches)
     assert train(kind, tmp_path / "cut", CASES[name], resume="last") == whole
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_resumed_run_restores_the_dtypes_of_buffers(tmp_path, kind):
+    assert_resumes(kind, tmp_path, shuffled(ChangesDtypes))
 
 
 @pytest.mark.parametrize("name", ["constants", "views that cannot be changed in place", "running metric"])
