@@ -769,6 +769,250 @@ def build_anomalib():
     return {name: partial(case, name) for name in options}
 
 
+class Net(importlib.import_module("lightning.pytorch").LightningModule):
+    """A small module for packages that have losses, data sets or schedulers, but no modules."""
+
+    def __init__(self, network, loss, make_optimizers=None):
+        super().__init__()
+        self.network, self.loss = network, loss
+        self.make_optimizers = make_optimizers or self.make_adam
+
+    @staticmethod
+    def make_adam(module):
+        return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.network(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(self.network(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return self.make_optimizers(self)
+
+
+def make_convolutions(inputs, outputs, dimensions=2):
+    kinds = {2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}
+    convolution, norm = kinds[dimensions]
+    layers = convolution(inputs, 4, 3, padding=1), norm(4), nn.ReLU(), nn.Dropout(0.1)
+    return nn.Sequential(*layers, convolution(4, outputs, 1))
+
+
+def build_monai():
+    from monai import data, losses, metrics, transforms
+
+    size = 12
+    images = random_numbers(12, 1, size, size).sigmoid().numpy()
+    masks = (images > 0.5).astype(np.float32)
+    files = [{"image": image, "label": mask} for image, mask in zip(images, masks, strict=True)]
+
+    def make_transforms():
+        both = ["image", "label"]
+        return transforms.Compose([
+            transforms.ScaleIntensityd("image"),
+            transforms.RandFlipd(both, 0.5, spatial_axis=0),
+            transforms.RandSpatialCropd(both, (8, 8), random_size=False),
+            transforms.RandGaussianNoised("image", 0.5, std=0.1),
+            transforms.OneOf([transforms.RandScaleIntensityd("image", 0.5, 1.0),
+                              transforms.RandShiftIntensityd("image", 0.5, 1.0)]),
+        ])  # fmt: skip
+
+    class Segmentation(Net):
+        """A module as in MONAI's tutorials, with one of its cumulative metrics."""
+
+        def __init__(self):
+            super().__init__(make_convolutions(1, 1), losses.DiceCELoss(sigmoid=True))
+            self.dice = metrics.DiceMetric(include_background=True, reduction="mean")
+
+        def unpack(self, batch):
+            return batch["image"], batch["label"]
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(self.unpack(batch), batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            image, label = self.unpack(batch)
+            super().validation_step((image, label), batch_idx)
+            self.dice(y_pred=self.network(image).sigmoid() > 0.5, y=label)
+
+        def on_validation_epoch_end(self):
+            self.log("val_dice", self.dice.aggregate().item())
+            self.dice.reset()
+
+    def case(kind, workers=0, loader=data.DataLoader, **options):
+        random_transforms = make_transforms().set_random_state(0)
+        dataset = getattr(data, kind)(files, random_transforms, **options)
+        shuffle = None if kind == "ShuffleBuffer" else True
+        train = loader(dataset, batch_size=3, shuffle=shuffle, num_workers=workers)
+        val = data.Dataset(files, transforms.ScaleIntensityd("image"))
+        return Segmentation(), {"train_dataloaders": train, "val_dataloaders": DataLoader(
+            val, 3, collate_fn=data.list_data_collate)}  # fmt: skip
+
+    cached = {"cache_num": 6, "progress": False}
+    return {
+        "dataset": partial(case, "Dataset"),
+        "cache": partial(case, "CacheDataset", **cached),
+        "smart_cache": partial(
+            case, "SmartCacheDataset", replace_rate=0.5, shuffle=False, **cached
+        ),
+        "shuffled": partial(case, "ShuffleBuffer", seed=3),
+        "workers": partial(case, "Dataset", workers=2),
+        "thread": partial(case, "Dataset", loader=data.ThreadDataLoader),
+    }
+
+
+def build_torchio():
+    import torchio
+
+    def subjects():
+        images = random_numbers(6, 1, 8, 8, 8)
+        return [
+            torchio.Subject(
+                image=torchio.ScalarImage(tensor=image), label=torchio.LabelMap(tensor=image > 0)
+            )
+            for image in images
+        ]
+
+    transform = torchio.Compose([
+        torchio.RandomFlip(axes=(0, 1)), torchio.RandomNoise(std=0.1), torchio.RandomGamma(),
+    ])  # fmt: skip
+
+    class Volumes(Net):
+        def __init__(self):
+            loss = nn.BCEWithLogitsLoss()
+            super().__init__(make_convolutions(1, 1, 3), loss)
+
+        def unpack(self, batch):
+            return batch["image"][torchio.DATA].float(), batch["label"][torchio.DATA].float()
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(self.unpack(batch), batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(self.unpack(batch), batch_idx)
+
+    def loaders(dataset, **options):
+        val = torchio.SubjectsLoader(torchio.SubjectsDataset(subjects()), batch_size=2)
+        train = torchio.SubjectsLoader(dataset, batch_size=2, **options)
+        return {"train_dataloaders": train, "val_dataloaders": val}
+
+    def volumes():
+        return Volumes(), loaders(torchio.SubjectsDataset(subjects(), transform), shuffle=True)
+
+    def queue():
+        dataset = torchio.SubjectsDataset(subjects(), transform)
+        sampler = torchio.UniformSampler(4)
+        patches = torchio.Queue(dataset, 6, 2, sampler, num_workers=0)
+        return Volumes(), loaders(patches)
+
+    def ordered_queue():
+        dataset = torchio.SubjectsDataset(subjects(), transform)
+        sampler = torchio.LabelSampler(4, "label")
+        options = {"num_workers": 0, "shuffle_subjects": False, "shuffle_patches": False}
+        return Volumes(), loaders(torchio.Queue(dataset, 4, 2, sampler, **options))
+
+    return {case.__name__: case for case in (volumes, queue, ordered_queue)}
+
+
+def build_pytorch_metric_learning():
+    from pytorch_metric_learning import losses, miners, samplers
+
+    features, labels = random_numbers(36, 6), torch.arange(36) % 4
+
+    def network():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    class Mined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.miner, self.loss = miners.MultiSimilarityMiner(), losses.TripletMarginLoss()
+
+        def forward(self, embeddings, labels):
+            return self.loss(embeddings, labels, self.miner(embeddings, labels))
+
+    makers = {
+        "memory": lambda: losses.CrossBatchMemory(losses.ContrastiveLoss(), 4, memory_size=20),
+        "mined": Mined,
+        "proxy_anchor": lambda: losses.ProxyAnchorLoss(4, 4),
+        "arc_face": lambda: losses.ArcFaceLoss(4, 4),
+        "soft_triple": lambda: losses.SoftTripleLoss(4, 4, centers_per_class=2),
+        "supervised": lambda: losses.SupConLoss(),
+        "npairs": lambda: losses.NPairsLoss(),
+    }
+
+    def case(name):
+        sampler = samplers.MPerClassSampler(labels, 4, length_before_new_iter=36)
+        dataset = TensorDataset(features, labels)
+        arguments = loaders_of(dataset, batch_size=8)
+        arguments["train_dataloaders"] = DataLoader(dataset, 8, sampler=sampler, drop_last=True)
+        del arguments["val_dataloaders"]
+        return Net(network(), makers[name]()), arguments
+
+    return {name: partial(case, name) for name in makers}
+
+
+def build_timm():
+    import timm
+    from timm import loss, optim, scheduler, utils
+    from timm.data.mixup import Mixup
+
+    class Images(Net):
+        """An image classifier with mixup, weights averaged by EMA, and a scheduler of timm."""
+
+        def __init__(self, model="resnet10t", optimizer="adamw", schedule="cosine", **options):
+            network = timm.create_model(model, num_classes=3, drop_path_rate=0.1, **options)
+            super().__init__(network, loss.LabelSmoothingCrossEntropy())
+            self.optimizer, self.schedule = optimizer, schedule
+            self.ema = utils.ModelEmaV2(network, decay=0.9)
+            self.mixup = Mixup(0.8, 1.0, num_classes=3)
+            self.soft_loss = loss.SoftTargetCrossEntropy()
+
+        def training_step(self, batch, batch_idx):
+            images, targets = self.mixup(*batch)
+            value = self.soft_loss(self.network(images), targets)
+            self.log("train_loss", value)
+            return value
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.ema.update(self.network)
+
+        def configure_optimizers(self):
+            optimizer = optim.create_optimizer_v2(
+                self.network, opt=self.optimizer, lr=0.01, weight_decay=0.05, layer_decay=0.8
+            )
+            if self.schedule is None:
+                return optimizer
+            if self.schedule == "cosine":
+                schedule = scheduler.CosineLRScheduler(
+                    optimizer, 3, noise_range_t=(0, 3), warmup_t=1, warmup_lr_init=0.001
+                )
+            else:
+                schedule = scheduler.PlateauLRScheduler(optimizer, patience_t=0)
+            return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
+
+        def lr_scheduler_step(self, scheduler, metric):
+            value = self.trainer.callback_metrics.get("val_loss")
+            scheduler.step(self.current_epoch + 1, metric=value)
+
+    dataset = TensorDataset(random_numbers(16, 3, 32, 32), random_classes(16, 3))
+
+    def case(**options):
+        return Images(**options), loaders_of(dataset)
+
+    names = ("lookahead_adamw", "lamb", "adopt", "cadamw", "mars", "muon", "adafactorbv", "lion")
+    cases = {name: partial(case, optimizer=name, schedule=None) for name in names}
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    transformer = {"model": "vit_tiny_patch16_224", **small}
+    return {
+        "cosine": case,
+        "plateau": partial(case, schedule="plateau"),
+        "transformer": partial(case, **transformer),
+        **cases,
+    }
+
+
 def build_prototorch():
     import prototorch as pt
     from prototorch import models
@@ -914,10 +1158,14 @@ BUILDERS = {
     "lightly": build_lightly,
     "lightning-uq-box": build_lightning_uq_box,
     "mlcolvar": build_mlcolvar,
+    "monai": build_monai,
     "neuralforecast": build_neuralforecast,
     "prototorch-models": build_prototorch,
     "pytorch-forecasting": build_pytorch_forecasting,
+    "pytorch-metric-learning": build_pytorch_metric_learning,
     "scvi-tools": build_scvi,
     "torchgeo": build_torchgeo,
+    "torchio": build_torchio,
+    "timm": build_timm,
     "torch-uncertainty": build_torch_uncertainty,
 }
