@@ -2051,6 +2051,9 @@ def to_metric(name: str, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             found, fix = f"a tensor of shape {tuple(value.shape)}", f"Log {name}.mean()."
         raise ValueError(f"log {name!r}: got {found}, expected one number. {fix}")
+    if isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        # A checkpoint cannot contain subclasses of Tensor, such as MONAI's MetaTensor.
+        value = value.as_subclass(Tensor)
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -2692,9 +2695,11 @@ def is_installed(part: Any) -> bool:
 
 
 def objects_in(
-    part: Any, known: set[int], network: set[int] | None = None, depth: int = 3
+    part: Any, known: set[int], network: set[int] | None = None, depth: int = 6
 ) -> dict[str, Any]:
     """Return the objects in an object's attributes, at most three levels deep, keyed by path.
+
+    Objects of installed packages, such as nested transforms, count as half a level.
 
     Args:
         known: The ids of objects to leave out. The function adds the ids of the objects it finds.
@@ -2712,7 +2717,8 @@ def objects_in(
             is_module = isinstance(item, nn.Module)
             if is_own_object(item):
                 known.add(id(item))
-                inner = objects_in(item, known, network, depth - 1) if depth > 1 else {}
+                rest = depth - (1 if is_installed(item) else 2)
+                inner = objects_in(item, known, network, rest) if rest > 0 else {}
                 if is_installed(item):
                     # The object may hold open files, so save only its random generators.
                     values = vars(item).items()

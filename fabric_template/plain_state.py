@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -148,28 +148,55 @@ def objects_in(
 ) -> dict[str, Part]:
     """Return the objects in the attributes of an object, at most three levels deep."""
     found: dict[str, Part] = {}
-    for name, value in part.attributes().items():
+    for key, item, is_container in items_of(part.attributes()):
+        if id(item) in known:
+            continue
+        place = f"{path}.{key}"
+        is_module = network is not None and isinstance(item, nn.Module)
+        if is_container and (is_module or is_stateful(item)):
+            found[place] = Part(ListItem(item=item))
+        if is_module and is_separate(item, network):
+            found |= parts_of_module(place, item)
+            known.update(map(id, item.modules()))
+        elif is_own_object(item):
+            known.add(id(item))
+            found[place] = Part(item, has_attributes=not is_installed(type(item)))
+            if not found[place].has_attributes:
+                found |= random_objects_in(place, item, known)
+            elif depth > 1:
+                found |= objects_in(place, found[place], known, network, depth - 1)
+    return found
+
+
+def random_objects_in(path: str, value: Any, known: set[int], depth: int = 5) -> dict[str, Part]:
+    """Return the objects with random generators in an object of an installed package.
+
+    An example are the random transforms in a pipeline of transforms.
+    """
+    found: dict[str, Part] = {}
+    for key, item, _ in items_of(vars(value)):
+        if id(item) in known or not is_own_object(item):
+            continue
+        known.add(id(item))
+        place, part = f"{path}.{key}", Part(item, has_attributes=False)
+        if find_generators(part.namespace()):
+            found[place] = part
+        if depth > 1:
+            found |= random_objects_in(place, item, known, depth - 1)
+    return found
+
+
+def items_of(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield (key, value, is in a container) for attributes and for the items of containers."""
+    for name, value in attributes.items():
         items: dict[Any, Any] = {name: value}
         is_container = type(value) in CONTAINERS and len(value) <= MOST_SEARCHED
         if is_container:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             items = {f"{name}.{key}": item for key, item in pairs}
         for key, item in items.items():
-            if type(item) in ATOMS or id(item) in known:
-                continue
-            place = f"{path}.{key}"
-            is_module = network is not None and isinstance(item, nn.Module)
-            if is_container and (is_module or is_stateful(item)):
-                found[place] = Part(ListItem(item=item))
-            if is_module and is_separate(item, network):
-                found |= parts_of_module(place, item)
-                known.update(map(id, item.modules()))
-            elif is_own_object(item):
-                known.add(id(item))
-                found[place] = Part(item, has_attributes=not is_installed(type(item)))
-                if depth > 1:
-                    found |= objects_in(place, found[place], known, network, depth - 1)
-    return found
+            if type(item) not in ATOMS:
+                yield key, item, is_container
 
 
 def is_own_object(value: Any) -> bool:

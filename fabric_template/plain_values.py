@@ -131,6 +131,17 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return is_dense and tensor.device.type != "meta"
 
 
+def to_plain_tensor(tensor: Tensor) -> Tensor:
+    """Convert subclasses of Tensor, such as MONAI's MetaTensor, which a checkpoint cannot contain.
+
+    Keep classes with their own ``__torch_dispatch__``, such as DTensor, because their data is not
+    that of a single tensor.
+    """
+    kind = type(tensor)
+    is_subclass = kind not in TENSORS and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return tensor.detach().as_subclass(Tensor) if is_subclass else tensor
+
+
 def is_plain_dtype(dtype: np.dtype) -> bool:
     return not dtype.hasobject and dtype.names is None
 

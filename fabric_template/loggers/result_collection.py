@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..distributed.launch import gather_objects
 from ..errors import ConfigurationError
+from ..plain_values import to_plain_tensor
 from .log_arguments import REDUCTIONS, LogArguments, check_arguments, check_metric_name, value_error
 
 if TYPE_CHECKING:
@@ -648,7 +649,7 @@ class ResultCollection:
             {**metric.state_dict(), "torchmetric": names.get(id(metric.torchmetric))}
             for metric in logged
         ]
-        return {
+        state = {
             "train": entries[: len(train.metrics)],
             "evaluation": entries[len(train.metrics) :],
             "torchmetrics": {name: plain_attributes(metric) for name, metric in metrics.items()},
@@ -657,6 +658,7 @@ class ResultCollection:
             "evaluated": sorted(self.evaluated),
             "position": {name: getattr(train, name) for name in _SAVED_ATTRIBUTES},
         }
+        return apply_to_collection(state, Tensor, to_plain_tensor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_torchmetrics(self.run.network, state["torchmetrics"])

@@ -1170,9 +1170,30 @@ def test_resume_warns_about_a_user_defined_object_created_during_training(tmp_pa
 
 
 INSTALLED = """
+import numpy as np
+
+
 class Connection:
     def __init__(self, generator):
         self.socket, self.generator = 3, generator
+
+
+class Noise:
+    def __init__(self, seed):
+        self.R = np.random.RandomState(seed)
+
+    def __call__(self, x):
+        return x + float(self.R.normal())
+
+
+class Pipeline:
+    def __init__(self, *transforms):
+        self.transforms = transforms
+
+    def __call__(self, x):
+        for transform in self.transforms:
+            x = transform(x)
+        return x
 
 
 class Rotated:
@@ -1215,6 +1236,75 @@ def test_resuming_restores_a_sampler_whose_class_is_defined_in_an_installed_pack
 
     def make():
         return Model(), DataLoader(make_data(16), 4, sampler=rotations.Rotated())
+
+    assert_resumes(kind, tmp_path, make)
+
+
+class Transformed(Dataset):
+    def __init__(self, transform):
+        self.data, self.transform = make_data(16), transform
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return self.transform(x), y
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", SAVES)
+def test_resuming_restores_nested_random_transforms_of_an_installed_package(tmp_path, monkeypatch, kind, workers):
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "pipelines.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(package))
+    pipelines = pytest.importorskip("pipelines")
+
+    def make():
+        inner = pipelines.Pipeline(pipelines.Noise(2), pipelines.Pipeline(pipelines.Noise(3)))
+        transform = pipelines.Pipeline(pipelines.Noise(1), pipelines.Pipeline(inner))
+        return Model(), DataLoader(Transformed(transform), 4, shuffle=True, num_workers=workers)
+
+    assert_resumes(kind, tmp_path, make)
+
+
+class Tagged(torch.Tensor):
+    """A subclass of Tensor, like those of MONAI. The results of operations are also Tagged."""
+
+
+class LogsTagged(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        assert type(loss) is Tagged
+        self.log("tagged", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class AveragesTagged(LogsTagged):
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_epoch=True)
+        return loss
+
+
+def collate_tagged(samples):
+    x, y = default_collate(samples)
+    return x.as_subclass(Tagged), y
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_model"),
+    [(FabricLoop, LogsTagged), (FabricLoop, AveragesTagged), (MiniLoop, LogsTagged)],
+)
+def test_a_run_that_logs_subclasses_of_tensor_resumes_exactly(tmp_path, kind, make_model):
+    def make():
+        return make_model(), DataLoader(make_data(16), 4, shuffle=True, collate_fn=collate_tagged)
 
     assert_resumes(kind, tmp_path, make)
 
