@@ -2646,6 +2646,10 @@ class SavedAttributes:
         """Return the loader's iterators that iter(loader) did not replace, and warn about them."""
         current = self._find_iterators()
         lasting = [name for name in current if self._iterators.get(name) is current[name]]
+        if not isinstance(self._of_loaders["train dataset"], torch_data.IterableDataset):
+            # iter(loader) never replaces an iterator that a map-style dataset creates itself.
+            created = [name for name in current if name.startswith("train dataset.")]
+            lasting = list(dict.fromkeys(lasting + created))
         for name in lasting:
             text = f"checkpoint: the position of the iterator {name!r} cannot be saved, so no run"
             text += " can resume from a checkpoint saved after the first epoch. Create the iterator"

@@ -446,6 +446,12 @@ class ResumableLoader:
             return
         kind, iterators = type(self.loader).__name__, find_iterators(self.loader)
         names = [name for name in iterators if self._iterators.get(name) is iterators[name]]
+        if self._is_indexed and not self.workers:
+            # These samples are skipped by index, which calls no __getitem__. So an iterator that
+            # __getitem__ has created would start from the beginning, even in the first epoch.
+            created = [name for name in iterators if name.startswith("dataset.")]
+            self._has_continued = self._has_continued or bool(created)
+            names = list(dict.fromkeys(names + created))
         if self._hides_workers and getattr(self.loader, "persistent_workers", False):
             self.restart_problem = (
                 f"{kind} has persistent workers, whose RNG states are not saved. Write"

@@ -1,5 +1,6 @@
 """Test that every kind of iterable gives the same batches as with Trainer, even in a resumed run."""
 
+import contextlib
 import itertools
 from functools import partial
 
@@ -11,7 +12,7 @@ from resume_loaders import ShufflesInIter
 from runs import Snapshots, assert_same_end, fit, logs_of
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fabric_template import MiniLoop
+from fabric_template import FabricLoop, MiniLoop
 from fabric_template.errors import CheckpointError
 
 BATCHES = list(make_loader(24, shuffle=False))
@@ -226,3 +227,57 @@ def test_resume_warns_that_earlier_batches_of_an_iterable_are_read_again(tmp_pat
 @pytest.mark.parametrize("make", [Slices, cycle])
 def test_fabric_loop_and_trainer_give_equal_weights_if_a_loader_does_not_restart_each_epoch(make):
     assert_parity(Classifier, make, make, max_epochs=3)
+
+
+class Refilled(torch.utils.data.Dataset):
+    """Takes its samples from an iterator, and creates the iterator again when it is used up."""
+
+    def __init__(self):
+        x, y = make_loader(24).dataset.tensors
+        self.samples, self.source = list(zip(x, y, strict=True)), None
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.source = iter(self.samples) if self.source is None else self.source
+        sample = next(self.source, None)
+        if sample is None:
+            self.source = iter(self.samples)
+            sample = next(self.source)
+        return sample
+
+
+def refilled():
+    return torch.utils.data.DataLoader(Refilled(), batch_size=4)
+
+
+class StopsAt(Classifier):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.step:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:(train_dataloaders|checkpoint).* iterator")
+@pytest.mark.parametrize("step", [3, 7])
+def test_fabric_loop_refuses_to_resume_if_the_dataset_creates_an_iterator(tmp_path, step):
+    options = {"default_root_dir": tmp_path, "accelerator": "cpu", "save_every_n_steps": 1, "max_epochs": 3}
+    with contextlib.suppress(KeyboardInterrupt):
+        FabricLoop(**options).fit(StopsAt(step), refilled())
+    with pytest.raises(CheckpointError, match="contains an iterator that continues across epochs"):
+        FabricLoop(**options).fit(Classifier(), refilled(), resume="last")
+
+
+@pytest.mark.filterwarnings("ignore:(train_dataloaders|checkpoint).* iterator")
+def test_mini_loop_refuses_to_resume_after_epoch_0_if_the_dataset_creates_an_iterator(tmp_path):
+    options = {"default_root_dir": tmp_path, "accelerator": "cpu", "validate_every_n_steps": 1, "max_epochs": 3}
+    val = make_loader(8, shuffle=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        MiniLoop(**options).fit(StopsAt(7), refilled(), val)
+    with pytest.raises(ValueError, match="positions of the loader.s iterators"):
+        MiniLoop(**options).fit(Classifier(), refilled(), val, resume="last")
