@@ -1036,11 +1036,6 @@ def build_prototorch():
             start = pt.initializers.ZCI(3) if name == "KohonenSOM" else None
             start = start or pt.initializers.RandomNormalCompInitializer(3)
         options = {"prototypes_initializer": start}
-        if name == "CBC":
-            hparams["num_classes"] = 3
-            hparams["distribution"] = [6]
-            options = {"components_initializer": pt.initializers.SSCI([features, labels])}
-            options["reasonings_initializer"] = pt.initializers.PPRI(components_first=True)
         if name == "scheduled":
             name, options["lr_scheduler"] = "GMLVQ", torch.optim.lr_scheduler.ExponentialLR
             options["lr_scheduler_kwargs"] = {"gamma": 0.9}
@@ -1049,7 +1044,7 @@ def build_prototorch():
         del arguments["val_dataloaders"]
         return model, arguments
 
-    names = ("GLVQ", "GMLVQ", "LGMLVQ", "GTLVQ", "CELVQ", "RSLVQ", "SLVQ", "CBC", "LVQ21")
+    names = ("GLVQ", "GMLVQ", "LGMLVQ", "GTLVQ", "CELVQ", "RSLVQ", "SLVQ", "LVQ21")
     names += ("MedianLVQ", "NeuralGas", "GrowingNeuralGas", "KohonenSOM", "scheduled")
     return {name: partial(case, name) for name in names}
 
