@@ -1580,6 +1580,8 @@ class MiniLoop:
         """Return a loader for this process's samples, with the sampler that Trainer would use."""
         rank, size, seed = self.fabric.global_rank, self.fabric.world_size, self._sampler_seed
         if size > 1 and hasattr(loader, "for_rank"):
+            if is_train and hasattr(loader, "with_options"):
+                loader = loader.with_options(shuffle=True)
             return loader.for_rank(rank, size, seed)
         if not isinstance(loader, torch_data.DataLoader):
             return loader

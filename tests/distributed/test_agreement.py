@@ -23,7 +23,7 @@ from runs import fit, same, val_loader
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
 
-from fabric_template import FabricLoop, MiniLoop
+from fabric_template import FabricLoop, MiniLoop, TensorLoader
 from fabric_template.checkpoint.checkpoint_io import read_checkpoint
 from fabric_template.errors import CheckpointError, ConfigurationError
 from fabric_template.training import progress
@@ -254,6 +254,28 @@ def fit_with_values(rank, kind, step, **options):
 @pytest.mark.parametrize(("kind", "options"), halve([FabricLoop, MiniLoop], [{}, {"validate_every_n_steps": 1}]))
 def test_metrics_that_each_process_returns_in_a_different_order_are_reduced_by_name(kind, options):
     codes, errors = run_processes(partial(fit_with_values, **options), kind, return_in_order_of_rank)
+    assert codes == [0, 0], errors
+
+
+def record_samples(rank, kind):
+    samples = torch.arange(16.0).unsqueeze(1)
+    seen = []
+    for loader in (DataLoader(TensorDataset(samples), 4), TensorLoader(samples, batch_size=4)):
+        net, read = torch.nn.Linear(1, 1), []
+        loop = kind(accelerator="cpu", strategy="ddp", devices=2, max_epochs=2)
+
+        def step(net, batch, read=read):
+            read.extend(batch[0].flatten().tolist())
+            return net(batch[0]).mean()
+
+        loop.fit(net, loader, optimizer=sgd(net), training_step=step)
+        seen.append(read)
+    assert seen[0] == seen[1] != sorted(seen[0])
+
+
+@both_loops
+def test_a_tensor_loader_has_the_sample_order_of_a_data_loader(kind):
+    codes, errors = run_processes(record_samples, kind)
     assert codes == [0, 0], errors
 
 
