@@ -176,6 +176,9 @@ class CheckpointManager:
         name = "last" if saver.save_last else f"signal-step={run.progress.global_step}"
         default = Path(saver.dirpath, name + saver.FILE_EXTENSION)
         path = Path(saver.last_model_path or default) if saver.save_last else default
+        if saver.save_last:
+            # Otherwise, the callback would save its own last.ckpt as last-v1.ckpt.
+            saver.last_model_path = str(path)
         if self.write(run, path):
             self.last_model_path = str(path)
 

@@ -125,6 +125,7 @@ def test_a_signal_saves_a_checkpoint_beside_those_of_a_model_checkpoint(tmp_path
         callbacks = [saver("cut"), Interrupt(step)]
         cut = fit(tmp_path / "cut", train=train, max_epochs=3, resume="auto", callbacks=callbacks)
         assert cut[0].global_step == step
+        assert list((tmp_path / "cut").rglob("last-v1.ckpt")) == []
     resumed = fit(tmp_path / "cut", train=train, max_epochs=3, seed=9, resume="auto", callbacks=[saver("cut")])
     assert_same_end(whole, resumed)
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
