@@ -28,8 +28,8 @@ class TensorLoader:
         generator: A torch.Generator on the CPU.
         device: The device to which the tensors are moved when the loader is created.
 
-    FabricLoop treats a TensorLoader like a DataLoader. With several processes, FabricLoop shuffles
-    the training samples, as Trainer does, and gives each process its share.
+    Both loops treat a TensorLoader like a DataLoader. With several processes, they shuffle the
+    training samples, as Trainer does, and give each process its share.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
