@@ -308,6 +308,8 @@ class MiniLoop:
         # The current training batch's values for steps.csv, or None between batches.
         self._step_values: Any = None
         self._is_first_batch = True  # True until the first training step of this run.
+        self._loss: Any = None  # The loss of the latest batch.
+        self._outputs: Any = None  # The outputs of the latest training step.
         self._hook = ""  # The name of the hook or step that is running.
         self._batch_size = 1  # The weight of the current batch in a metric's mean.
         self._logged_batch_size: Any = None  # The batch_size that a step passes to log().
@@ -736,13 +738,13 @@ class MiniLoop:
         return None if method is None else method(*args)
 
     def _stop_batches(self) -> None:
-        """End the worker processes of an unfinished epoch, and remove its progress bar."""
+        """End an unfinished epoch's worker processes and progress bar, and free its tensors."""
         # Without close(), garbage collection would end each process, which takes five seconds.
         # In a notebook, the last error would keep the bar until the next error.
         for part in (self._batches, self._bar):
             if part is not None:
                 part.close()
-        self._batches = self._bar = None
+        self._batches = self._bar = self._loss = self._outputs = None
 
     def _print_interruption(self) -> None:
         saved = f"To resume from step {self._saved_step}, write resume='last'."
@@ -909,10 +911,10 @@ class MiniLoop:
         names = [key if str(key).startswith(prefix) else f"{prefix}{key}" for key in values]
         text = f"{self._hook}: two of the returned keys {list(values)} refer to the same column."
         check(len({*names}) == len(names), f"{text} Return only one of them.")
+        logged = {name for hook, name in self._sums[0] if hook != "returned"}
         for name, value in zip(names, values.values(), strict=True):
             # A logged value replaces a returned value of the same name.
-            is_logged = any(n == name and hook != "returned" for hook, n in self._sums[0])
-            if is_number(value) and not is_logged:
+            if is_number(value) and name not in logged:
                 sizes = (self._logged_batch_size, self._batch_size, 1)
                 weight = next(size for size in sizes if size is not None)
                 self._add_to_mean(("returned", name), to_metric(name, value), weight, True)
@@ -2469,10 +2471,15 @@ class SavedAttributes:
                     if place not in self._of_loaders and is_outside(value, self._saved_ids):
                         found[name] = Checksum(compute_checksum(value))
                 elif is_stateful(value):
-                    found[name] = "state", encode(value.state_dict(), device)
+                    try:
+                        encoded = encode(value.state_dict(), device, limits=[10_000, 1_000_000])
+                        found[name] = "state", encoded
+                    except OverflowError:
+                        # A checksum may cover only a sample, so treat the state as changed.
+                        found[name] = Checksum([object()])
                 else:
                     try:
-                        found[name] = encode(value, device, self.weights, 10_000)
+                        found[name] = encode(value, device, self.weights, [10_000, 1_000_000])
                     except (OverflowError, TypeError):
                         # get_changed_state() warns if a value of an unsupported type has changed.
                         if address_of(value) not in self.weights:
@@ -2534,6 +2541,8 @@ class SavedAttributes:
             if isinstance(value, nn.Module):
                 flags = flags_of(value)["requires_grad"]
                 return "state", encode(value.state_dict(), device), encode(flags, device)
+            if is_stateful(value):
+                return "state", encode(value.state_dict(), device)
             return encode(value, device, self.weights)
         except TypeError as error:
             text = f"checkpoint: the attribute {name!r} of the {place or 'model'} has changed but"
@@ -2802,20 +2811,26 @@ def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
             raise TypeError("ndarray")
         part = value.reshape(-1)[:: 1 if value.nbytes <= 2**28 else 1 + value.size // 10_000]
         return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(part).view("u1").data)
-    with suppress(ValueError):
-        # marshal raises a ValueError for tensors and objects.
-        return type(value), zlib.crc32(marshal.dumps(value, 2))
+    if isinstance(value, bytearray | array | memoryview):
+        return type(value), *compute_checksum(np.frombuffer(value, np.uint8))
     if not isinstance(value, CONTAINER_TYPES):
         # Iterating over an object may change the object or read a file.
         raise TypeError(type(value).__name__)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
-    order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     others = [item for item in items if type(item) not in ATOMS]
+    first = others[:100]
+    parts = [p for item in first for p in (item if isinstance(item, list | tuple) else [item])]
+    size = sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+    if size * len(others) <= 2**28 * len(first):
+        with suppress(ValueError):
+            # marshal raises a ValueError for tensors and objects, and copies arrays.
+            return type(value), zlib.crc32(marshal.dumps(value, 2))
+    order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     known = others[:: 1 + len(others) // most]
     if any(isinstance(item, nn.Module) for item in known):
         # Compute no checksum here, because `objects_in` finds these modules.
         raise TypeError("Module")
-    most = max(most // max(len(known), 1), 10)
+    most = max(10 * most // max(len(known), 1), 10)
     return type(value), zlib.crc32(order), *[compute_checksum(item, most) for item in known]
 
 
@@ -2823,16 +2838,17 @@ def encode(
     value: Any,
     device: torch.device,
     weights: Mapping[int | None, str] = MappingProxyType({}),
-    most: int | None = None,
+    limits: list[int] | None = None,
     depth: int = 0,
 ) -> Any:
     """Encode an attribute's value for a checkpoint: (1, 2) becomes ("tuple", [1, 2]).
 
-    Raise a TypeError for an unsupported value.
+    Raise a TypeError for an unsupported value, and an OverflowError for a value above the limits.
 
     Args:
         weights: The names of the model's weights, keyed by their ids and memory addresses.
-        most: The number of items above which an OverflowError is raised, or None for no limit.
+        limits: The most items in one tensor, array or container, and the most items in all of them
+            together. ``encode`` subtracts the items that it finds from the second number.
     """
     kind, name = type(value), type(value).__name__
     if kind in ATOMS:
@@ -2845,16 +2861,14 @@ def encode(
             return "weight", weight, kind is nn.Parameter, *place
         if weight is not None:
             raise TypeError(name)
-        if value.numel() > (most or math.inf):
-            raise OverflowError
+        count_items(value.numel(), limits)
         has_gradient = value.requires_grad and value.is_leaf
         copied = value.detach().to("cpu", copy=True)
         return name.lower(), copied, has_gradient, value.device == device
     if isinstance(value, NUMPY):
         if value.dtype.hasobject or value.dtype.names:
             raise TypeError(name)
-        if value.size > (most or math.inf):
-            raise OverflowError
+        count_items(value.size, limits)
         data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
         name = "array" if isinstance(value, np.ndarray) else "scalar"
         return name, data, value.dtype.str, list(value.shape)
@@ -2863,20 +2877,26 @@ def encode(
     if is_known and isinstance(value, Enum) and value.name in kind.__members__:
         return "enum", value.name, *names
     if is_known and isinstance(value, tuple) and hasattr(kind, "_fields"):
-        items = [encode(item, device, weights, most, depth + 1) for item in value]
+        items = [encode(item, device, weights, limits, depth + 1) for item in value]
         return "named tuple", items, *names
     if CONTAINERS.get(name) is not kind or depth == 10:
         raise TypeError(name)
     if weights and has_ids(value, weights):
         raise TypeError("ids of parameters or modules")
-    if len(value) > (most or math.inf):
-        raise OverflowError
+    count_items(len(value), limits)
     items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
     if not ATOMS.issuperset(map(type, items)):
-        items = [encode(item, device, weights, most, depth + 1) for item in items]
+        items = [encode(item, device, weights, limits, depth + 1) for item in items]
     if kind in (deque, defaultdict):
         return name, items, value.maxlen if kind is deque else None
     return name, items
+
+
+def count_items(number: int, limits: list[int] | None) -> None:
+    if limits is not None:
+        limits[1] -= number
+        if number > limits[0] or limits[1] < 0:
+            raise OverflowError
 
 
 def has_ids(value: Any, weights: Mapping[int | None, str]) -> bool:

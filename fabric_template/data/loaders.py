@@ -514,6 +514,8 @@ class StageLoaders:
             else:
                 batch, batch_idx, dataloader_idx = item
                 yield transfer(batch, dataloader_idx), batch_idx, dataloader_idx
+            # If a reference is left, zip() creates a second tuple, which keeps a second batch.
+            del item
             requested = now()
         self.read_to_end()
         self.end_pass()

@@ -1,9 +1,12 @@
-"""Test that a loop keeps neither a batch nor the graph of a loss after a run."""
+"""Test which batches, graphs and copies of attributes a loop keeps in memory."""
 
 import gc
+import mmap
+import tracemalloc
 import weakref
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from modules import make_data
@@ -13,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric_template import FabricLoop
+from fabric_template import FabricLoop, MiniLoop
 
 
 class Stop(Exception):
@@ -116,3 +119,142 @@ def test_validate_releases_batches_and_autograd_graphs(tmp_path, hook):
         assert hook is not None
     assert module.alive() == []
     assert loop.run is not None
+
+
+def make_loop(loop_class, **options):
+    """Create a loop that prints nothing on the CPU."""
+    silent = {"enable_progress_bar": False, "enable_model_summary": False} if loop_class is FabricLoop else {}
+    return loop_class(accelerator="cpu", **silent, **options)
+
+
+class Regression(nn.Module):
+    """A model whose validation counts the training tensors that are still in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.references, self.alive = {"batch": [], "output": [], "loss": []}, []
+
+    def training_step(self, batch, batch_idx):
+        output = self.layer(batch[0])
+        tensors = {"batch": batch[0], "output": output, "loss": output.mean()}
+        for name, tensor in tensors.items():
+            self.references[name].append(weakref.ref(tensor))
+        return {"loss": tensors["loss"], "output": output}
+
+    def validation_step(self, batch, batch_idx):
+        self.alive.append(self.count())
+        return self.layer(batch[0]).mean()
+
+    def count(self):
+        return {name: sum(ref() is not None for ref in refs) for name, refs in self.references.items()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_validation_keeps_only_the_last_training_batch_in_memory(tmp_path, loop_class):
+    model, loop = Regression(), make_loop(loop_class, max_epochs=2, default_root_dir=tmp_path)
+    loop.fit(model, DataLoader(make_data(24), batch_size=4), DataLoader(make_data(8), batch_size=4))
+    assert model.alive
+    assert max(counts["batch"] for counts in model.alive) == 1
+    assert loop.fabric is not None
+    assert model.count() == {"batch": 0, "output": 0, "loss": 0}
+
+
+class State:
+    """An object with a ``state_dict`` that contains many arrays."""
+
+    def __init__(self):
+        self.values = [np.full(5_000, float(number)) for number in range(500)]
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+LARGE = {
+    "list of arrays": lambda: [np.full(5_000, float(number)) for number in range(500)],
+    "list of lists": lambda: [list(range(2_000)) for _ in range(2_000)],
+    "object with a state_dict": State,
+}
+
+
+class Measured(Regression):
+    def training_step(self, batch, batch_idx):
+        self.size = tracemalloc.get_traced_memory()[0]
+        return self.layer(batch[0]).mean()
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("name", LARGE)
+def test_fit_keeps_no_copy_of_a_large_attribute(tmp_path, loop_class, name):
+    model, dataset = Measured(), make_data(8)
+    owner = model if name == "object with a state_dict" else dataset
+    owner.large = LARGE[name]()
+    loop = make_loop(loop_class, max_epochs=1, default_root_dir=tmp_path)
+    tracemalloc.start()
+    try:
+        loop.fit(model, DataLoader(dataset, batch_size=4))
+    finally:
+        tracemalloc.stop()
+    # Each attribute takes about 20 or 30 MB.
+    assert model.size < 5e6
+
+
+# Each value takes more than 256 MB. The system provides the memory only when it is written.
+HUGE = {"dict of an array": lambda: {"x": np.zeros(2**25 + 1)}, "file in memory": lambda: mmap.mmap(-1, 2**28 + 1)}
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+@pytest.mark.parametrize("name", HUGE)
+def test_fit_never_copies_a_huge_attribute(tmp_path, loop_class, name):
+    dataset = make_data(8)
+    dataset.huge = HUGE[name]()
+    loop = make_loop(loop_class, max_epochs=1, default_root_dir=tmp_path)
+    tracemalloc.start()
+    try:
+        loop.fit(Regression(), DataLoader(dataset, batch_size=4))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20e6
+
+
+class Average:
+    """A large running average of the inputs."""
+
+    def __init__(self):
+        self.value = torch.zeros(20_000)
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Averaged(Regression):
+    def __init__(self):
+        super().__init__()
+        self.average = Average()
+
+    def training_step(self, batch, batch_idx):
+        self.average.value[batch_idx] += batch[0].sum()
+        return self.layer(batch[0]).mean() * self.average.value[:4].mean()
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_resume_restores_a_large_object_with_a_state_dict(tmp_path, loop_class):
+    models = []
+    for folder, epochs, resume in (("a", 2, None), ("b", 1, None), ("b", 2, "last")):
+        torch.manual_seed(0)
+        model = Averaged()
+        loop = make_loop(loop_class, max_epochs=epochs, default_root_dir=tmp_path / folder)
+        loop.fit(model, DataLoader(make_data(16), batch_size=4), resume=resume)
+        models.append(model)
+    assert torch.equal(models[0].average.value, models[2].average.value)
+    assert torch.equal(models[0].layer.weight, models[2].layer.weight)
