@@ -125,8 +125,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
-    for key in dict.fromkeys(keys):
-        rows = [row for row, other in enumerate(keys) if other == key]
+    for key, rows in group_rows(keys).items():
         # If a run's name is just a number, prefix it with the column's name, as in "fold=0".
         label = "/".join(key)
         if names != ["name", "version"] and has_number(key):
@@ -138,6 +137,14 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
             if name not in names
         }
     return runs
+
+
+def group_rows(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the row numbers of each key."""
+    rows: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 def choose_run_names(columns: Columns, axis: str | None) -> list[str]:
@@ -182,9 +189,14 @@ def name_columns(cells: list[str], has_rows: bool) -> list[str]:
     if has_rows and all(has_number([cell]) for cell in cells):
         return [f"column {index}" for index in range(1, len(cells) + 1)]
     names: list[str] = []
+    known: set[str] = set()
     for cell in cells:
-        count = sum(cell == other or other.startswith(f"{cell}.") for other in names)
-        names.append(f"{cell}.{count}" if cell and cell in names else cell)
+        name = cell
+        if cell and cell in known:
+            count = sum(cell == other or other.startswith(f"{cell}.") for other in names)
+            name = f"{cell}.{count}"
+        names.append(name)
+        known.add(name)
     return names
 
 

@@ -93,7 +93,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     if not content.is_complete:
         warnings.warn(f"{path}: the last line is incomplete and was left out.", stacklevel=3)
     headers = [row for row in content.rows if [*row.values()] == [*row]]
-    rows = [row for row in content.rows if row not in headers] if headers else content.rows
+    rows = [row for row in content.rows if [*row.values()] != [*row]]
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
         # Skip a row of units, such as "s" or "%", below the header.
         rows = rows[1:]

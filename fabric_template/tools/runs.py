@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LoopArguments, LoopConfig
 from ..files import sort_key, walk
-from ..loggers.csv_formats import RUN
+from ..loggers.csv_formats import RUN, group_rows
 from ..loggers.read_logs import name_run, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
@@ -167,8 +167,7 @@ def read_files(path: Path, root: Path) -> list[Run]:
     groups = [(path.stem, rows)]
     if len({*names}) > 1:
         groups = []
-        for run_name in dict.fromkeys(names):
-            indices = [index for index, name_of_row in enumerate(names) if name_of_row == run_name]
+        for run_name, indices in group_rows(names).items():
             table = {column: [cells[index] for index in indices] for column, cells in rows.items()}
             groups.append((run_name, table))
     runs = []
