@@ -366,6 +366,7 @@ class MiniLoop:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
+                    checkpoint.clear()  # Free the weights that were read.
                     self._train()
             except KeyboardInterrupt:
                 self._stop_batches()
@@ -767,6 +768,7 @@ class MiniLoop:
         path, checkpoint = self._find_start(None, load)
         self._set_up_loaders(None, dataloaders, path, {})
         with self._prepared_model("validate", path, checkpoint):
+            checkpoint.clear()
             self._validate()
         return [{name: value.item() for name, value in self._validated.items()}]
 

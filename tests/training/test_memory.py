@@ -205,6 +205,51 @@ def test_fit_keeps_no_copy_of_a_large_attribute(tmp_path, loop_class, name):
     assert model.size < 5e6
 
 
+class CountsCopies(nn.Module):
+    """A model that counts the tensors with the shape of its weight, without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.copies = nn.Linear(8, 777), set()
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        # torch.load leaves a reference cycle.
+        gc.collect()
+        tensors = [part for part in gc.get_objects() if type(part) in (torch.Tensor, nn.Parameter)]
+        self.copies.add(len({t.data_ptr() for t in tensors if t.shape == self.layer.weight.shape}))
+        return self.layer(batch[0]).mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
+def test_a_loop_frees_the_weights_that_it_has_read(tmp_path, loop_class):
+    def create(epochs):
+        # Free the previous model.
+        gc.collect()
+        return CountsCopies(), make_loop(loop_class, max_epochs=epochs, default_root_dir=tmp_path)
+
+    def load():
+        return DataLoader(make_data(16), batch_size=4)
+
+    model, loop = create(1)
+    loop.fit(model, load())
+    assert model.copies == {1}
+    for option in ({"resume": "last"}, {"load": "last"}):
+        del model, loop
+        model, loop = create(2)
+        loop.fit(model, load(), **option)
+        assert model.copies == {1}
+    del model, loop
+    model, loop = create(1)
+    loop.validate(model, load(), load="last")
+    assert model.copies == {1}
+
+
 # Each value takes more than 256 MB. The system provides the memory only when it is written.
 HUGE = {"dict of an array": lambda: {"x": np.zeros(2**25 + 1)}, "file in memory": lambda: mmap.mmap(-1, 2**28 + 1)}
 
