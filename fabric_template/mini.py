@@ -139,8 +139,8 @@ OPEN_LOCKS: list[IO[str]] = []
 # Attributes to leave out when the loop is pickled, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
-    _attributes _step_module _start_parameters _synchronized _clipped _hparams _loss _outputs
-    _locks _bar
+    _attributes _step_module _start_parameters _start_tensors _synchronized _clipped _hparams _loss
+    _outputs _locks _bar
 """
 # MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
 # the loop.
@@ -357,8 +357,7 @@ class MiniLoop:
         version = self._choose_version(path, resumed)
         with ExitStack() as stack:
             self._set_up_loaders(train_dataloaders, val_dataloaders, path, resumed)
-            is_resumed = resume is not None
-            stack.enter_context(self._prepared_model("fit", path, checkpoint, is_resumed))
+            stack.enter_context(self._prepared_model("fit", path, checkpoint))
             self._attributes.record_start_values()
             self._set_up_optimizer(optimizer, scheduler)
             self._prepare_training(resumed)
@@ -1245,6 +1244,7 @@ class MiniLoop:
             # The original and the current value of each option that a hook has changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": self._attributes.get_changed_flags(),
+            "tensors": self._start_tensors,
             "settings": self._run_settings(),
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
@@ -1767,7 +1767,7 @@ class MiniLoop:
 
     @contextmanager
     def _prepared_model(
-        self, stage: str, path: Path | None, checkpoint: dict[str, Any], is_resumed: bool = False
+        self, stage: str, path: Path | None, checkpoint: dict[str, Any]
     ) -> Iterator[None]:
         """Move the model to the device for a ``with`` block, and load weights from a checkpoint."""
         network, strategy = self.network, self.fabric.strategy
@@ -1775,8 +1775,10 @@ class MiniLoop:
         if self._converts_dtype:
             self._precision.convert_module(network)
         strategy.module_to_device(network)
+        self._start_tensors = describe_tensors(self._unwrapped)
         if checkpoint:
-            self._load_weights(checkpoint.get("state_dict", checkpoint), path, is_resumed)
+            start = checkpoint.get("fabric_template", {}).get("tensors", {})
+            self._load_weights(checkpoint.get("state_dict", checkpoint), path, start)
         self._step_module: Any = StepModule(network)
         self._synchronized = {part for part in network.parameters() if part.requires_grad}
         if self._synchronized:
@@ -1816,17 +1818,12 @@ class MiniLoop:
             if is_running(trainer):
                 self.model.trainer = trainer
 
-    def _load_weights(self, weights: dict[str, Any], path: Path | None, is_resumed: bool) -> None:
+    def _load_weights(self, weights: dict[str, Any], path: Path | None, start: Any) -> None:
         text = f"{path}: expected a dict that maps names to weights. Pass a saved state_dict."
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
-        for name, buffer in self._unwrapped.named_buffers() if is_resumed else ():
-            # The saved run may have assigned a tensor of another dtype to a buffer. Without this
-            # conversion, load_state_dict would round the saved values.
-            dtype = getattr(weights.get(name), "dtype", buffer.dtype)
-            if buffer.dtype != dtype:
-                buffer.data = buffer.data.to(dtype)
+        convert_tensors(self._unwrapped, weights, start)
         try:
             is_strict = getattr(self.model, "strict_loading", True)
             found = self._unwrapped.load_state_dict(weights, is_strict)
@@ -2391,6 +2388,7 @@ class SavedAttributes:
         # attributes, even if their values have changed back.
         self._saved_names: dict[str, set[str]] = defaultdict(set)
         self._iterators: dict[str, Any] = {}
+        self._torch_modes = SimpleNamespace(modes=TorchModes())
 
     def refresh_parts(self) -> dict[str, Any]:
         """Find the objects whose attributes are saved, keyed by paths such as "train sampler".
@@ -2405,6 +2403,7 @@ class SavedAttributes:
         }
         parts = {**self._of_loaders, **dict(self._network.named_modules())}
         parts |= {"": unwrap_compiled(loop.model), "training loop": loop}
+        parts["torch modes"] = self._torch_modes
         for place, module in self._network.named_modules():
             if isinstance(hparams := getattr(module, "_hparams", None), dict):
                 parts[f"{place}._hparams".removeprefix(".")] = Namespace(hparams)
@@ -2789,6 +2788,24 @@ class Namespace:
         self.__dict__ = items
 
 
+class TorchModes:
+    """The global settings of torch that affect results and that a hook may change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_default_dtype(getattr(torch, state["default_dtype"]))
+        torch.set_num_threads(state["num_threads"])
+        torch.set_deterministic_debug_mode(state["deterministic_debug_mode"])
+        torch.set_float32_matmul_precision(state["float32_matmul_precision"])
+
+
 class Checksum(tuple[Any, ...]):
     """A checksum of a large value or of a module, to detect changes without keeping a copy."""
 
@@ -3018,6 +3035,40 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
         "requires_grad": {name: p.requires_grad for name, p in network.named_parameters()},
         "training": {name: module.training for name, module in network.named_modules()},
     }
+
+
+def describe_tensors(network: nn.Module) -> dict[str, Any]:
+    """Return the dtype and the shape of each parameter and buffer, keyed by its name."""
+    tensors = chain(network.named_parameters(), network.named_buffers())
+    return {name.replace("_orig_mod.", ""): describe_tensor(tensor) for name, tensor in tensors}
+
+
+def describe_tensor(tensor: Tensor | None) -> Any:
+    if tensor is None or nn.parameter.is_lazy(tensor):
+        return None if tensor is None else "lazy"
+    return [str(tensor.dtype), list(tensor.shape)]
+
+
+def convert_tensors(network: nn.Module, saved: dict[str, Any], start: dict[str, Any]) -> None:
+    """Give each parameter and buffer the dtype and the shape that training changed it to.
+
+    Args:
+        start: The dtypes and shapes when the saved run started. If a tensor of this model has a
+            different dtype or shape, load_state_dict() decides whether it accepts the weights.
+    """
+    tensors: dict[str, Any] = dict(chain(network.named_parameters(), network.named_buffers()))
+    modules = dict(network.named_modules())
+    device = next((parameter.device for parameter in network.parameters()), None)
+    for path, value in saved.items():
+        tensor, found = tensors.get(path), describe_tensor(tensors.get(path))
+        is_changed = isinstance(value, Tensor) and found not in ("lazy", describe_tensor(value))
+        if not is_changed or start.get(path.replace("_orig_mod.", "")) != found:
+            continue
+        place, _, name = path.rpartition(".")
+        if tensor is not None:
+            tensor.data = value.to(tensor.device, copy=True)
+        elif place in modules and modules[place]._buffers.get(name, END) is None:
+            modules[place]._buffers[name] = value.to(device, copy=True)
 
 
 def modes_of(network: nn.Module) -> dict[nn.Module, bool]:

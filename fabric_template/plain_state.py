@@ -38,6 +38,7 @@ from .plain_values import (
     TENSORS,
     NotPlainError,
     TooLargeError,
+    TorchModes,
     address_of,
     check_size,
     decode,
@@ -123,6 +124,11 @@ class Part:
 
 class ListItem(SimpleNamespace):
     """Wraps a list item in an object with one attribute, because only attributes are saved."""
+
+
+def make_torch_modes() -> SimpleNamespace:
+    """Return an object whose attribute ``modes`` contains torch's global settings."""
+    return ListItem(modes=TorchModes())
 
 
 def find_objects(
@@ -402,7 +408,10 @@ class PlainState:
         """Return the attributes that have changed since the run started, in encoded form."""
         attributes, weights = dict(self.attributes()), self.addresses_of_network()
         places = [place for place in self._at_start if place[0] in self._parts]
-        changed = {place: REMOVED for place in places if place not in attributes}
+        removed = [place for place in places if place not in attributes]
+        # A persistent buffer that was None at the start is no attribute any more, but still exists.
+        exists = {place for place in removed if place[1] in self._parts[place[0]].namespace()}
+        changed = {place: REMOVED for place in removed if place not in exists}
         ids = self._ids_in_network()
         for place, value in attributes.items():
             with self._guarded(f"the attribute {'.'.join(place)}"):

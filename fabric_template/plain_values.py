@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 TENSORS = (Tensor, nn.Parameter)
@@ -349,7 +350,38 @@ def replace_content(current: Any, value: Any) -> bool:
     return False
 
 
+# Dtypes and shapes
+
+
+def describe_tensors(network: nn.Module) -> dict[str, Any]:
+    """Return the dtype and the shape of each parameter and buffer, keyed by its name."""
+    tensors = chain(network.named_parameters(), network.named_buffers())
+    return {name: describe_tensor(tensor) for name, tensor in tensors}
+
+
+def describe_tensor(tensor: Tensor) -> Any:
+    return "lazy" if is_lazy(tensor) else [str(tensor.dtype), list(tensor.shape)]
+
+
 # Objects with a state_dict
+
+
+class TorchModes:
+    """The global settings of torch that affect results and that a hook may change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_default_dtype(getattr(torch, state["default_dtype"]))
+        torch.set_num_threads(state["num_threads"])
+        torch.set_deterministic_debug_mode(state["deterministic_debug_mode"])
+        torch.set_float32_matmul_precision(state["float32_matmul_precision"])
 
 
 def is_stateful(value: Any) -> bool:

@@ -339,6 +339,7 @@ VALUES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str, tuple)
 }
 VALUES |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
+VALUES |= {str(v): v for v in vars(torch).values() if isinstance(v, torch.qscheme)}
 VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
@@ -359,6 +360,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": build_tensor_of_type,
     "torch._utils._rebuild_parameter": build_parameter,
     "torch._utils._rebuild_parameter_with_state": build_parameter,
+    "torch._utils._rebuild_qtensor": torch._utils._rebuild_qtensor,
     "torch._utils._rebuild_sparse_tensor": torch._utils._rebuild_sparse_tensor,
     "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
     "torch._utils._rebuild_tensor_v3": torch._utils._rebuild_tensor_v3,

@@ -15,11 +15,19 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
-from ..plain_state import Part
-from ..plain_values import decode, load_object, load_optimizer, shares_memory
+from ..plain_state import Part, make_torch_modes
+from ..plain_values import (
+    decode,
+    describe_tensor,
+    describe_tensors,
+    load_object,
+    load_optimizer,
+    shares_memory,
+)
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -75,6 +83,13 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     return is_loaded
 
 
+def record_tensors(run: Run) -> None:
+    """Record dtypes and shapes, to find the tensors whose dtype or shape training changes."""
+    if not run.steps.is_model_parallel:
+        tensors = describe_tensors(checkpointed_module(run))
+        run.steps.record_tensors({plain_name(name): tensors[name] for name in tensors})
+
+
 def load_state(part: Any, state: Any) -> None:
     if state is not None and callable(getattr(part, "load_state_dict", None)):
         part.load_state_dict(state)
@@ -110,8 +125,8 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
-    if run.plan.start.resumes:
-        restore_buffer_dtypes(target, weights)
+    if not run.steps.is_model_parallel:
+        convert_tensors(target, weights, run.plan.start.own.get("tensors", {}))
     try:
         found = target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -160,6 +175,24 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
             )
 
 
+def convert_tensors(
+    network: nn.Module, weights: Mapping[str, Any], start: Mapping[str, Any]
+) -> None:
+    """Give each tensor the dtype and the shape that training had changed it to.
+
+    Args:
+        start: The dtypes and shapes when the saved run started. If a tensor of this model has
+            another dtype or shape, load_state_dict() decides whether it accepts the weights.
+    """
+    current = describe_tensors(network)
+    tensors = chain(network.named_parameters(), network.named_buffers())
+    for name, tensor in tensors if start else ():
+        value = weights.get(name)
+        is_own = start.get(plain_name(name)) == current[name] and not is_lazy(tensor)
+        if isinstance(value, Tensor) and is_own and describe_tensor(value) != current[name]:
+            tensor.data = value.to(tensor.device, copy=True)
+
+
 def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
     """Create empty tensors for buffers that are None in the model but not in the checkpoint."""
     modules = dict(network.named_modules())
@@ -169,17 +202,6 @@ def create_late_buffers(network: nn.Module, weights: Mapping[str, Any]) -> None:
         buffers = modules[place]._buffers if place in modules else {}
         if buffer in buffers and buffers[buffer] is None:
             buffers[buffer] = torch.empty_like(value, device=device)
-
-
-def restore_buffer_dtypes(network: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Convert buffers to their saved dtypes. load_state_dict would round the saved values.
-
-    The dtypes differ if the saved run assigned a tensor of another dtype to a buffer.
-    """
-    for name, buffer in network.named_buffers():
-        dtype = getattr(weights.get(name), "dtype", buffer.dtype)
-        if buffer.dtype != dtype:
-            buffer.data = buffer.data.to(dtype)
 
 
 def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
@@ -293,6 +315,7 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     parts, rebound = state.get("parts", {}), state.get("rebound", {})
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
+    modules["torch modes"] = make_torch_modes()
     for name, instance in run.plain_state.objects().items():
         modules[name.removeprefix("model.")] = instance
     addresses = run.plain_state.addresses_of_network()

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState, buffers_of
+from ..plain_state import Part, PlainState, buffers_of, make_torch_modes
 from ..plain_values import address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
@@ -172,6 +172,7 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "saved_at": run.checkpoints.folders.save_time(),
         "options": changed_options(run),
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
+        "tensors": run.steps.start_tensors,
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
@@ -456,6 +457,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
 def make_plain_state(run: Run) -> PlainState:
     """Return a PlainState that saves the attributes of the model, datamodule and callbacks."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
+    parts["model.torch modes"] = Part(make_torch_modes())
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None
         parts["datamodule"] = Part(run.datamodule, _OF_DATAMODULE, has_no_state)

@@ -291,6 +291,8 @@ class StepRunner:
         self._synchronized: set[nn.Parameter] = set()
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
+        # The dtype and the shape of each parameter and buffer before a checkpoint is loaded.
+        self.start_tensors: dict[str, Any] = {}
 
     def unwrap(self) -> None:
         """Delete the strategy's wrapper around the network, such as DDP."""
@@ -341,6 +343,9 @@ class StepRunner:
         """Return each module's ``training`` flag and each parameter's ``requires_grad`` flag."""
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
+
+    def record_tensors(self, tensors: dict[str, Any]) -> None:
+        self.start_tensors = tensors
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
         self._flags_at_start = self.flags(parameters)

@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_template import FabricLoop, MiniLoop
+from fabric_template.plain_values import TorchModes
+
+MODES = TorchModes().state_dict()
 
 # Models with a list or dict that contains weights
 
@@ -79,6 +82,67 @@ class Sparse(Model):
         self.counts, self.saved = self.counts + one, self.saved + one
         self.hidden = (self.hidden + one).coalesce()
         self.add((self.counts + self.saved + self.hidden).to_dense().sum())
+
+
+class ChangesTensors(Model):
+    """Changes the dtype or the shape of buffers and of a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("late", None)
+        self.register_buffer("queue", torch.zeros(1, 2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.scale = torch.nn.Parameter(torch.full((2,), 0.3), requires_grad=False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        row = batch[0][:1, :2] / 3
+        self.late = row.double() if self.late is None else self.late * 0.9 + row
+        self.queue = torch.cat([self.queue, row])
+        self.mean = self.mean.double() * 0.9 + row[0]
+        self.scale.data = self.scale.data.bfloat16()
+        self.add(self.late.sum() + self.queue.sum() + self.mean.sum() + (self.scale / 7).sum())
+
+
+def quantize(values, scale, zero_point):
+    with warnings.catch_warnings():
+        # torch plans to remove quantized tensors.
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(values, scale, zero_point, torch.quint8)
+
+
+class Quantizes(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("levels", quantize(torch.zeros(8), 0.1, 2))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        values = self.levels.dequantize() + batch[0][0].abs()
+        self.levels = quantize(values, 0.2, 1)
+        self.add(self.levels.dequantize().sum())
+
+
+class ChangesModes(Model):
+    """Changes global settings of torch during training."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step == 2:
+            torch.set_default_dtype(torch.float64)
+            torch.set_num_threads(torch.get_num_threads() + 1)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.set_float32_matmul_precision("medium")
+        self.add(torch.rand(2).sum() + torch.get_num_threads() + torch.get_deterministic_debug_mode())
+        self.add(torch.get_float32_matmul_precision() == "medium")
+
+
+def make_with_modes():
+    TorchModes().load_state_dict(MODES)
+    return ChangesModes()
+
+
+@pytest.fixture(autouse=True)
+def _restore_modes():
+    yield
+    TorchModes().load_state_dict(MODES)
 
 
 class Order:
@@ -204,6 +268,9 @@ CASES = {
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
     "kept_group": shuffled(KeepsGroup),
     "hyperparameters": shuffled(ChangesHyperparameters),
+    "tensors": shuffled(ChangesTensors),
+    "quantized": shuffled(Quantizes),
+    "modes": shuffled(make_with_modes),
 }
 
 
@@ -220,8 +287,13 @@ def train(kind, root, make, kill_at=None, resume=None):
     return model.state_dict(), [{n: v for n, v in row.items() if n not in TIMES} for row in rows]
 
 
+def to_plain(value):
+    return value.dequantize() if value.is_quantized else value.to_dense()
+
+
 def assert_same(resumed, whole):
-    dense = [{name: value.to_dense() for name, value in weights.items()} for weights, _ in (resumed, whole)]
+    dense = [{name: to_plain(value) for name, value in weights.items()} for weights, _ in (resumed, whole)]
+    assert [value.dtype for value in resumed[0].values()] == [value.dtype for value in whole[0].values()]
     assert all(torch.equal(value, dense[1][name]) for name, value in dense[0].items())
     assert resumed[1] == whole[1]
 
@@ -245,7 +317,9 @@ def assert_resumes(root, kind, make, kill_at):
     assert_same(train(kind, root / "cut", make, resume="auto"), whole)
 
 
-@pytest.mark.parametrize(("name", "writer"), once(["pairs", "table", "hyperparameters"], SAVES))
+@pytest.mark.parametrize(
+    ("name", "writer"), once(["pairs", "table", "hyperparameters", "tensors", "quantized", "modes"], SAVES)
+)
 def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
         model, _ = CASES[name]()
