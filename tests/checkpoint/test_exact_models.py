@@ -17,6 +17,8 @@ from fabric_template import FabricLoop, MiniLoop
 from fabric_template.plain_values import TorchModes
 
 MODES = TorchModes().state_dict()
+# torch prints this warning when it loads a quantized tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 # Models with a list or dict that contains weights
 
