@@ -3298,14 +3298,20 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def keep_subclass(tensor: Tensor) -> Any:
+    """Return a tensor of a user's class unchanged, and 0 for any other tensor."""
+    return 0 if type(tensor).__module__.partition(".")[0] == "torch" else tensor
+
+
 def check_readable(checkpoint: Mapping[str, Any]) -> None:
     """Raise an error that names the first value that cannot be saved and read again."""
     for name, value in checkpoint.items():
         # A resumed run does not read the hyperparameters, so they may contain objects.
         is_hparams, file = name == "hyper_parameters", io.BytesIO()
         try:
-            # Replace the tensors, because saving them takes a long time.
-            plain = value if is_hparams else apply_to_collection(value, Tensor, lambda tensor: 0)
+            # Replace the tensors, because saving them takes a long time. Keep those of subclasses,
+            # because torch.load may refuse them.
+            plain = value if is_hparams else apply_to_collection(value, Tensor, keep_subclass)
             torch.save(plain, file)
             file.seek(0)
             loaded = load_file(file)

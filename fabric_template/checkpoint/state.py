@@ -31,7 +31,7 @@ from ..plain_values import address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
-from .reader import PlainUnpickler, find_unbuilt_parts
+from .reader import Placeholder, PlainUnpickler, find_unbuilt_parts
 
 if TYPE_CHECKING:
     from ..training.progress import Progress
@@ -282,15 +282,19 @@ class _TrialPickler(pickle.Pickler):
     """Pickles an object without its tensors, to test whether it can be pickled."""
 
     def persistent_id(self, value: Any) -> str | None:
-        is_tensor = isinstance(value, torch.Tensor | torch.UntypedStorage)
-        return "tensor" if is_tensor else None
+        if isinstance(value, torch.Tensor):
+            kind = type(value)
+            is_known = kind.__module__.partition(".")[0] == "torch"
+            return "tensor" if is_known else f"{kind.__module__}.{kind.__qualname__}"
+        return "tensor" if isinstance(value, torch.UntypedStorage) else None
 
 
 class _TrialUnpickler(PlainUnpickler):
     """Reads a pickle that contains no tensors, to find objects that cannot be loaded."""
 
-    def persistent_load(self, saved: Any) -> None:
-        """Return None for each tensor, because the trial pickle contains no tensors."""
+    def persistent_load(self, saved: Any) -> Any:
+        """Return None for a tensor, or a placeholder for a tensor of a user's class."""
+        return None if saved == "tensor" else type(saved, (Placeholder,), {})()
 
 
 def is_picklable(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import ConfigurationError
 from .csv_logger import FILES, CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
-from .result_collection import to_numbers
+from .result_collection import to_numbers, to_plain_tensor
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -119,7 +119,7 @@ class RowWriter:
             return
         values: dict[str, Tensor] = {}
         if loss is not None:
-            loss = loss.detach()
+            loss = to_plain_tensor(loss)
             self.step_values["train_loss"] = loss
             values = {"train_loss": loss.mean() if loss.dim() else loss}
         if self.counts_steps:
@@ -420,7 +420,7 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
                 " only one of them."
             )
         if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.detach().reshape(())
+            found[name] = to_plain_tensor(value).reshape(())
         elif isinstance(value, numbers.Real):
             found[name] = torch.tensor(float(value))
     return found

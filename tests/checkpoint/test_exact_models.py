@@ -136,6 +136,30 @@ class ChangesModes(Model):
         self.add(torch.get_float32_matmul_precision() == "medium")
 
 
+class Labeled(torch.Tensor):
+    pass
+
+
+class ReadsSubclass(Model):
+    """Gets images of a subclass of Tensor, so its loss and its metrics belong to the subclass, too."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0].as_subclass(Labeled), batch[1]], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        return super().validation_step([batch[0].as_subclass(Labeled), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_weights_of_a_subclass_of_tensor_cause_an_error_or_a_warning(tmp_path, kind):
+    model = Model()
+    model.register_buffer("names", torch.ones(2).as_subclass(Labeled))
+    loop = kind(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
+    error = pytest.raises(ValueError, match="'state_dict' that a checkpoint cannot contain")
+    with error if kind is MiniLoop else pytest.warns(match="'state_dict/names'"):
+        loop.fit(model, DataLoader(make_data(16), 4))
+
+
 def make_with_modes():
     TorchModes().load_state_dict(MODES)
     return ChangesModes()
@@ -273,6 +297,7 @@ CASES = {
     "tensors": shuffled(ChangesTensors),
     "quantized": shuffled(Quantizes),
     "modes": shuffled(make_with_modes),
+    "subclass": shuffled(ReadsSubclass),
 }
 
 
