@@ -2384,6 +2384,8 @@ class SavedAttributes:
         self._starts: list[dict[str, dict[str, Any]]] = []
         self._start_flags: list[dict[str, dict[str, bool]]] = []
         self._start_objects: dict[str, dict[str, Any]] = {}
+        # The tensors in lists, tuples and dicts.
+        self._start_tensors: dict[str, dict[str, list[Any]]] = {}
         # The names of the attributes in earlier checkpoints. Later checkpoints also contain these
         # attributes, even if their values have changed back.
         self._saved_names: dict[str, set[str]] = defaultdict(set)
@@ -2453,6 +2455,8 @@ class SavedAttributes:
             values = attributes_of(part)
             names = self._encode_part(place, values)
             self._start_objects[place] = {name: values[name] for name in names}
+            found = {name: tensors_in(values[name]) for name in names}
+            self._start_tensors[place] = {name: found[name] for name in names if found[name]}
 
     def _is_changed(self, place: str, name: str, value: Any) -> bool:
         starts = [start.get(place, {}) for start in self._starts]
@@ -2496,6 +2500,7 @@ class SavedAttributes:
         """
         changed: dict[str, dict[str, Any]] = {}
         rebound: dict[str, list[str]] = {}
+        kept: dict[str, list[str]] = {}
         for place, part in self.refresh_parts().items():
             values, objects = attributes_of(part), self._start_objects.get(place, {})
             buffers = part._buffers if isinstance(part, nn.Module) else {}
@@ -2522,7 +2527,14 @@ class SavedAttributes:
                 # assign new objects, because other code may still refer to the first objects.
                 names = [name for name in state if name in values]
                 rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
-        return {**get_rng_state(), "parts": changed, "rebound": rebound}
+                # Hooks may refer to the tensors in a list. If this run has changed only their
+                # content, a resumed run must change their content, too.
+                first = self._start_tensors.get(place, {})
+                same = (
+                    n for n in names if n in first and are_same(first[n], tensors_in(values[n]))
+                )
+                kept[place] = [*same]
+        return {**get_rng_state(), "parts": changed, "rebound": rebound, "kept": kept}
 
     def add_start_values(self, epoch_start: dict[str, Any], current: dict[str, Any]) -> None:
         """Add the loader attributes that only this epoch has changed, with their old values.
@@ -2553,7 +2565,7 @@ class SavedAttributes:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore attributes and RNG states that get_changed_state() has returned."""
-        self.load_parts(state.get("parts", {}), state.get("rebound", {}))
+        self.load_parts(state.get("parts", {}), state.get("rebound", {}), state.get("kept", {}))
         set_rng_state(state)
         if state.get("is_of_other_process"):
             # The saved run had fewer processes, so give this process a random seed of its own.
@@ -2563,21 +2575,32 @@ class SavedAttributes:
             random.seed(seed)
 
     def load_parts(
-        self, states: dict[str, dict[str, Any]], rebound: Mapping[str, Iterable[str]]
+        self,
+        states: dict[str, dict[str, Any]],
+        rebound: Mapping[str, Iterable[str]],
+        kept: Mapping[str, Iterable[str]] = MappingProxyType({}),
     ) -> None:
         parts = self.refresh_parts()
         for place in [place for place in states if place in parts]:
             self._saved_names[place].update(states[place])
             for name, value in states[place].items():
-                self._load_value(parts[place], name, value, name in rebound.get(place, ()))
+                is_rebound, has_kept = (name in names.get(place, ()) for names in (rebound, kept))
+                self._load_value(parts[place], name, value, is_rebound, has_kept)
         missing = [place for place in states if place not in parts]
         if missing:
             text = f"resume: the saved run created the object {missing[0]!r} during training, but"
             text += " the resumed run lacks this object, so the results may differ. Create the"
             warnings.warn(f"{text} object in __init__.", stacklevel=3)
 
-    def _load_value(self, part: Any, name: str, value: Any, is_rebound: bool) -> None:
-        """Restore an attribute of an object from its encoded value."""
+    def _load_value(
+        self, part: Any, name: str, value: Any, is_rebound: bool, has_kept: bool
+    ) -> None:
+        """Restore an attribute of an object from its encoded value.
+
+        Args:
+            is_rebound: Whether the saved run assigned another object to the attribute.
+            has_kept: Whether the attribute is a container that kept its tensors.
+        """
         target, tag = vars(part), value[0] if isinstance(value, tuple) else None
         if tag == "buffer":
             if name not in part._buffers:
@@ -2598,7 +2621,9 @@ class SavedAttributes:
             text += " but the resumed run lacks this generator, so the results may differ. Create"
             warnings.warn(f"{text} the generator in __init__.", stacklevel=4)
         else:
-            new = decoded(value)
+            tensors = tensors_in(current) if has_kept else []
+            known = (t if address_of(t) not in self.weights else None for t in tensors)
+            new = decoded(value, known=known)
             if isinstance(new, defaultdict):
                 new.default_factory = getattr(current, "default_factory", None)
             # Do not change a class attribute in place, because other instances use it, too.
@@ -2625,6 +2650,7 @@ class SavedAttributes:
             is_complete = is_complete and not has_attributes(of_process["data"])
             converted: dict[str, dict[str, Any]] = defaultdict(dict)
             rebound: dict[str, list[str]] = defaultdict(list)
+            kept: dict[str, list[str]] = defaultdict(list)
             for (path, name), value in of_process["plain_state"]["attributes"].items():
                 root, _, place = path.partition(".")
                 # FabricLoop saves the buffers of a module "layer" under the name "layer.buffers".
@@ -2635,7 +2661,9 @@ class SavedAttributes:
                 converted[place][name] = value
                 if (path, name) in of_process["plain_state"]["rebound"]:
                     rebound[place].append(name)
-            of_process["rng"] |= {"parts": converted, "rebound": rebound}
+                if (path, name) in of_process["plain_state"].get("kept", ()):
+                    kept[place].append(name)
+            of_process["rng"] |= {"parts": converted, "rebound": rebound, "kept": kept}
         text = "resume: got a checkpoint in which FabricLoop saved random generators, iterators, or"
         text += " attributes of loaders or other objects. MiniLoop cannot restore them. Resume with"
         check(is_complete, f"{text} FabricLoop, or use load= to start a new run from the weights.")
@@ -2925,11 +2953,48 @@ def has_ids(value: Any, weights: Mapping[int | None, str]) -> bool:
     return not weights.keys().isdisjoint(key for key in keys if type(key) is int)
 
 
-def decode(encoded: Any, device: torch.device, weights: Mapping[str, Any]) -> Any:
-    """Convert an encoded value back to the original value."""
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors in a container in the order in which they are encoded, or []."""
+    found: list[Any] = []
+    is_container = isinstance(value, CONTAINER_TYPES)
+    return found if is_container and collect_tensors(value, found) else []
+
+
+def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
+    """Add the tensors in a container to a list. Return False if the container is too large."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    if not isinstance(value, CONTAINER_TYPES):
+        return True
+    if len(value) > 500 or depth == 10:
+        return False
+    if isinstance(value, set | frozenset):
+        # The order of tensors in a set differs between processes.
+        return not any(isinstance(item, Tensor) for item in value)
+    items = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+    return all(collect_tensors(item, found, depth + 1) for item in items)
+
+
+def are_same(first: list[Any], second: list[Any]) -> bool:
+    """Return whether two lists contain the same objects."""
+    return list(map(id, first)) == list(map(id, second))
+
+
+def decode(
+    encoded: Any,
+    device: torch.device,
+    weights: Mapping[str, Any],
+    known: Iterator[Any] = iter(()),  # noqa: B008
+) -> Any:
+    """Convert an encoded value back to the original value.
+
+    Args:
+        known: The current tensors, to copy the encoded values into them if possible.
+    """
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
+    current = next(known, None) if kind in ("weight", "tensor", "parameter") else None
     if kind == "weight":
         is_parameter, *place = options
         weight = weights[content]
@@ -2938,14 +3003,15 @@ def decode(encoded: Any, device: torch.device, weights: Mapping[str, Any]) -> An
         has_gradient, is_on_device = options
         copied = content.to(device if is_on_device else "cpu", copy=True)
         made = nn.Parameter(copied) if kind == "parameter" else copied
-        return made.requires_grad_(has_gradient)
+        made.requires_grad_(has_gradient)
+        return current if replace_content(current, made) else made
     if kind in ("array", "scalar"):
         data = b"" if content is None else content.numpy().tobytes()
         found = np.frombuffer(data, options[0]).reshape(options[1]).copy()
         return found if kind == "array" else found[()]
     if kind == "enum":
         return find_class(*options).__members__[content]
-    items = [decode(item, device, weights) for item in content]
+    items = [decode(item, device, weights, known) for item in content]
     if kind == "named tuple":
         return tuple.__new__(find_class(*options), items)
     if kind == "deque":

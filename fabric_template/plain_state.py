@@ -51,6 +51,7 @@ from .plain_values import (
     replace_content,
     requires_grad_of,
     shares_memory,
+    tensors_in,
 )
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
@@ -339,13 +340,29 @@ class PlainState:
         self._start_objects = self._references()
 
     def _references(self) -> dict[Place, Callable[[], Any]]:
-        values = self.attributes()
-        return {place: make_reference(v) for place, v in values if type(v) not in ATOMS}
+        values = dict(self.attributes())
+        found = {place: tensors_in(value) for place, value in values.items()}
+        self._start_tensors = {
+            place: [make_reference(tensor) for tensor in tensors]
+            for place, tensors in found.items()
+            if tensors
+        }
+        return {p: make_reference(v) for p, v in values.items() if type(v) not in ATOMS}
 
     def _is_rebound(self, place: Place, value: Any) -> bool:
         """Return whether the run has assigned a new object to an attribute."""
         start = self._start_objects.get(place)
         return type(value) not in ATOMS and (start is None or start() is not value)
+
+    def _has_kept(self, place: Place, value: Any) -> bool:
+        """Return whether a container still has the tensors that it had at the start.
+
+        Hooks may refer to these tensors. If the run has changed only their content, a resumed run
+        must change their content, too.
+        """
+        start, tensors = self._start_tensors.get(place, []), tensors_in(value)
+        pairs = zip(start, tensors, strict=False)
+        return len(start) == len(tensors) > 0 and all(first() is last for first, last in pairs)
 
     def _find_objects(self) -> None:
         """Search attributes for objects to save, because hooks may have created new objects."""
@@ -402,7 +419,10 @@ class PlainState:
         # also assign new objects, because other objects may refer to the old ones.
         current = self.attributes() if saved else ()
         rebound = [place for place, v in current if place in saved and self._is_rebound(place, v)]
-        return {"generators": self.generator_states(), "attributes": saved, "rebound": rebound}
+        current = self.attributes() if saved else ()
+        kept = [place for place, v in current if place in saved and self._has_kept(place, v)]
+        generators = self.generator_states()
+        return {"generators": generators, "attributes": saved, "rebound": rebound, "kept": kept}
 
     def changed_attributes(self, is_small: bool = False) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
@@ -500,19 +520,26 @@ class PlainState:
         """Restore the random generators and the attributes."""
         self._find_objects()
         self.load_generator_states(state["generators"])
-        self.load_attributes(state["attributes"], set(state["rebound"]))
+        kept = set(state.get("kept", ()))
+        self.load_attributes(state["attributes"], set(state["rebound"]), kept)
         # The next checkpoint must contain the restored attributes, even if they already had the
         # restored values when the resumed run started, for example after an earlier call to fit.
         self._at_start |= dict.fromkeys(state["attributes"], ALWAYS_SAVED)
         for place in state["rebound"]:
             self._start_objects.pop(place, None)
 
-    def load_attributes(self, saved: dict[Place, Any], rebound: Collection[Place] = ()) -> None:
+    def load_attributes(
+        self,
+        saved: dict[Place, Any],
+        rebound: Collection[Place] = (),
+        kept: Collection[Place] = (),
+    ) -> None:
         """Restore the attributes of objects such as the model from a checkpoint.
 
         Args:
             rebound: The attributes to which the saved run has assigned new objects. New objects are
                 assigned again, because other objects may refer to the current ones.
+            kept: The containers whose tensors the saved run changed only in place.
         """
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
@@ -532,7 +559,10 @@ class PlainState:
                 elif tag != "state":
                     is_target = not shares_memory(current, addresses)
                     is_target = is_target and not self._is_rebound(place, current)
-                    part.assign(name, decoded(encoded), is_target and place not in rebound)
+                    tensors = tensors_in(current) if place in kept else []
+                    known = (t if not shares_memory(t, addresses) else None for t in tensors)
+                    value = decoded(encoded, known=known)
+                    part.assign(name, value, is_target and place not in rebound)
                 else:
                     load_object(current, *map(decoded, encoded[1:]))
 

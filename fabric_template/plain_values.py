@@ -11,7 +11,7 @@ import marshal
 import sys
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from itertools import chain, islice
@@ -277,19 +277,44 @@ def find_class(module: str, name: str) -> Any:
 # Restoring values
 
 
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors in a container in the order in which they are encoded, or []."""
+    found: list[Any] = []
+    is_container = isinstance(value, (*_SEQUENCES, dict))
+    return found if is_container and collect_tensors(value, found) else []
+
+
+def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
+    """Add the tensors in a container to a list. Return False if the container is too large."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    if not isinstance(value, (*_SEQUENCES, dict)):
+        return True
+    if len(value) > MOST_SEARCHED or depth == _DEEPEST:
+        return False
+    if isinstance(value, set | frozenset):
+        # The order of tensors in a set differs between processes.
+        return not any(isinstance(item, Tensor) for item in value)
+    items = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+    return all(collect_tensors(item, found, depth + 1) for item in items)
+
+
 def decode(
     encoded: Any,
     device: torch.device | str = "cpu",
     weights: Mapping[str, Any] = MappingProxyType({}),
+    known: Iterator[Any] = iter(()),  # noqa: B008
 ) -> Any:
     """Convert an encoded value back to the original value.
 
     Args:
         weights: The network's state_dict, to look up the weights that were encoded by name.
+        known: The current tensors, to copy the encoded values into them if possible.
     """
     if not isinstance(encoded, tuple | list):
         return encoded
     kind, content, *options = encoded
+    current = next(known, None) if kind in ("weight", "tensor", "parameter") else None
     if kind == "weight":
         is_parameter, *place = options
         weight = weights[content]
@@ -298,7 +323,8 @@ def decode(
         has_gradient, is_on_device = options
         value = content.to(device if is_on_device else "cpu", copy=True)
         value = nn.Parameter(value) if kind == "parameter" else value
-        return value.requires_grad_(has_gradient)
+        value.requires_grad_(has_gradient)
+        return current if replace_content(current, value) else value
     if kind in ("array", "scalar"):
         dtype, shape = options
         data = b"" if content is None else content.numpy().tobytes()
@@ -306,7 +332,7 @@ def decode(
         return array if kind == "array" else array[()]
     if kind == "enum":
         return find_class(*options).__members__[content]
-    items = [decode(item, device, weights) for item in content]
+    items = [decode(item, device, weights, known) for item in content]
     if kind == "named tuple":
         return tuple.__new__(find_class(*options), items)
     made = _KINDS[kind]

@@ -27,6 +27,7 @@ from ..plain_values import (
     load_object,
     load_optimizer,
     shares_memory,
+    tensors_in,
 )
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
@@ -312,7 +313,7 @@ def restore_options(run: Run, changed: dict[str, Any]) -> None:
 
 def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     """Restore the module attributes that MiniLoop saved."""
-    parts, rebound = state.get("parts", {}), state.get("rebound", {})
+    parts, rebound, kept = (state.get(name, {}) for name in ("parts", "rebound", "kept"))
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
     modules["torch modes"] = make_torch_modes()
@@ -341,7 +342,10 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
                 # Do not change an object in place if the saved run assigned another object.
                 is_target = name not in rebound.get(place, ())
                 is_target = is_target and not shares_memory(current, addresses)
-                part.assign(name, decoded(value[1] if tag == "buffer" else value), is_target)
+                tensors = tensors_in(current) if name in kept.get(place, ()) else []
+                known = (t if not shares_memory(t, addresses) else None for t in tensors)
+                new = decoded(value[1] if tag == "buffer" else value, known=known)
+                part.assign(name, new, is_target)
 
 
 def make_state_error(run: Run, place: str) -> CheckpointError:

@@ -2,6 +2,7 @@
 
 import csv
 import warnings
+from collections import deque
 
 import numpy as np
 import pytest
@@ -84,6 +85,37 @@ class Sparse(Model):
         self.counts, self.saved = self.counts + one, self.saved + one
         self.hidden = (self.hidden + one).coalesce()
         self.add((self.counts + self.saved + self.hidden).to_dense().sum())
+
+
+class KeepsInHook(Model):
+    """Keeps sums in a dict and in a list, whose tensors a gradient hook changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        weight = self.net[0].weight
+        sums, count = torch.zeros_like(weight), torch.zeros(())
+        self.sums, self.counts = {"of": (sums, 0), "names": {"a", "b"}}, [deque([count], 3), [1.0]]
+
+        def add_mean(gradient):
+            sums.mul_(0.9).add_(gradient)
+            count.add_(1)
+            return gradient + sums / count
+
+        weight.register_hook(add_mean)
+
+
+class ReplacesInList(Model):
+    """Keeps two tensors in a list. Only the first one changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.zeros(2)
+        self.sums = [self.first, self.first]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.first.add_(batch[0][0, :2])
+        self.sums[1] = self.sums[1] * 0.9 + self.first
+        self.add(self.first.sum() + self.sums[1].sum())
 
 
 class ChangesTensors(Model):
@@ -294,6 +326,8 @@ CASES = {
     "reloading_wrapper": shuffled(lambda: Optimized(ReloadingWrapper)),
     "kept_group": shuffled(KeepsGroup),
     "hyperparameters": shuffled(ChangesHyperparameters),
+    "hook": shuffled(KeepsInHook),
+    "replaced": shuffled(ReplacesInList),
     "tensors": shuffled(ChangesTensors),
     "quantized": shuffled(Quantizes),
     "modes": shuffled(make_with_modes),
@@ -345,7 +379,7 @@ def assert_resumes(root, kind, make, kill_at):
 
 
 @pytest.mark.parametrize(
-    ("name", "writer"), once(["pairs", "table", "hyperparameters", "tensors", "quantized", "modes"], SAVES)
+    ("name", "writer"), once(["pairs", "table", "hyperparameters", "hook", "tensors", "quantized", "modes"], SAVES)
 )
 def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_path, name, writer):
     def fit(kind, run, epochs, resume=None):
