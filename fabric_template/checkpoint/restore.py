@@ -238,6 +238,10 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     own = list(target.state_dict())
     if weights.keys() == set(own):
         return weights
+    # state_dict() omits buffers that are None, but the saved run may have assigned tensors to them.
+    for place, module in target.named_modules():
+        empty = [name for name, buffer in module._buffers.items() if buffer is None]
+        own += [f"{place}.{name}".removeprefix(".") for name in empty]
     # Wrappers such as DistributedDataParallel add components such as "module" to the names of
     # weights. Compare names without these components.
     own_names = {plain_name(name): name for name in own}

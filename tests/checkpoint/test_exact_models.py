@@ -396,6 +396,28 @@ def test_each_loop_restores_the_model_attributes_saved_by_the_other_loop(tmp_pat
     assert_same(fit(reader, "parts", 3, resume="last"), whole)
 
 
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_compiled_model_resumes_with_tensors_that_training_changed(tmp_path, kind, before, after):
+    def fit(run, epochs, is_compiled, resume=None):
+        torch.manual_seed(1)
+        model = ChangesTensors()
+        network = torch.compile(model, backend="eager") if is_compiled else model
+        optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
+        loop = kind(max_epochs=epochs, name=run, default_root_dir=tmp_path, accelerator="cpu")
+        data = DataLoader(make_data(16), 4)
+        loop.fit(network, data, resume=resume, optimizer=optimizer, training_step=find_loss)
+        return model.state_dict(), []
+
+    whole = fit("whole", 3, False)
+    fit("parts", 2, before)
+    assert_same(fit("parts", 3, after, resume="last"), whole)
+
+
+def find_loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 class GroupScheduler(LRScheduler):
     """Keeps the parameter groups in an attribute and changes their weight decay."""
 
