@@ -76,6 +76,7 @@ NAMES_OF_OTHERS = {
     "_metadata": "Keep the versions of the modules in a state_dict.",
     "_orig_mod": "Find the module that torch.compile has wrapped.",
     "_utils": "Files written by torch.save refer to functions in torch._utils.",
+    "_rebuild_qtensor": "torch.save refers to this function when it writes a quantized tensor.",
     "_rebuild_sparse_tensor": "torch.save refers to this function when it writes a sparse tensor.",
     "_rebuild_tensor_v2": "torch.save refers to this function when it writes a tensor.",
     "_rebuild_tensor_v3": "torch.save refers to this function when it writes a tensor of a dtype such as float8.",
