@@ -3104,30 +3104,33 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
 
 
 def describe_tensors(network: nn.Module) -> dict[str, Any]:
-    """Return the dtype and the shape of each parameter and buffer, keyed by its name."""
+    """Return the dtype, shape and strides of each parameter and buffer, keyed by its name."""
     tensors = chain(network.named_parameters(), network.named_buffers())
     return {name.replace("_orig_mod.", ""): describe_tensor(tensor) for name, tensor in tensors}
 
 
 def describe_tensor(tensor: Tensor | None) -> Any:
-    if tensor is None or nn.parameter.is_lazy(tensor):
-        return None if tensor is None else "lazy"
-    return [str(tensor.dtype), list(tensor.shape)]
+    if tensor is None:
+        return None
+    if nn.parameter.is_lazy(tensor) or tensor.is_nested:
+        return "no shape"
+    strides = list(tensor.stride()) if tensor.layout is torch.strided else []
+    return [str(tensor.dtype), list(tensor.shape), strides]
 
 
 def convert_tensors(network: nn.Module, saved: dict[str, Any], start: dict[str, Any]) -> None:
-    """Give each parameter and buffer the dtype and the shape that training changed it to.
+    """Give each parameter and buffer the dtype, shape and strides that training changed it to.
 
     Args:
-        start: The dtypes and shapes when the saved run started. If a tensor of this model has a
-            different dtype or shape, load_state_dict() decides whether it accepts the weights.
+        start: The dtypes, shapes and strides when the saved run started. If a tensor of this
+            model has different ones, load_state_dict() decides whether it accepts the weights.
     """
     tensors: dict[str, Any] = dict(chain(network.named_parameters(), network.named_buffers()))
     modules = dict(network.named_modules())
     device = next((parameter.device for parameter in network.parameters()), None)
     for path, value in saved.items():
         tensor, found = tensors.get(path), describe_tensor(tensors.get(path))
-        is_changed = isinstance(value, Tensor) and found not in ("lazy", describe_tensor(value))
+        is_changed = isinstance(value, Tensor) and found not in ("no shape", describe_tensor(value))
         if not is_changed or start.get(path.replace("_orig_mod.", "")) != found:
             continue
         place, _, name = path.rpartition(".")

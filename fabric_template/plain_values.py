@@ -380,13 +380,16 @@ def replace_content(current: Any, value: Any) -> bool:
 
 
 def describe_tensors(network: nn.Module) -> dict[str, Any]:
-    """Return the dtype and the shape of each parameter and buffer, keyed by its name."""
+    """Return the dtype, shape and strides of each parameter and buffer, keyed by its name."""
     tensors = chain(network.named_parameters(), network.named_buffers())
     return {name: describe_tensor(tensor) for name, tensor in tensors}
 
 
 def describe_tensor(tensor: Tensor) -> Any:
-    return "lazy" if is_lazy(tensor) else [str(tensor.dtype), list(tensor.shape)]
+    if is_lazy(tensor) or tensor.is_nested:
+        return "no shape"
+    strides = list(tensor.stride()) if tensor.layout is torch.strided else []
+    return [str(tensor.dtype), list(tensor.shape), strides]
 
 
 # Objects with a state_dict

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
@@ -179,17 +178,17 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
 def convert_tensors(
     network: nn.Module, weights: Mapping[str, Any], start: Mapping[str, Any]
 ) -> None:
-    """Give each tensor the dtype and the shape that training had changed it to.
+    """Give each tensor the dtype, shape and strides that training changed it to.
 
     Args:
-        start: The dtypes and shapes when the saved run started. If a tensor of this model has
-            another dtype or shape, load_state_dict() decides whether it accepts the weights.
+        start: The dtypes, shapes and strides when the saved run started. If a tensor of this
+            model has different ones, load_state_dict() decides whether it accepts the weights.
     """
     current = describe_tensors(network)
     tensors = chain(network.named_parameters(), network.named_buffers())
     for name, tensor in tensors if start else ():
         value = weights.get(name)
-        is_own = start.get(plain_name(name)) == current[name] and not is_lazy(tensor)
+        is_own = current[name] == start.get(plain_name(name)) != "no shape"
         if isinstance(value, Tensor) and is_own and describe_tensor(value) != current[name]:
             tensor.data = value.to(tensor.device, copy=True)
 
