@@ -704,22 +704,14 @@ def warn_of_integer(name: str) -> None:
     )
 
 
-def to_plain_tensor(value: Tensor) -> Tensor:
-    """Return a tensor without its gradient and, for a subclass of Tensor, without its class."""
-    if value.requires_grad:
-        value = value.detach()
-    # A resumed run could not load a subclass of Tensor, such as MONAI's MetaTensor.
-    is_plain = type(value) is Tensor
-    return value if is_plain else value.detach().as_subclass(Tensor)
-
-
 def to_scalar(name: str, value: Any) -> Tensor:
     """Convert a logged number or tensor to a 0-dimensional float32 or float64 tensor."""
     if not isinstance(value, Tensor):
         if not isinstance(value, numbers.Number):
             raise value_error(name, value)
         return torch.tensor(value, dtype=float_type())
-    value = to_plain_tensor(value)
+    if value.requires_grad:
+        value = value.detach()
     if value.dim():
         if value.numel() != 1:
             raise value_error(name, value)
