@@ -1224,6 +1224,7 @@ class MiniLoop:
         options = {
             name: (value, getattr(self, name)) for name, value in self._given_options.items()
         }
+        start, layouts = self._start_tensors, describe_tensors(self._unwrapped)
         return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
@@ -1244,7 +1245,8 @@ class MiniLoop:
             # The original and the current value of each option that a hook has changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": self._attributes.get_changed_flags(),
-            "tensors": self._start_tensors,
+            # The original dtypes, shapes and strides of the tensors whose layout has changed.
+            "tensors": {name: old for name, old in start.items() if layouts.get(name) != old},
             "settings": self._run_settings(),
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,

@@ -83,13 +83,6 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     return is_loaded
 
 
-def record_tensors(run: Run) -> None:
-    """Record dtypes and shapes, to find the tensors whose dtype or shape training changes."""
-    if not run.steps.is_model_parallel:
-        tensors = describe_tensors(checkpointed_module(run))
-        run.steps.record_tensors({plain_name(name): tensors[name] for name in tensors})
-
-
 def load_state(part: Any, state: Any) -> None:
     if state is not None and callable(getattr(part, "load_state_dict", None)):
         part.load_state_dict(state)

@@ -18,7 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
 from ..checkpoint.find_checkpoint import check_same_checkpoint, read_again
-from ..checkpoint.restore import load_weights, record_tensors, restore_model, restore_training
+from ..checkpoint.restore import load_weights, restore_model, restore_training
 from ..checkpoint.run_folders import choose_version, open_folders
 from ..checkpoint.state import check_saved_state, record_optimizer_attributes
 from ..distributed.launch import (
@@ -139,7 +139,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     run.find_new_modules()
     check_network(run.model, run.network)
     run.steps.convert_network()
-    record_tensors(run)
+    run.steps.record_tensors(run.module if run.is_lightning_module else run.network)
     if run.steps.is_model_parallel:
         # A sharded checkpoint can only be loaded into a network that is already sharded.
         run.steps.setup(is_training)

@@ -22,9 +22,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checkpoint.restore import plain_name
 from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
+from ..plain_values import describe_tensors
 
 _MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The loop calls these LightningModule methods on any model that defines them.
@@ -291,8 +293,7 @@ class StepRunner:
         self._synchronized: set[nn.Parameter] = set()
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
-        # The dtype and the shape of each parameter and buffer before a checkpoint is loaded.
-        self.start_tensors: dict[str, Any] = {}
+        self._tensors_at_start: dict[str, Any] = {}
 
     def unwrap(self) -> None:
         """Delete the strategy's wrapper around the network, such as DDP."""
@@ -344,8 +345,17 @@ class StepRunner:
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
-    def record_tensors(self, tensors: dict[str, Any]) -> None:
-        self.start_tensors = tensors
+    def record_tensors(self, network: nn.Module) -> None:
+        """Record the dtype, shape and strides of each parameter and buffer."""
+        tensors = {} if self.is_model_parallel else describe_tensors(network)
+        self._tensors_at_start = {plain_name(name): tensors[name] for name in tensors}
+
+    def changed_tensors(self, network: nn.Module) -> dict[str, Any]:
+        """Return the original dtypes, shapes and strides of the tensors for which they changed."""
+        start = self._tensors_at_start
+        tensors = describe_tensors(network) if start else {}
+        current = {plain_name(name): tensors[name] for name in tensors}
+        return {name: start[name] for name in start if current.get(name) != start[name]}
 
     def record_flags(self, parameters: Mapping[str, Any]) -> None:
         self._flags_at_start = self.flags(parameters)
