@@ -21,10 +21,12 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-You can make these changes without reading `SavedAttributes`, which saves the state that
-state_dict() does not contain. Checkpoints also contain attributes that you add to the loop. Create
-additional modules, optimizers and loaders in `_reset` or `_set_up_optimizer`, because a resumed run
-restores only objects that already exist.
+The first 800 lines contain the options, training, validation, batches and logging. Checkpoints, the
+set-up, checks and helper functions follow. You can make the changes above without reading
+`SavedAttributes` at the end of the file, which saves the state that state_dict() does not contain.
+Checkpoints also contain attributes that you add to the loop. Create additional modules, optimizers
+and loaders in `_reset` or `_set_up_optimizer`, because a resumed run restores only objects that
+already exist.
 """
 
 from __future__ import annotations
@@ -85,79 +87,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 from tqdm import tqdm
 
-REFUSED_HOOKS = """
-    backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
-    configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
-    on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
-    on_validation_start on_validation_end on_validation_batch_start on_validation_batch_end
-    on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
-    on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
-    on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
-"""
-VERSION = "0.2.0"
-# The minimum of each option that is a number. For max_epochs and max_steps, -1 means no limit.
-NUMBERS = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
-NUMBERS |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
-FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
-# For these arguments of log(), MiniLoop accepts only the value listed here, or None.
-LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
-LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
-# Clearer messages for some of torch's errors. Each key is part of torch's message.
-INSTEAD = {
-    "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
-    " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
-    "Expected to have finished reduction": "It looks like your model has parameters that were not"
-    " used in producing the loss returned by training_step. If this is intentional, write"
-    " strategy='ddp_find_unused_parameters_true'.",
-}
-SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
-SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop runs the"
-SECOND_BACKWARD += " backward pass itself. If the step keeps tensors for later batches, such as a"
-SECOND_BACKWARD += " hidden state, call detach() on them."
-END: Any = object()  # The value that next(batches, END) returns after the last batch.
-REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
-CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
-# Attributes that PyTorch and Lightning set in modules. Only attributes that users add are saved.
-MODULE_ATTRIBUTES = {*vars(nn.Module()), "_hparams"}
-# Do not save these attributes of an optimizer, because a resumed run sets them anyway.
-OPTIMIZER_ATTRIBUTES = {"_opt_called", "_step_count", *vars(torch.optim.Optimizer([Tensor(1)], {}))}
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-NUMPY: Any = (np.generic, np.ndarray)
-# Do not save objects from these packages, because they may hold open files or processes.
-LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
-# Objects of these types are not searched for attributes to save.
-NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
-# Checkpoints store values of these types unchanged. `encode` converts values of other types.
-ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-CONTAINER_TYPES: Any = (list, tuple, torch.Size, set, frozenset, deque)
-CONTAINER_TYPES += (dict, OrderedDict, Counter, defaultdict)
-CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
-# If a weight is a power of two, the faster `torch.add(total, value, alpha=weight)` returns exactly
-# `total + value * weight`. For other weights, the two results may differ by rounding.
-POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
-OPEN_LOCKS: list[IO[str]] = []
-# Attributes to leave out when the loop is pickled, because the next fit sets them again.
-NOT_PICKLED = """
-    model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
-    _attributes _step_module _start_parameters _start_tensors _synchronized _clipped _hparams _loss
-    _outputs _locks _bar
-"""
-# MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
-# the loop.
-LOOP_ATTRIBUTES = f"""
-    {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
-    gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
-    strategy validate_every_n_steps version _batch_size _batches _batches_in_window
-    _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
-    _given_options _hook _is_first_batch _is_last _is_lightning_module
-    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs
-    _precision _resumed_state _row_started _sampler_seed
-    _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
-    active_stage batches_done best_score callback_metrics checkpoint_dir
-    current_epoch global_step history log_dir num_training_batches should_stop _created_with
-    _saved_step _settings
-""".split()
-
 
 @dataclass(kw_only=True, eq=False)
 class MiniLoop:
@@ -190,33 +119,7 @@ class MiniLoop:
     # Trainer also has these attributes. LightningModule.print() reads progress_bar_callback.
     sanity_checking, logger, loggers, progress_bar_callback = False, None, (), None
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
-            return getattr(self.fabric, name)
-        if hasattr(type(self), name):
-            # If a property raises an AttributeError, Python calls __getattr__. Raise the
-            # property's own error.
-            return object.__getattribute__(self, name)
-        text = f"{type(self).__name__!r} object has no attribute {name!r}."
-        raise AttributeError(f"{text} If Trainer has this attribute, use FabricLoop.")
-
-    def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
-        known = [field.name for field in fields(cls)]
-        plain = [kind for kind in cls.__mro__[:-1] if "__dataclass_fields__" not in vars(kind)]
-        for name in [name for kind in plain for name in known if name in vars(kind)]:
-            text = f"{cls.__name__}: the class sets the option {name!r}, but is not a dataclass."
-            raise TypeError(f"{text} Write @dataclass(kw_only=True, eq=False) above the class.")
-        refuse_unknown("MiniLoop", options, known)
-        return super().__new__(cls)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
-        # A model refers to its loop. Copying the model must not copy the loop.
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        left_out = NOT_PICKLED.split()
-        kept = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**kept, "active_stage": None, "_hook": "", "_step_values": None, "_batches": None}
+    # Options and state
 
     def __post_init__(self) -> None:
         self._check_options()
@@ -252,38 +155,6 @@ class MiniLoop:
         fixed = {field.name for field in fields(MiniLoop)} - {*NUMBERS, "fabric", "hparams"}
         self._created_with = {name: getattr(self, name) for name in fixed}
         self._reset()
-
-    def _check_options(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-                setattr(self, field.name, value.item())
-        self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
-        is_mode = self.mode in ("auto", "min", "max")
-        check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
-        if self.mode == "auto":
-            direction = "min" if self.monitor is None else find_direction(str(self.monitor))
-            text = f"mode: got 'auto' for the unknown metric {self.monitor!r}. Write mode='min' if"
-            check(direction is not None, f"{text} smaller values are better, or mode='max'.")
-            self.mode = str(direction)
-        text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
-        check(isinstance(self.hparams, Mapping | None), f'{text} such as {{"lr": 0.1}}.')
-        for option in ("name", "version"):
-            value = getattr(self, option)
-            is_text = isinstance(value, str) and value.isprintable()
-            is_name = is_text and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
-            is_version = value is None or (type(value) is int and value >= 0)
-            expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
-            is_valid = is_name or (option == "version" and is_version)
-            check(is_valid, f"{option}: got {value!r}, expected {expected}.")
-        for option, least in NUMBERS.items():
-            value, kind = getattr(self, option), "a number" if "clip" in option else "an int"
-            is_right_type = type(value) is int or (type(value) is float and "clip" in option)
-            is_optional = option not in ("max_steps", "accumulate_grad_batches")
-            is_valid = value >= least if is_right_type else value is None and is_optional
-            check(is_valid, f"{option}: got {value!r}, expected {kind} >= {least}.")
-        if self.max_epochs is None:
-            self.max_epochs = 1000 if self.max_steps == -1 else -1
 
     def _reset(self) -> None:
         """Seed the random generators, and reset the loop's counters and results."""
@@ -378,42 +249,20 @@ class MiniLoop:
 
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached."""
-        is_resumed, last_step = self._resumed_state is not None, self._find_last_step()
         # If a run that stops within an epoch is killed before it writes its last row, a resumed run
         # calls the remaining hooks and writes the row.
-        has_no_row = self.batches_done > 0 and self._is_done() and last_step < self.global_step
-        is_done = self._is_done() and not has_no_row
+        is_row_missing = self._find_last_step() < self.global_step and self.batches_done > 0
+        is_row_missing = is_row_missing and self._is_done()
         # If a limit is reached before the first batch, call no hooks.
-        if not is_done:
-            # Like Trainer, create the training loader's first iterator before any hook runs.
-            if not is_resumed:
-                self._call_iter_like_trainer(self.train_loader)
-                self._start_batches()
-                self._call_iter_like_trainer(self.val_loader)
-            elif self.current_epoch == 0 and self.batches_done > 0:
-                self._start_batches()
-            logged = [dict(sums) for sums in self._sums]
-            self._call("on_train_start")
-            self._attributes.record_start_values()
-            self._attributes.record_start_objects()
-            if is_resumed:
-                # Drop values logged in on_train_start, because the saved run already logged them.
-                self._sums = logged
-        if is_resumed:
-            set_flags(self._unwrapped, self._resumed_state["flags"])
-            # on_train_start may have changed options such as max_steps, so restore them again.
-            self._restore_options(self._resumed_state["options"])
-            if self.batches_done > 0 and not is_done:
-                self._skip_batches()
-            # Restore the RNG state last, because the code above may draw random numbers.
-            self._attributes.load_state(self._resumed_state)
-            parts = self._attributes.refresh_parts()
-            keys = self._resumed_state.get("torchmetrics", {})
-            self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
-        while has_no_row or not self._is_done():
+        has_work = is_row_missing or not self._is_done()
+        if has_work:
+            self._start_training()
+        if self._resumed_state is not None:
+            self._restore_position(has_work)
+        while is_row_missing or not self._is_done():
             self._train_epoch()
-            has_no_row = False
-        if not is_done:
+            is_row_missing = False
+        if has_work:
             self._call("on_train_end")
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
@@ -577,183 +426,6 @@ class MiniLoop:
             else:
                 scheduler.step()
 
-    def _train_batches(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch, and set ``_is_last`` for the last batch.
-
-        If you skip, repeat, reorder or combine batches, runs cannot resume exactly within an epoch.
-        """
-        length = self.num_training_batches
-        is_started = self._batches is not None
-        if not is_started:
-            self._start_batches()
-        if self.batches_done == 0:
-            if is_started and self._is_lightning_module:
-                set_epoch(self.train_loader, self.current_epoch)
-            # Hooks such as on_train_start may have changed the loader after iter() was called, so
-            # record its state again.
-            first = self._attributes.get_changed_state(True) if is_started else get_rng_state()
-            self._epoch_start["first_batch"] = first
-        # Outside of terminals and notebooks, update the progress bar only once a minute. In
-        # notebooks, use stdout, because notebooks show stderr in red.
-        is_notebook = "ipykernel" in sys.modules
-        seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
-        bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
-        bar.update(file=sys.stdout if is_notebook else sys.stderr)
-        bar.update(initial=self.batches_done, total=None if length == math.inf else length)
-        bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
-        self._bar = ProgressBar(self._batches, **bar)
-        for is_last, batch in self._timed(self._bar):
-            self._is_last = is_last
-            yield self._move(batch)
-        text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
-        text += " Pass a loader that restarts in each epoch, such as a DataLoader or a list."
-        check(self._is_last, text)
-
-    def _start_batches(self) -> None:
-        """Create the iterator over the epoch's training batches."""
-        if self.batches_done == 0:
-            self._epoch_start = self._attributes.get_changed_state(is_epoch_start=True)
-        else:
-            self._attributes.load_state(self._epoch_start)
-        # With a LightningModule, call set_epoch(0) only after iter(loader), as Trainer does.
-        if self.current_epoch > 0 or not self._is_lightning_module:
-            set_epoch(self.train_loader, self.current_epoch)
-        self._attributes.record_iterators()
-        batches, length = iter(self.train_loader), self.num_training_batches
-        if self.batches_done > 1:
-            batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
-        if length == math.inf and self.fabric.world_size > 1:
-            batches = until_first_end(batches, self.fabric)
-        self._batches = self._mark_last(batches, length)
-
-    def _skip_batches(self) -> None:
-        """In a resumed run, read the epoch's finished batches again without training on them."""
-        if self._batches is None:
-            self._start_batches()
-        # Many samplers shuffle when the first batch is read, so first restore the RNG state.
-        self._attributes.load_state(self._epoch_start["first_batch"])
-        warn_of_lazy_sampler(self.train_loader, self.batches_done)
-        for number in range(self.batches_done):
-            text = f"resume: got a loader with {number} batches, expected more than"
-            check(next(self._batches, END) is not END, f"{text} {self.batches_done}.")
-
-    def _call_iter_like_trainer(self, loader: Any) -> None:
-        """Call iter(loader) where Trainer does, because iter() may draw random numbers."""
-        is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
-        if self._is_lightning_module and not is_known:
-            iter(loader)
-
-    def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
-        """Yield pairs (is_last, batch). If ``length`` is inf, prefetch a batch to find the end."""
-        if length < math.inf:
-            # Call next(), because zip() would call iter() again, which restarts some iterators.
-            for number in range(1, int(length) + 1):
-                if (batch := next(batches, END)) is END:
-                    return
-                yield number == length, batch
-            if not self._is_lightning_module:
-                # As a for loop does, run the loader's code after its last yield. Trainer does not.
-                text = f"loader: got more than {length} batches, but len(loader) was {length} at"
-                text += " the start. Return the right length, or pass an iterable without __len__."
-                check(next(batches, END) is END, text)
-            return
-        done, resumed, following = self.batches_done, self._before_next, next(batches, END)
-        for number in count(1):
-            if following is END:
-                return
-            batch = following
-            if number == done and resumed is not None:
-                # Restore the RNG state that the saved run had before it prefetched this batch.
-                set_rng_state(resumed)
-            self._before_next = get_rng_state()
-            following = next(batches, END)
-            yield following is END, batch
-
-    def _read_batches(self, loader: Any) -> Iterable[Any]:
-        length = sized_len(loader)
-        if length is None:
-            return islice(loader, None)
-        return (batch for _, batch in self._mark_last(iter(loader), length))
-
-    def _timed(self, batches: Iterable[Any]) -> Generator[Any]:
-        """Yield batches, and add up the seconds spent waiting for them."""
-        started = time.monotonic()
-        for batch in batches:
-            self._waited += time.monotonic() - started
-            yield batch
-            started = time.monotonic()
-
-    def _move(self, batch: Any) -> Any:
-        """Move a batch to the device, and convert it to a precision such as "bf16-true"."""
-        if self._converts_dtype:
-            batch = self._precision.convert_input(batch)
-        # A fast path for the usual batch of a DataLoader, which is a list of tensors.
-        is_list = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}
-        if self._is_one_cpu_in_32_bits and is_list:
-            return type(batch)(batch)
-        return self.fabric.to_device(batch)
-
-    def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
-        """Call training_step or validation_step with the loop's precision and strategy."""
-        self._hook = name
-        try:
-            if self._is_one_cpu_in_32_bits:
-                return self._steps[name](batch, batch_idx)
-            with self._precision.forward_context():
-                if isinstance(self._precision, MixedPrecision):
-                    # Like Trainer, do not let autocast cache converted weights.
-                    torch.set_autocast_cache_enabled(False)
-                return self._step_module(self._steps[name], batch, batch_idx)
-        except (AttributeError, RuntimeError, TypeError) as error:
-            text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
-            if text is None:
-                raise
-            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
-            raise kind(text.format(step=name)) from error
-
-    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
-        """Run the first training step, which must not call loss.backward() or optimizer.step()."""
-        self._is_first_batch = False
-        parameters = {*parameters_of(self.optimizer)}
-        text = "expected a step that only computes the loss. Remove loss.backward() and"
-        text += " optimizer.step(), or use torch.autograd.grad() for the gradients of another loss."
-
-        def refuse_step(other: Any, *_: Any) -> None:
-            is_other = parameters.isdisjoint(parameters_of(other))
-            check(is_other, f"training_step: got a call to optimizer.step(), {text}")
-
-        clear_gradients(self.optimizer)
-        hook = register_optimizer_step_pre_hook(refuse_step)
-        try:
-            output = self._run_step("training_step", batch, batch_idx)
-        finally:
-            hook.remove()
-        has_gradients = any(parameter.grad is not None for parameter in parameters)
-        check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
-        return output
-
-    def _call(self, hook: str, *args: Any) -> Any:
-        self._hook = hook
-        method = getattr(self.model, hook, None)
-        return None if method is None else method(*args)
-
-    def _stop_batches(self) -> None:
-        """End an unfinished epoch's worker processes and progress bar, and free its tensors."""
-        # Without close(), garbage collection would end each process, which takes five seconds.
-        # In a notebook, the last error would keep the bar until the next error.
-        for part in (self._batches, self._bar):
-            if part is not None:
-                part.close()
-        self._batches = self._bar = self._loss = self._outputs = None
-
-    def _print_interruption(self) -> None:
-        saved = f"To resume from step {self._saved_step}, write resume='last'."
-        if self._saved_step is None:
-            saved = "No checkpoint was saved. To start again, create the model and the optimizer"
-            saved += " again."
-        place = f"in epoch {self.current_epoch}, after step {self.global_step}"
-        print(f"Ctrl-C: training stops {place}. {saved}")
-
     # Validation
 
     def validate(
@@ -826,6 +498,81 @@ class MiniLoop:
         self._sums = training
         self._validation_names = set(self._validated)
 
+    # Batches and steps
+
+    def _train_batches(self) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch, and set ``_is_last`` for the last batch.
+
+        If you skip, repeat, reorder or combine batches, runs cannot resume exactly within an epoch.
+        """
+        length = self.num_training_batches
+        is_started = self._batches is not None
+        if not is_started:
+            self._start_batches()
+        if self.batches_done == 0:
+            if is_started and self._is_lightning_module:
+                set_epoch(self.train_loader, self.current_epoch)
+            # Hooks such as on_train_start may have changed the loader after iter() was called, so
+            # record its state again.
+            first = self._attributes.get_changed_state(True) if is_started else get_rng_state()
+            self._epoch_start["first_batch"] = first
+        # Outside of terminals and notebooks, update the progress bar only once a minute. In
+        # notebooks, use stdout, because notebooks show stderr in red.
+        is_notebook = "ipykernel" in sys.modules
+        seconds = 0.2 if sys.stderr.isatty() or is_notebook else 60.0
+        bar: dict[str, Any] = {"mininterval": seconds, "delay": seconds, "leave": False}
+        bar.update(file=sys.stdout if is_notebook else sys.stderr)
+        bar.update(initial=self.batches_done, total=None if length == math.inf else length)
+        bar.update(desc=f"epoch {self.current_epoch}", disable=not self.fabric.is_global_zero)
+        self._bar = ProgressBar(self._batches, **bar)
+        for is_last, batch in self._timed(self._bar):
+            self._is_last = is_last
+            yield self._move(batch)
+        text = f"train_dataloaders: got {self.batches_done} batches in an epoch, expected {length}."
+        text += " Pass a loader that restarts in each epoch, such as a DataLoader or a list."
+        check(self._is_last, text)
+
+    def _timed(self, batches: Iterable[Any]) -> Generator[Any]:
+        """Yield batches, and add up the seconds spent waiting for them."""
+        started = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - started
+            yield batch
+            started = time.monotonic()
+
+    def _move(self, batch: Any) -> Any:
+        """Move a batch to the device, and convert it to a precision such as "bf16-true"."""
+        if self._converts_dtype:
+            batch = self._precision.convert_input(batch)
+        # A fast path for the usual batch of a DataLoader, which is a list of tensors.
+        is_list = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}
+        if self._is_one_cpu_in_32_bits and is_list:
+            return type(batch)(batch)
+        return self.fabric.to_device(batch)
+
+    def _run_step(self, name: str, batch: Any, batch_idx: int) -> Any:
+        """Call training_step or validation_step with the loop's precision and strategy."""
+        self._hook = name
+        try:
+            if self._is_one_cpu_in_32_bits:
+                return self._steps[name](batch, batch_idx)
+            with self._precision.forward_context():
+                if isinstance(self._precision, MixedPrecision):
+                    # Like Trainer, do not let autocast cache converted weights.
+                    torch.set_autocast_cache_enabled(False)
+                return self._step_module(self._steps[name], batch, batch_idx)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            text = next((INSTEAD[part] for part in INSTEAD if part in str(error)), None)
+            if text is None:
+                raise
+            kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+            raise kind(text.format(step=name)) from error
+
+    def _call(self, hook: str, *args: Any) -> Any:
+        self._hook = hook
+        method = getattr(self.model, hook, None)
+        return None if method is None else method(*args)
+
     # Logging
 
     def log(
@@ -878,17 +625,6 @@ class MiniLoop:
             if self._is_row_due and name not in ("step", "epoch"):
                 self._step_values[name] = self.callback_metrics[name]
 
-    def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
-        saves_in_epoch = self._every is not None or self.max_steps != -1
-        is_of_training = on_epoch and "validation" not in self._hook
-        text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
-        text += " max_steps. MiniLoop cannot save the state of torchmetrics objects within an"
-        text += " epoch. Use FabricLoop."
-        check(not (saves_in_epoch and is_of_training), text)
-        self._torchmetrics[self._hook, name] = metric
-        for sums in self._sums if on_epoch else ():
-            sums.setdefault((self._hook, name), [None, 0, False])
-
     def log_dict(
         self,
         dictionary: Mapping[str, Any],
@@ -937,6 +673,17 @@ class MiniLoop:
                 total = total + value * weight
             sums[key] = [total, total_weight + weight, is_synced]
 
+    def _add_torchmetric(self, name: str, metric: Any, on_epoch: bool) -> None:
+        saves_in_epoch = self._every is not None or self.max_steps != -1
+        is_of_training = on_epoch and "validation" not in self._hook
+        text = f"log: got the torchmetrics object {name!r} together with validate_every_n_steps or"
+        text += " max_steps. MiniLoop cannot save the state of torchmetrics objects within an"
+        text += " epoch. Use FabricLoop."
+        check(not (saves_in_epoch and is_of_training), text)
+        self._torchmetrics[self._hook, name] = metric
+        for sums in self._sums if on_epoch else ():
+            sums.setdefault((self._hook, name), [None, 0, False])
+
     def _warn_if_not_synced(self, name: str, is_synced: bool) -> None:
         if not is_synced and self.fabric.world_size > 1 and self.fabric.is_global_zero:
             text = f"log: got {name!r} without sync_dist=True. The CSV files contain the mean"
@@ -980,13 +727,6 @@ class MiniLoop:
             if ("validation" in hook) == ("validation" in self._hook):
                 metric.reset()
         self._sums[0] = {}
-
-    def _check_is_logged(self, name: str, option: str) -> None:
-        names = ", ".join(sorted(self.callback_metrics)) or "none"
-        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Log"
-        text += " this metric with self.log(), or return the loss from the step. A metric is"
-        text += " missing until the first epoch or validation ends."
-        check(name in self.callback_metrics, text)
 
     def _log_step(self, values: dict[str, Tensor]) -> None:
         """Write a row to steps.csv."""
@@ -1048,21 +788,6 @@ class MiniLoop:
             write_rows(path, columns, rows)
         self._tables[name] = length + 1, columns
 
-    def _read_table(self, name: str, length: int, columns: list[str]) -> list[dict[str, Any]]:
-        """Return the rows of a CSV file. If another program has damaged the file, copy it first."""
-        path = self.log_dir / name
-        rows = read_rows(path, length)
-        kept = [row for row in rows if isinstance(row.get("step", 0), Real)]
-        if "step" in columns:
-            kept = [row for row in kept if "step" in row]
-        if len(kept) < len(rows) and self.fabric.is_global_zero:
-            names = (path.with_name(f"{name}.changed-{number}") for number in count())
-            target = next(target for target in names if not target.exists())
-            shutil.copyfile(path, target)
-            text = f"{path}: another program changed this file, so some rows cannot be read. The"
-            warnings.warn(f"{text} changed file was copied to {target.name}.", stacklevel=4)
-        return kept
-
     def _print_row(self, row: dict[str, Any]) -> None:
         """Print a row in aligned columns. If the row has a new column, print a header first."""
         names = dict.fromkeys([*row, *self._columns])
@@ -1087,27 +812,14 @@ class MiniLoop:
         A run can resume only from a checkpoint saved while ``_batches_in_window`` is 0. Do not save
         between the last batch of an epoch and the end of the epoch.
         """
-        names, is_in_epoch, metrics = ["last.ckpt"], self.batches_done > 0, self.callback_metrics
-        # A training metric is complete only at the end of an epoch or of the run.
-        is_of_validation = self.monitor in self._validation_names
-        is_new = is_validated if is_of_validation else not is_in_epoch or self._is_done()
-        score = float(metrics[self.monitor]) if is_new and self.monitor in metrics else math.nan
-        best, sign = self.best_score, 1 if self.mode == "min" else -1
-        if not math.isnan(score) and (best is None or sign * score < sign * best):
+        names, score, best = ["last.ckpt"], self._find_new_score(is_validated), self.best_score
+        is_better = best is None or (score < best if self.mode == "min" else score > best)
+        if is_better and not math.isnan(score):
             names, self.best_score = ["best.ckpt", "last.ckpt"], score
             self._best["kept"] = {"best.ckpt": score}
         checkpoint = self._build_checkpoint()
         if self._saved_step is None:
-            # Check only the first checkpoint, because later checkpoints contain the same types of
-            # values. Do not check the states of the processes. These states may be large, and
-            # `encode` allows only readable values.
-            own = {**checkpoint["fabric_template"], "ranks": []}
-            check_readable({**checkpoint, "fabric_template": own})
-            text = "optimizer: got a state that contains parameters or their ids, which a resumed"
-            states, weights = checkpoint["optimizer_states"], self._attributes.weights
-            is_right = not contains_weights(states, weights)
-            text += " run cannot restore. In self.state[p], store copies (p.detach().clone()), and"
-            check(is_right, f"{text} write p.data.copy_(value) instead of p.data = value.")
+            self._check_first_checkpoint(checkpoint)
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
             # A checkpoint contains the number of rows, so a power cut must not remove these rows.
@@ -1119,11 +831,22 @@ class MiniLoop:
                 with replaced(self.checkpoint_dir / name) as file:
                     torch.save(checkpoint, file)
             self._record(f"saved {checkpoint['fabric_template']['saved_at']!r}")
+        is_in_epoch = self.batches_done > 0
+        is_complete = is_validated or (not is_in_epoch and self.val_loader is None)
         # In the middle of an epoch, a monitored training metric may not have been logged yet.
         can_follow = is_in_epoch and not str(self.monitor).startswith("val")
-        is_complete = is_validated or (not is_in_epoch and self.val_loader is None)
         if self.monitor is not None and is_complete and not can_follow:
             self._check_is_logged(self.monitor, "monitor")
+
+    def _find_new_score(self, is_validated: bool) -> float:
+        """Return the monitored metric, or NaN if it has no new value."""
+        if self.monitor in self._validation_names:
+            is_new = is_validated
+        else:
+            # A training metric is complete only at the end of an epoch or of the run.
+            is_new = self.batches_done == 0 or self._is_done()
+        score = None if self.monitor is None else self.callback_metrics.get(self.monitor)
+        return float(score) if is_new and score is not None else math.nan
 
     def _build_checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint in Lightning's format, with an extra key for MiniLoop's own state."""
@@ -1185,27 +908,6 @@ class MiniLoop:
         """Return the names of the parameters in each group of the optimizer."""
         names = {parameter: name for name, parameter in self._unwrapped.named_parameters()}
         return [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def _check_learning_rates(self) -> None:
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
-        found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
-        text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
-        text += " the same rates in all processes. Log the metric that ReduceLROnPlateau monitors"
-        text += " with sync_dist=True."
-        check(found.count(found[0]) == len(found), text)
-
-    def _check_unsynchronized(self) -> None:
-        """Raise an error if parameters that DDP never synchronizes differ between processes."""
-        if self.fabric.world_size > 1:
-            parts, known = dict(self._unwrapped.named_parameters()), self._synchronized
-            late = [n for n, p in parts.items() if p.requires_grad and p not in known]
-            found = self._gather([str(parts[n].detach().double().sum().item()) for n in late])
-            text = f"strategy: got DDP and the parameters {', '.join(sorted(late))}, which did not"
-            text += " require a gradient when training started, and now differ between the"
-            text += " processes. DDP never averages their gradients. Freeze them in on_train_start"
-            text += " instead, and pass strategy='ddp_find_unused_parameters_true', or train with"
-            text += " devices=1."
-            check(found.count(found[0]) == len(found), text)
 
     def _build_own_state(self) -> dict[str, Any]:
         """Return the dict that MiniLoop stores in a checkpoint under the key "fabric_template"."""
@@ -1290,11 +992,11 @@ class MiniLoop:
         # Restore the loop's numbers and lists now, because a user's `_is_done` may read them. A
         # user's `_restore` may create objects that have a state_dict(), so `_train` restores such
         # objects later.
-        saved = self._resumed_state["parts"].get("training loop", {})
-        values = {
-            n: saved[n] for n in saved if type(saved[n]) is not tuple or saved[n][0] != "state"
-        }
-        self._attributes.load_parts({"training loop": values}, self._resumed_state["rebound"])
+        plain = {}
+        for key, value in self._resumed_state["parts"].get("training loop", {}).items():
+            if not (isinstance(value, tuple) and value[0] == "state"):
+                plain[key] = value
+        self._attributes.load_parts({"training loop": plain}, self._resumed_state["rebound"])
         self._before_next = of_process.get("before_next")
         self._saved_step = self.global_step
         sums = of_process.get("sums", self._sums)
@@ -1305,11 +1007,11 @@ class MiniLoop:
         self._validated = of_process.get("validated", {})
         self._validation_names = {*of_process.get("validation_names", ())}
         self._learning_rate = next(iter(row.get("learning_rates", ())), math.nan)
-        saved = {name: best.get(name) for name in self._best}
-        is_unchanged = (saved["monitor"], saved["mode"]) == (self.monitor, self.mode)
+        is_unchanged = (best.get("monitor"), best.get("mode")) == (self.monitor, self.mode)
         if is_unchanged or self.monitor is None:
-            self._best, choose_best = saved, min if saved["mode"] == "min" else max
-            self.best_score = choose_best(saved["kept"].values(), default=None)
+            self._best = {name: best.get(name) for name in self._best}
+            scores = self._best["kept"].values()
+            self.best_score = (min if best["mode"] == "min" else max)(scores, default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
             # Replace last.ckpt. If it is newer than ``path``, it refers to CSV rows that
             # `_restore_tables` removes.
@@ -1348,6 +1050,21 @@ class MiniLoop:
                 write_rows(path, columns, rows)
             self._tables[name] = len(rows), columns
             self.history = rows if name == "metrics.csv" else self.history
+
+    def _read_table(self, name: str, length: int, columns: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of a CSV file. If another program has damaged the file, copy it first."""
+        path = self.log_dir / name
+        rows = read_rows(path, length)
+        kept = [row for row in rows if isinstance(row.get("step", 0), Real)]
+        if "step" in columns:
+            kept = [row for row in kept if "step" in row]
+        if len(kept) < len(rows) and self.fabric.is_global_zero:
+            names = (path.with_name(f"{name}.changed-{number}") for number in count())
+            target = next(target for target in names if not target.exists())
+            shutil.copyfile(path, target)
+            text = f"{path}: another program changed this file, so some rows cannot be read. The"
+            warnings.warn(f"{text} changed file was copied to {target.name}.", stacklevel=4)
+        return kept
 
     def _find_start(self, resume: Any, load: Any) -> tuple[Path | None, dict[str, Any]]:
         """Return the path and the content of a checkpoint, or (None, {}) for a new run."""
@@ -1413,13 +1130,154 @@ class MiniLoop:
         check(is_own, f"{text} or start a new run from the weights with load=.")
         return folder.name
 
-    def _check_version(self) -> None:
-        """Raise an error if a new run would replace the checkpoints of an earlier run."""
-        if self.version is not None:
-            folder = self._checkpoints / str(self.version)
-            has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
-            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
-            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
+    # The position in the training loader
+
+    def _start_training(self) -> None:
+        """Create the first iterators, call on_train_start, and record the start values."""
+        is_resumed = self._resumed_state is not None
+        # Like Trainer, create the training loader's first iterator before any hook runs.
+        if not is_resumed:
+            self._call_iter_like_trainer(self.train_loader)
+            self._start_batches()
+            self._call_iter_like_trainer(self.val_loader)
+        elif self.current_epoch == 0 and self.batches_done > 0:
+            self._start_batches()
+        logged = [dict(sums) for sums in self._sums]
+        self._call("on_train_start")
+        self._attributes.record_start_values()
+        self._attributes.record_start_objects()
+        if is_resumed:
+            # Drop values logged in on_train_start, because the saved run already logged them.
+            self._sums = logged
+
+    def _restore_position(self, has_work: bool) -> None:
+        """Skip the finished batches of a resumed epoch, and restore the random generators."""
+        set_flags(self._unwrapped, self._resumed_state["flags"])
+        # on_train_start may have changed options such as max_steps, so restore them again.
+        self._restore_options(self._resumed_state["options"])
+        if self.batches_done > 0 and has_work:
+            self._skip_batches()
+        # Restore the RNG state last, because the code above may draw random numbers.
+        self._attributes.load_state(self._resumed_state)
+        parts = self._attributes.refresh_parts()
+        keys = self._resumed_state.get("torchmetrics", {})
+        self._torchmetrics = {key: parts[keys[key]] for key in keys if keys[key] in parts}
+
+    def _start_batches(self) -> None:
+        """Create the iterator over the epoch's training batches."""
+        if self.batches_done == 0:
+            self._epoch_start = self._attributes.get_changed_state(is_epoch_start=True)
+        else:
+            self._attributes.load_state(self._epoch_start)
+        # With a LightningModule, call set_epoch(0) only after iter(loader), as Trainer does.
+        if self.current_epoch > 0 or not self._is_lightning_module:
+            set_epoch(self.train_loader, self.current_epoch)
+        self._attributes.record_iterators()
+        batches, length = iter(self.train_loader), self.num_training_batches
+        if self.batches_done > 1:
+            batches = warn_of_drawing_stream(batches, self.train_loader, self.batches_done)
+        if length == math.inf and self.fabric.world_size > 1:
+            batches = until_first_end(batches, self.fabric)
+        self._batches = self._mark_last(batches, length)
+
+    def _skip_batches(self) -> None:
+        """In a resumed run, read the epoch's finished batches again without training on them."""
+        if self._batches is None:
+            self._start_batches()
+        # Many samplers shuffle when the first batch is read, so first restore the RNG state.
+        self._attributes.load_state(self._epoch_start["first_batch"])
+        warn_of_lazy_sampler(self.train_loader, self.batches_done)
+        for number in range(self.batches_done):
+            text = f"resume: got a loader with {number} batches, expected more than"
+            check(next(self._batches, END) is not END, f"{text} {self.batches_done}.")
+
+    def _call_iter_like_trainer(self, loader: Any) -> None:
+        """Call iter(loader) where Trainer does, because iter() may draw random numbers."""
+        is_known = isinstance(loader, torch_data.DataLoader | None) or hasattr(loader, "for_rank")
+        if self._is_lightning_module and not is_known:
+            iter(loader)
+
+    def _mark_last(self, batches: Iterator[Any], length: float) -> Generator[tuple[bool, Any]]:
+        """Yield pairs (is_last, batch). If ``length`` is inf, prefetch a batch to find the end."""
+        if length < math.inf:
+            # Call next(), because zip() would call iter() again, which restarts some iterators.
+            for number in range(1, int(length) + 1):
+                if (batch := next(batches, END)) is END:
+                    return
+                yield number == length, batch
+            if not self._is_lightning_module:
+                # As a for loop does, run the loader's code after its last yield. Trainer does not.
+                text = f"loader: got more than {length} batches, but len(loader) was {length} at"
+                text += " the start. Return the right length, or pass an iterable without __len__."
+                check(next(batches, END) is END, text)
+            return
+        done, resumed, following = self.batches_done, self._before_next, next(batches, END)
+        for number in count(1):
+            if following is END:
+                return
+            batch = following
+            if number == done and resumed is not None:
+                # Restore the RNG state that the saved run had before it prefetched this batch.
+                set_rng_state(resumed)
+            self._before_next = get_rng_state()
+            following = next(batches, END)
+            yield following is END, batch
+
+    def _read_batches(self, loader: Any) -> Iterable[Any]:
+        length = sized_len(loader)
+        if length is None:
+            return islice(loader, None)
+        return (batch for _, batch in self._mark_last(iter(loader), length))
+
+    def _stop_batches(self) -> None:
+        """End an unfinished epoch's worker processes and progress bar, and free its tensors."""
+        # Without close(), garbage collection would end each process, which takes five seconds.
+        # In a notebook, the last error would keep the bar until the next error.
+        for part in (self._batches, self._bar):
+            if part is not None:
+                part.close()
+        self._batches = self._bar = self._loss = self._outputs = None
+
+    # Set-up
+
+    def __new__(cls, *values: Any, **options: Any) -> MiniLoop:
+        known = [field.name for field in fields(cls)]
+        plain = [kind for kind in cls.__mro__[:-1] if "__dataclass_fields__" not in vars(kind)]
+        for name in [name for kind in plain for name in known if name in vars(kind)]:
+            text = f"{cls.__name__}: the class sets the option {name!r}, but is not a dataclass."
+            raise TypeError(f"{text} Write @dataclass(kw_only=True, eq=False) above the class.")
+        refuse_unknown("MiniLoop", options, known)
+        return super().__new__(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("global_rank", "local_rank", "world_size", "is_global_zero"):
+            return getattr(self.fabric, name)
+        if hasattr(type(self), name):
+            # If a property raises an AttributeError, Python calls __getattr__. Raise the
+            # property's own error.
+            return object.__getattribute__(self, name)
+        text = f"{type(self).__name__!r} object has no attribute {name!r}."
+        raise AttributeError(f"{text} If Trainer has this attribute, use FabricLoop.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MiniLoop:
+        # A model refers to its loop. Copying the model must not copy the loop.
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = NOT_PICKLED.split()
+        kept = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {**kept, "active_stage": None, "_hook": "", "_step_values": None, "_batches": None}
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps in the whole run, or infinity if this is unknown."""
+        text = "estimated_stepping_batches: the number is known only during fit. Read it in"
+        check("num_training_batches" in vars(self), f"{text} configure_optimizers.")
+        length, epochs = self.num_training_batches, self.max_epochs or 1
+        most = math.inf if self.max_steps == -1 else self.max_steps
+        if epochs == -1 or length == math.inf:
+            return most
+        return min(math.ceil(length / self.accumulate_grad_batches) * epochs, most)
 
     @contextmanager
     def _opened_folders(self, version: Any, is_new: bool) -> Iterator[None]:
@@ -1492,8 +1350,6 @@ class MiniLoop:
                 file.write(f"{line}\n")
                 file.flush()
 
-    # Set-up
-
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
         """Find the modules and the step functions of a model, and refuse unsupported models."""
         self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
@@ -1520,34 +1376,6 @@ class MiniLoop:
             step = find_method(model, name) if function is None else partial(function, model)
             if step is not None:
                 self._steps[name] = with_batch_idx(step, name)
-
-    def _check_idle(self, call: str) -> None:
-        """Raise an error if this loop is already running, for example if a hook calls fit."""
-        stage = self.active_stage
-        text = f"{call}: got a call while {stage} is running, expected a call after {stage} has"
-        other = f"In a hook, use another loop: MiniLoop().{call}(model, loader)."
-        check(stage is None, f"{text} ended. {other}")
-        for option, given in self._created_with.items():
-            value = getattr(self, option)
-            text = f"{option}: got {value!r} for an existing loop, but this option can only be set"
-            fix = f"when the loop is created. Write MiniLoop({option}={value!r})."
-            check(value == given, f"{text} {fix}")
-        self._check_options()
-
-    def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
-        text = ""
-        if train is None:
-            text = "train_dataloaders: got None, expected a loader. Write fit(model, loader)."
-        elif "training_step" not in self._steps:
-            text = missing_step("training_step", "fit")
-        elif val is not None and "validation_step" not in self._steps:
-            text = "fit: got val_dataloaders without validation_step. Pass both, or neither."
-        elif validation_step is not None and val is None:
-            text = "fit: got validation_step without val_dataloaders. Pass both, or neither."
-        elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
-            text = "optimizer: got None, expected an optimizer, such as Adam(model.parameters())."
-        if text:
-            raise TypeError(text)
 
     def _set_up_loaders(self, train: Any, val: Any, path: Any, resumed: dict[str, Any]) -> None:
         """Launch the processes, and distribute the samples among them."""
@@ -1619,17 +1447,6 @@ class MiniLoop:
             torch.distributed.all_gather_object(items, item)
         return items
 
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps in the whole run, or infinity if this is unknown."""
-        text = "estimated_stepping_batches: the number is known only during fit. Read it in"
-        check("num_training_batches" in vars(self), f"{text} configure_optimizers.")
-        length, epochs = self.num_training_batches, self.max_epochs or 1
-        most = math.inf if self.max_steps == -1 else self.max_steps
-        if epochs == -1 or length == math.inf:
-            return most
-        return min(math.ceil(length / self.accumulate_grad_batches) * epochs, most)
-
     def _set_up_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         """Set up the optimizer and schedulers from the arguments or from configure_optimizers()."""
         names, creates = {*self._unwrapped.state_dict()}, "optimizer"
@@ -1694,78 +1511,6 @@ class MiniLoop:
         text = "scheduler: got a state_dict() that contains parameters of the optimizer. Use"
         is_right = not contains_weights(self._scheduler_states(), self._attributes.weights)
         check(is_right, f"{text} self.optimizer.param_groups instead.")
-
-    def _check_resume(self, checkpoint: dict[str, Any]) -> None:
-        own = checkpoint.get("fabric_template", {})
-        progress, ranks = own.get("progress", {}), own.get("ranks", [])
-        is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
-        is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
-        text = "resume: got a checkpoint that MiniLoop cannot resume. Resume with FabricLoop, or"
-        check(is_own, f"{text} use load= to start a new run from the weights.")
-        text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
-        text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
-        check(not -1 < (self.max_epochs or 0) < epochs, text)
-        if own.get("writer") == "FabricLoop":
-            self._attributes.convert_fabric_loop_state(ranks)
-        found = own.get("iterators", [])
-        text = f"resume: got a checkpoint without the positions of the loader's iterators {found}."
-        text += " Create iterators in __iter__, or use load= for a new run."
-        check(not (found and epochs), text)
-        objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
-        text = "resume: got a checkpoint from the middle of an epoch without the state of the"
-        text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint saved at the end"
-        check(not objects, f"{text} of an epoch.")
-        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
-        sizes = [[len(group["params"]) for group in given] for given in groups]
-        settings = [self._run_settings(), own["settings"]]
-        compared: dict[str, Any] = {
-            # torch would load the state of a different scheduler class without an error.
-            "the class, interval and frequency of each scheduler": [
-                given["schedulers"] for given in settings
-            ],
-            "the number of parameters in each optimizer group": sizes,
-        }
-        if is_in_epoch:
-            given = self.num_training_batches, self.fabric.world_size
-            numbers = progress.get("num_batches"), len(ranks)
-            compared["the numbers of batches and processes"] = (given, numbers)
-            compared["the batch size"] = [s["batch size"] for s in settings]
-        for name, (found, saved) in compared.items():
-            text = f"resume: {name} changed from {saved} in the saved run to {found}. Use load= to"
-            check(found == saved, f"{text} start a new run from the weights.")
-        self._check_dtypes(checkpoint["state_dict"])
-        self._check_parameter_order(own.get("parameter_groups", [[]])[0])
-        self._warn_of_changed_settings(*settings)
-
-    def _warn_of_changed_settings(self, current: dict[str, Any], saved: dict[str, Any]) -> None:
-        changed = [
-            f"{name} was {saved[name]} and is now {value}"
-            for name, value in current.items()
-            if saved.get(name, value) != value
-        ]
-        if changed:
-            text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
-            warnings.warn(f"{text} from those of an uninterrupted run.", stacklevel=5)
-
-    def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Raise an error if a trained parameter's dtype changed. optimizer.step() could fail."""
-        trained = {*parameters_of(self.optimizer)}
-        saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
-        for name, parameter in self._unwrapped.named_parameters():
-            dtype = getattr(saved.get(name), "dtype", parameter.dtype)
-            text = f"resume: the dtype of {name!r} is {parameter.dtype}, but was {dtype} in the"
-            text += " saved run. Use the same precision=, or use load= to start a new run."
-            check(parameter not in trained or dtype == parameter.dtype, text)
-
-    def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Raise an error if the parameter order has changed. torch restores states by position."""
-        known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
-        pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
-        for index, names in enumerate(pairs):
-            new, old = (name.replace("_orig_mod.", "") for name in names)
-            text = f"resume: parameter {index} of the optimizer is {new!r}, but was {old!r} in the"
-            text += " saved run. Use the order of the saved run, or load= to start a new run."
-            check(new == old or old not in known, text)
 
     @contextmanager
     def _prepared_model(
@@ -1848,6 +1593,257 @@ class MiniLoop:
         schedulers = [config["scheduler"] for config in self.schedulers]
         return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
+    # Checks and messages
+
+    def _check_options(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+                setattr(self, field.name, value.item())
+        self.log_every_n_steps = 50 if self.log_every_n_steps is None else self.log_every_n_steps
+        is_mode = self.mode in ("auto", "min", "max")
+        check(is_mode, f'mode: got {self.mode!r}, expected "auto", "min" or "max".')
+        if self.mode == "auto":
+            direction = "min" if self.monitor is None else find_direction(str(self.monitor))
+            text = f"mode: got 'auto' for the unknown metric {self.monitor!r}. Write mode='min' if"
+            check(direction is not None, f"{text} smaller values are better, or mode='max'.")
+            self.mode = str(direction)
+        text = f"hparams: got a {type(self.hparams).__name__}, expected a dict of your settings,"
+        check(isinstance(self.hparams, Mapping | None), f'{text} such as {{"lr": 0.1}}.')
+        for option in ("name", "version"):
+            value = getattr(self, option)
+            is_text = isinstance(value, str) and value.isprintable()
+            is_name = is_text and value.strip(".") and not {*value} & {*'/\\:*?"<>|'}
+            is_version = value is None or (type(value) is int and value >= 0)
+            expected = FOLDER_NAME if option == "name" else f"an int >= 0, or {FOLDER_NAME}"
+            is_valid = is_name or (option == "version" and is_version)
+            check(is_valid, f"{option}: got {value!r}, expected {expected}.")
+        for option, least in NUMBERS.items():
+            value, kind = getattr(self, option), "a number" if "clip" in option else "an int"
+            is_right_type = type(value) is int or (type(value) is float and "clip" in option)
+            is_optional = option not in ("max_steps", "accumulate_grad_batches")
+            is_valid = value >= least if is_right_type else value is None and is_optional
+            check(is_valid, f"{option}: got {value!r}, expected {kind} >= {least}.")
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 else -1
+
+    def _check_idle(self, call: str) -> None:
+        """Raise an error if this loop is already running, for example if a hook calls fit."""
+        stage = self.active_stage
+        text = f"{call}: got a call while {stage} is running, expected a call after {stage} has"
+        other = f"In a hook, use another loop: MiniLoop().{call}(model, loader)."
+        check(stage is None, f"{text} ended. {other}")
+        for option, given in self._created_with.items():
+            value = getattr(self, option)
+            text = f"{option}: got {value!r} for an existing loop, but this option can only be set"
+            fix = f"when the loop is created. Write MiniLoop({option}={value!r})."
+            check(value == given, f"{text} {fix}")
+        self._check_options()
+
+    def _check_fit(self, train: Any, val: Any, validation_step: Any, optimizer: Any) -> None:
+        text = ""
+        if train is None:
+            text = "train_dataloaders: got None, expected a loader. Write fit(model, loader)."
+        elif "training_step" not in self._steps:
+            text = missing_step("training_step", "fit")
+        elif val is not None and "validation_step" not in self._steps:
+            text = "fit: got val_dataloaders without validation_step. Pass both, or neither."
+        elif validation_step is not None and val is None:
+            text = "fit: got validation_step without val_dataloaders. Pass both, or neither."
+        elif optimizer is None and find_method(self.model, "configure_optimizers") is None:
+            text = "optimizer: got None, expected an optimizer, such as Adam(model.parameters())."
+        if text:
+            raise TypeError(text)
+
+    def _check_version(self) -> None:
+        """Raise an error if a new run would replace the checkpoints of an earlier run."""
+        if self.version is not None:
+            folder = self._checkpoints / str(self.version)
+            has_run = any(next(folder.glob(pattern), None) for pattern in CHECKPOINTS)
+            text = f"version: got {self.version!r}, which already contains checkpoints. Continue"
+            check(not has_run, f"{text} this run with resume=, or remove {folder}.")
+
+    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run the first training step, which must not call loss.backward() or optimizer.step()."""
+        self._is_first_batch = False
+        parameters = {*parameters_of(self.optimizer)}
+        text = "expected a step that only computes the loss. Remove loss.backward() and"
+        text += " optimizer.step(), or use torch.autograd.grad() for the gradients of another loss."
+
+        def refuse_step(other: Any, *_: Any) -> None:
+            is_other = parameters.isdisjoint(parameters_of(other))
+            check(is_other, f"training_step: got a call to optimizer.step(), {text}")
+
+        clear_gradients(self.optimizer)
+        hook = register_optimizer_step_pre_hook(refuse_step)
+        try:
+            output = self._run_step("training_step", batch, batch_idx)
+        finally:
+            hook.remove()
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        check(not has_gradients, f"training_step: got a call to loss.backward(), {text}")
+        return output
+
+    def _check_is_logged(self, name: str, option: str) -> None:
+        names = ", ".join(sorted(self.callback_metrics)) or "none"
+        text = f"{option}: got {name!r}, which is not logged. Logged metrics: {names}. Log"
+        text += " this metric with self.log(), or return the loss from the step. A metric is"
+        text += " missing until the first epoch or validation ends."
+        check(name in self.callback_metrics, text)
+
+    def _check_first_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that the run's first checkpoint can be read. Later ones contain the same types."""
+        # Do not check the states of the processes. These states may be large, and `encode` allows
+        # only readable values.
+        own = {**checkpoint["fabric_template"], "ranks": []}
+        check_readable({**checkpoint, "fabric_template": own})
+        states, weights = checkpoint["optimizer_states"], self._attributes.weights
+        text = "optimizer: got a state that contains parameters or their ids, which a resumed run"
+        text += " cannot restore. In self.state[p], store copies (p.detach().clone()), and write"
+        is_right = not contains_weights(states, weights)
+        check(is_right, f"{text} p.data.copy_(value) instead of p.data = value.")
+
+    def _check_learning_rates(self) -> None:
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        found = self._gather(str([r.tolist() if isinstance(r, Tensor) else r for r in rates]))
+        text = f"optimizer: got the learning rates {', '.join(found)} in the processes, expected"
+        text += " the same rates in all processes. Log the metric that ReduceLROnPlateau monitors"
+        text += " with sync_dist=True."
+        check(found.count(found[0]) == len(found), text)
+
+    def _check_unsynchronized(self) -> None:
+        """Raise an error if parameters that DDP never synchronizes differ between processes."""
+        if self.fabric.world_size > 1:
+            parts, known = dict(self._unwrapped.named_parameters()), self._synchronized
+            late = [n for n, p in parts.items() if p.requires_grad and p not in known]
+            found = self._gather([str(parts[n].detach().double().sum().item()) for n in late])
+            text = f"strategy: got DDP and the parameters {', '.join(sorted(late))}, which did not"
+            text += " require a gradient when training started, and now differ between the"
+            text += " processes. DDP never averages their gradients. Freeze them in on_train_start"
+            text += " instead, and pass strategy='ddp_find_unused_parameters_true', or train with"
+            text += " devices=1."
+            check(found.count(found[0]) == len(found), text)
+
+    def _check_resume(self, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint.get("fabric_template", {})
+        progress, ranks = own.get("progress", {}), own.get("ranks", [])
+        is_in_epoch, epochs = progress.get("is_in_epoch"), progress.get("epochs_done")
+        is_own = bool(ranks) and not (is_in_epoch and "epoch_start" not in ranks[0])
+        text = "resume: got a checkpoint that MiniLoop cannot resume. Resume with FabricLoop, or"
+        check(is_own, f"{text} use load= to start a new run from the weights.")
+        text = f"You restored a checkpoint with current_epoch={epochs}, but you have set"
+        text += f" MiniLoop(max_epochs={self.max_epochs}). Please set a different max_epochs value."
+        check(not -1 < (self.max_epochs or 0) < epochs, text)
+        if own.get("writer") == "FabricLoop":
+            self._attributes.convert_fabric_loop_state(ranks)
+        found = own.get("iterators", [])
+        text = f"resume: got a checkpoint without the positions of the loader's iterators {found}."
+        text += " Create iterators in __iter__, or use load= for a new run."
+        check(not (found and epochs), text)
+        objects = [key[1] for key, mean in ranks[0].get("sums", [{}])[0].items() if mean[0] is None]
+        text = "resume: got a checkpoint from the middle of an epoch without the state of the"
+        text += f" torchmetrics objects {objects}. Use FabricLoop, or a checkpoint saved at the end"
+        check(not objects, f"{text} of an epoch.")
+        groups = self.optimizer.param_groups, checkpoint["optimizer_states"][0]["param_groups"]
+        sizes = [[len(group["params"]) for group in given] for given in groups]
+        settings = [self._run_settings(), own["settings"]]
+        compared: dict[str, Any] = {
+            # torch would load the state of a different scheduler class without an error.
+            "the class, interval and frequency of each scheduler": [
+                given["schedulers"] for given in settings
+            ],
+            "the number of parameters in each optimizer group": sizes,
+        }
+        if is_in_epoch:
+            given = self.num_training_batches, self.fabric.world_size
+            numbers = progress.get("num_batches"), len(ranks)
+            compared["the numbers of batches and processes"] = (given, numbers)
+            compared["the batch size"] = [s["batch size"] for s in settings]
+        for name, (found, saved) in compared.items():
+            text = f"resume: {name} changed from {saved} in the saved run to {found}. Use load= to"
+            check(found == saved, f"{text} start a new run from the weights.")
+        self._check_dtypes(checkpoint["state_dict"])
+        self._check_parameter_order(own.get("parameter_groups", [[]])[0])
+        self._warn_of_changed_settings(*settings)
+
+    def _check_dtypes(self, weights: dict[str, Any]) -> None:
+        """Raise an error if a trained parameter's dtype changed. optimizer.step() could fail."""
+        trained = {*parameters_of(self.optimizer)}
+        saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+        for name, parameter in self._unwrapped.named_parameters():
+            dtype = getattr(saved.get(name), "dtype", parameter.dtype)
+            text = f"resume: the dtype of {name!r} is {parameter.dtype}, but was {dtype} in the"
+            text += " saved run. Use the same precision=, or use load= to start a new run."
+            check(parameter not in trained or dtype == parameter.dtype, text)
+
+    def _check_parameter_order(self, saved: list[list[str]]) -> None:
+        """Raise an error if the parameter order has changed. torch restores states by position."""
+        known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
+        pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
+        for index, names in enumerate(pairs):
+            new, old = (name.replace("_orig_mod.", "") for name in names)
+            text = f"resume: parameter {index} of the optimizer is {new!r}, but was {old!r} in the"
+            text += " saved run. Use the order of the saved run, or load= to start a new run."
+            check(new == old or old not in known, text)
+
+    def _warn_of_changed_settings(self, current: dict[str, Any], saved: dict[str, Any]) -> None:
+        changed = [
+            f"{name} was {saved[name]} and is now {value}"
+            for name, value in current.items()
+            if saved.get(name, value) != value
+        ]
+        if changed:
+            text = f"resume: {', '.join(changed)}. The run continues, but its results will differ"
+            warnings.warn(f"{text} from those of an uninterrupted run.", stacklevel=5)
+
+    def _print_interruption(self) -> None:
+        saved = f"To resume from step {self._saved_step}, write resume='last'."
+        if self._saved_step is None:
+            saved = "No checkpoint was saved. To start again, create the model and the optimizer"
+            saved += " again."
+        place = f"in epoch {self.current_epoch}, after step {self.global_step}"
+        print(f"Ctrl-C: training stops {place}. {saved}")
+
+
+# Options and messages
+
+VERSION = "0.2.0"
+# The minimum of each option that is a number. For max_epochs and max_steps, -1 means no limit.
+NUMBERS = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "seed": 0}
+NUMBERS |= {"validate_every_n_steps": 1, "log_every_n_steps": 0, "gradient_clip_val": 0}
+FOLDER_NAME = 'a non-empty folder name without the characters / \\ : * ? " < > |'
+# For these arguments of log(), MiniLoop accepts only the value listed here, or None.
+LOG_ARGUMENTS = {"reduce_fx": "mean", "enable_graph": False, "sync_dist_group": None}
+LOG_ARGUMENTS |= {"rank_zero_only": False, "add_dataloader_idx": True, "logger": True}
+REFUSED_HOOKS = """
+    backward optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping
+    configure_callbacks configure_model setup teardown prepare_data on_fit_start on_fit_end
+    on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
+    on_validation_start on_validation_end on_validation_batch_start on_validation_batch_end
+    on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
+    on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+    on_save_checkpoint on_load_checkpoint training_epoch_end validation_epoch_end
+"""
+# Clearer messages for some of torch's errors. Each key is part of torch's message.
+INSTEAD = {
+    "numpy.ndarray": "{step}: got NumPy arrays in the batch, expected tensors. Write"
+    " TensorLoader(x, y, batch_size=32), or convert the batch in the step with torch.as_tensor.",
+    "Expected to have finished reduction": "It looks like your model has parameters that were not"
+    " used in producing the loss returned by training_step. If this is intentional, write"
+    " strategy='ddp_find_unused_parameters_true'.",
+}
+SECOND_BACKWARD = "training_step: got a second backward pass through the same graph, expected one."
+SECOND_BACKWARD += " If the step calls loss.backward(), remove the call, because the loop runs the"
+SECOND_BACKWARD += " backward pass itself. If the step keeps tensors for later batches, such as a"
+SECOND_BACKWARD += " hidden state, call detach() on them."
+
+
+# Models and batches
+
+# If a weight is a power of two, the faster `torch.add(total, value, alpha=weight)` returns exactly
+# `total + value * weight`. For other weights, the two results may differ by rounding.
+POWERS_OF_TWO = frozenset(2**exponent for exponent in range(24))
+
 
 class StepModule(nn.Module):
     """Call a step function in forward(), because DDP prepares its gradient sync in forward()."""
@@ -1901,9 +1897,6 @@ def refuse_unknown(call: str, given: dict[str, Any], known: Iterable[str]) -> No
             text = f"{call}: got {option}, which is an option of MiniLoop. Write"
             text += f" MiniLoop({option}).{call}(...)."
         raise TypeError(text)
-
-
-# Models and batches
 
 
 def missing_step(name: str, call: str) -> str:
@@ -2067,6 +2060,8 @@ def to_metric(name: str, value: Any) -> Tensor:
 
 
 # Processes and loaders
+
+END: Any = object()  # The value that next(batches, END) returns after the last batch.
 
 
 def started_processes() -> tuple[int, int]:
@@ -2356,7 +2351,366 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
                     state[name] = value
 
 
+# Metrics
+
+SMALLEST_IS_BEST = """
+    loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
+    chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
+    edit_rate eer emd epe err error errors fad false_negative false_negatives false_positive
+    false_positives far fde fid fnr fpr frr fvd hamming hausdorff hd95 hinge huber jer jsd kid kl
+    kld l1 l2 levenshtein log_cosh logcosh logloss lpips mae mape mase mcd mce mdape medae mer
+    mindcf misclassification_rate miss_rate mmd mpjpe mrae mse msle nats nelbo niqe nll nlpd nmae
+    nme nmse nrmse penalty perplexity pinball ppl rae regret residual residuals rmse rmsle rmspe
+    rmsse rse sce silog smape sq_rel sse swd ter violation violations wape wasserstein wer wil
+    winkler wmape xent xentropy
+"""
+LARGEST_IS_BEST = """
+    acc accuracy ami ap ar ari auc aucpr aupr auprc auroc bert_score bertscore bleu bleurt c_index
+    ccc chrf cider cindex clip_score comet concordance corr corrcoef correlation dcg dice dsc elbo
+    em estoi exact_match explained_variance f1 f2 f_measure f_score fbeta fmeasure fscore gini giou
+    gmean hit hits hota idf1 inception_score iou jaccard kappa kendall kge lddt likelihood log_prob
+    loglik logp map matthews mcc meteor miou mos mota mrr ndcg nds nmi npv nse oks pcc pck pearson
+    pearsonr pesq plcc plddt ppv pq prec precision psnr qwk r2 r_squared rand_index rand_score
+    recall reciprocal_rank return returns rew reward rouge rougel rsquared sacrebleu sdr sensitivity
+    sharpe silhouette similarity sisdr sisnr snr spearman spearmanr specificity spice srcc ssim stoi
+    success tm_score tnr top tpr true_negative true_positive uar v_measure vmaf win wip
+"""
+NEITHER_IS_BEST = """
+    beta change decrease delta diff difference drop gap grad gradient improvement increase lr norm
+    ratio reduction scale second seconds std stdev temperature threshold time var variance weight
+    weights
+"""
+DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
+DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
+DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
+ENDING = re.compile(r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$")
+NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
+
+
+def find_direction(metric: str) -> str | None:
+    """Return "min" if the smallest value of a metric is best, or "max" if the largest is best.
+
+    The metric's name determines the result, which is None for a name such as "val_gap".
+    """
+    # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
+    name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
+    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    for spelling in (name.lower(), spaced.lower()):
+        direction, before = "", ""
+        parts = re.split(r"[\W_]+", spelling)
+        for part in parts:
+            # If DIRECTIONS lacks a name, look up the name without digits, such as "top" for "top5",
+            # or the end of the name, such as "loss" for "valloss".
+            without_digits = part.rstrip("0123456789")
+            end = ENDING.search(without_digits)
+            keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
+            direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
+            before = part
+        if direction and {"loss", "losses"} & {*parts}:
+            # Lower is better for a loss such as "loss_iou", but higher is better for "iou".
+            direction = "min"
+        if direction and NEGATED.search(spelling):
+            direction = "max" if direction == "min" else "min"
+        if direction:
+            return direction
+    return None
+
+
+# Files
+
+CHECKPOINTS = ("last.ckpt", "best.ckpt", "epoch=*-step=*.ckpt")
+OPEN_LOCKS: list[IO[str]] = []
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces the file at ``path`` when the block ends."""
+    # The folder may have been deleted during the run.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        # Mode "x" creates a new file and never writes through a symbolic link.
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(cause, OSError) and cause.filename is None:
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
+
+
+class Placeholder:
+    """A harmless substitute for objects that torch.load refuses to create."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = __init__
+
+
+def load_file(file: Path | io.BytesIO, mmap: bool = False) -> dict[str, Any]:
+    """Load a file that torch.save wrote, with placeholders for objects that torch.load refuses."""
+    # get_unsafe_globals_in_checkpoint() moves the read position of an io.BytesIO, so pass a copy.
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
+    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
+    with torch.serialization.safe_globals(kinds):
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    return loaded
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception as error:
+        # Reading a damaged file may raise any error. EINVAL means that a damaged file contains an
+        # impossible offset. If the disk or the permissions prevent reading, the file may be intact.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        return False
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint. Raise an error if weights or states contain arbitrary Python objects."""
+    try:
+        checkpoint = load_file(path)
+    except pickle.UnpicklingError as error:
+        text = f"{path}: got objects that torch.load refuses to load. Use FabricLoop."
+        raise ValueError(text) from error
+    text = f"{path}: got a {type(checkpoint).__name__}, expected a dict with weights."
+    check(isinstance(checkpoint, dict) and bool(checkpoint), text)
+    names = ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template")
+    found = find_placeholder([checkpoint.get(name) for name in names])
+    text = f"{path}: got an object of the class {found}, expected tensors, numbers, strings, or"
+    check(found is None, f"{text} containers of these. Use FabricLoop.")
+    return checkpoint
+
+
+def keep_subclass(tensor: Tensor) -> Any:
+    """Return a tensor of a user's class unchanged, and 0 for any other tensor."""
+    return 0 if type(tensor).__module__.partition(".")[0] == "torch" else tensor
+
+
+def check_readable(checkpoint: Mapping[str, Any]) -> None:
+    """Raise an error that names the first value that cannot be saved and read again."""
+    for name, value in checkpoint.items():
+        # A resumed run does not read the hyperparameters, so they may contain objects.
+        is_hparams, file = name == "hyper_parameters", io.BytesIO()
+        try:
+            # Replace the tensors, because saving them takes a long time. Keep those of subclasses,
+            # because torch.load may refuse them.
+            plain = value if is_hparams else apply_to_collection(value, Tensor, keep_subclass)
+            torch.save(plain, file)
+            file.seek(0)
+            loaded = load_file(file)
+            found = None if is_hparams else find_placeholder(loaded)
+        except Exception as error:
+            is_object = isinstance(error, pickle.UnpicklingError)
+            found = "an object that torch.load refuses" if is_object else str(error)
+        text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({found})."
+        fix = "Use a number, a string, a list or a tensor instead."
+        fix = "Write save_hyperparameters(ignore=...)." if is_hparams else fix
+        check(found is None, f"{text} {fix}")
+
+
+def find_placeholder(value: Any) -> str | None:
+    """Return the class of the first object that load_file() has replaced, or None."""
+    if isinstance(value, Placeholder | type):
+        return (value if isinstance(value, type) else type(value)).__name__
+    items: Iterable[Any] = value if isinstance(value, list | tuple | set | frozenset) else ()
+    if isinstance(value, dict):
+        items = chain(value, value.values())
+    return next((found for found in map(find_placeholder, items) if found is not None), None)
+
+
+def age_of(folder: Path) -> tuple[float, int]:
+    """Return when a version folder was last used, according to its .lock file, and its number."""
+    text, number = "", folder.name.removeprefix("version_")
+    with suppress(OSError), (folder / ".lock").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        text = file.read().decode("utf-8", "replace")
+    times = re.findall(r"^(?:started|saved) (\d+\.\d+)$", text, re.MULTILINE)
+    for name in ("last.ckpt", "best.ckpt") if not times else ():
+        # A copy of a run may lack its .lock file. Reading with mmap=True skips the tensors.
+        with suppress(Exception):
+            times.append(load_file(folder / name, mmap=True)["fabric_template"]["saved_at"])
+    return max(map(float, times), default=0.0), int(number) if number.isdigit() else -1
+
+
+def claim_version(*folders: Path) -> str:
+    """Create a folder with the next free version number, even if several runs start at once."""
+    names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
+    version = max((int(name) for name in names if name.isdecimal()), default=-1) + 1
+    folders[0].mkdir(parents=True, exist_ok=True)
+    while True:
+        with suppress(FileExistsError):
+            (folders[0] / f"version_{version}").mkdir()
+            return f"version_{version}"
+        version += 1
+
+
+@cache
+def read_git(folder: str) -> dict[str, Any]:
+    """Return a folder's git commit and number of changed files, or {} if git fails or is slow."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
+    with suppress(Exception):
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
+        head, *lines = done.stdout.decode().splitlines()
+        changed = sum(not line.startswith("#") for line in lines)
+        return {"commit": head.split()[-1], "changed_files": changed}
+    return {}
+
+
+@contextmanager
+def opened_lock(folder: Path) -> Iterator[IO[str]]:
+    """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")  # noqa: SIM115
+    OPEN_LOCKS.append(file)
+    try:
+        # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"{folder}: another run is writing to this folder. Use a different version."
+                raise ValueError(text) from None
+        yield file
+    finally:
+        OPEN_LOCKS.remove(file)
+        # On a full disk, the last lines may be lost, but the run is complete.
+        with suppress(OSError):
+            file.close()
+
+
+def close_locks() -> None:
+    for file in OPEN_LOCKS:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    # DataLoader workers live a few seconds longer than a killed run. Close the lock files in the
+    # workers, so that the run's folders do not stay locked.
+    os.register_at_fork(after_in_child=close_locks)
+
+
+def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
+    """Read the rows of a CSV file, without empty cells, empty rows or an incomplete last line.
+
+    Args:
+        length: The number of rows that the loop has written. If the file has fewer complete lines,
+            read the last line, too, because an editor may have removed its line break.
+    """
+    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
+    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
+    header = text.split("\n", 1)[0]
+    separator = next((mark for mark in ",;\t" if mark in header), ",")
+    if separator != ",":
+        # In some countries, they write decimal commas, and semicolons or tabs between cells.
+        text = text.replace(",", ".").replace(separator, ",")
+    *lines, last = text.split("\n")
+    rows = [read_cells(row) for row in csv.DictReader(lines)]
+    if len(rows) < length and last.count(",") == header.count(separator):
+        rows = [read_cells(row) for row in csv.DictReader([*lines, last])]
+    return [row for row in rows if row]
+
+
+def read_cells(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: read_cell(cell) for name, cell in row.items() if name and cell}
+
+
+def read_cell(cell: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return cell
+
+
+def has_header(path: Path, columns: list[str]) -> bool:
+    """Return whether a CSV file has these columns, commas between cells and a complete end."""
+    header = io.StringIO()
+    csv.writer(header).writerow(columns)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        first = file.readline().decode("utf-8-sig", "replace")
+        if not first:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return first.rstrip() == header.getvalue().rstrip() and file.read() == b"\n"
+    return False
+
+
+def write_yaml(path: Path, **content: Any) -> None:
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    with replaced(path) as file:
+        file.write(yaml.dump(content, Dumper=dumper, sort_keys=False).encode())
+
+
+def write_rows(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with replaced(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def to_table(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows)
+
+
 # Attributes and random generators, which state_dict() does not contain
+
+REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
+# Attributes that PyTorch and Lightning set in modules. Only attributes that users add are saved.
+MODULE_ATTRIBUTES = {*vars(nn.Module()), "_hparams"}
+# Do not save these attributes of an optimizer, because a resumed run sets them anyway.
+OPTIMIZER_ATTRIBUTES = {"_opt_called", "_step_count", *vars(torch.optim.Optimizer([Tensor(1)], {}))}
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+NUMPY: Any = (np.generic, np.ndarray)
+# Do not save objects from these packages, because they may hold open files or processes.
+LIBRARIES = {*sys.stdlib_module_names, "lightning", "numpy", "torch", "torchmetrics"}
+# Objects of these types are not searched for attributes to save.
+NOT_SEARCHED = (type, FunctionType, MethodType, ModuleType, Logger, Tensor, nn.Module, Fabric)
+# Checkpoints store values of these types unchanged. `encode` converts values of other types.
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+CONTAINER_TYPES: Any = (list, tuple, torch.Size, set, frozenset, deque)
+CONTAINER_TYPES += (dict, OrderedDict, Counter, defaultdict)
+CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
+# Attributes to leave out when the loop is pickled, because the next fit sets them again.
+NOT_PICKLED = """
+    model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
+    _attributes _step_module _start_parameters _start_tensors _synchronized _clipped _hparams _loss
+    _outputs _locks _bar
+"""
+# MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
+# the loop.
+LOOP_ATTRIBUTES = f"""
+    {NOT_PICKLED} accelerator accumulate_grad_batches default_root_dir devices fabric hparams
+    gradient_clip_val log_every_n_steps max_epochs max_steps mode monitor name precision seed
+    strategy validate_every_n_steps version _batch_size _batches _batches_in_window
+    _before_next _best _checkpoints _columns _converts_dtype _epoch_start _every
+    _given_options _hook _is_first_batch _is_last _is_lightning_module
+    _is_one_cpu_in_32_bits _is_row_due _learning_rate _logged_batch_size _logs
+    _precision _resumed_state _row_started _sampler_seed
+    _started_at _step_values _sums _tables _torchmetrics _validated _validation_names _waited
+    active_stage batches_done best_score callback_metrics checkpoint_dir
+    current_epoch global_step history log_dir num_training_batches should_stop _created_with
+    _saved_step _settings
+""".split()
 
 
 class SavedAttributes:
@@ -2754,7 +3108,7 @@ def objects_in(
     found: dict[str, Any] = {}
     for name, value in attributes_of(part).items():
         items = {name: value}
-        if isinstance(value, list | tuple | deque | dict) and len(value) <= 500:
+        if is_container(value) and not isinstance(value, set | frozenset) and len(value) <= 500:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             items = {f"{name}.{key}": item for key, item in pairs}
         for path, item in items.items():
@@ -2865,10 +3219,14 @@ def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
     if not isinstance(value, CONTAINER_TYPES):
         # Iterating over an object may change the object or read a file.
         raise TypeError(type(value).__name__)
-    items = list(chain.from_iterable(value.items()) if isinstance(value, dict) else value)
+    # Call no methods of a subclass, because they may draw random numbers.
+    if isinstance(value, dict):
+        items = list(chain.from_iterable(dict.items(value)))
+    else:
+        items = list(next(k for k in CONTAINER_TYPES if isinstance(value, k)).__iter__(value))
     others = [item for item in items if type(item) not in ATOMS]
     first = others[:100]
-    parts = [p for item in first for p in (item if isinstance(item, list | tuple) else [item])]
+    parts = [p for item in first for p in (item if type(item) in (list, tuple) else [item])]
     size = sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
     if size * len(others) <= 2**28 * len(first):
         with suppress(ValueError):
@@ -2958,15 +3316,20 @@ def has_ids(value: Any, weights: Mapping[int | None, str]) -> bool:
 def tensors_in(value: Any) -> list[Any]:
     """Return the tensors in a container in the order in which they are encoded, or []."""
     found: list[Any] = []
-    is_container = isinstance(value, CONTAINER_TYPES)
-    return found if is_container and collect_tensors(value, found) else []
+    return found if is_container(value) and collect_tensors(value, found) else []
+
+
+def is_container(value: Any) -> bool:
+    """Return whether iterating over a value runs no code of a user's class."""
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    return type(value) in CONTAINER_TYPES or is_named_tuple
 
 
 def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
     """Add the tensors in a container to a list. Return False if the container is too large."""
     if isinstance(value, Tensor):
         found.append(value)
-    if not isinstance(value, CONTAINER_TYPES):
+    if not is_container(value):
         return True
     if len(value) > 500 or depth == 10:
         return False
@@ -3227,321 +3590,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, np.frombuffer(keys, np.uint32), *position))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-# Metrics
-
-SMALLEST_IS_BEST = """
-    loss losses abs_rel ade aepe aic asd assd bce bic bits bpb bpc bpd bpp brier brisque ce cer
-    chamfer cost cross_entropy crossentropy crps dcf der deviance distance distortion divergence ece
-    edit_rate eer emd epe err error errors fad false_negative false_negatives false_positive
-    false_positives far fde fid fnr fpr frr fvd hamming hausdorff hd95 hinge huber jer jsd kid kl
-    kld l1 l2 levenshtein log_cosh logcosh logloss lpips mae mape mase mcd mce mdape medae mer
-    mindcf misclassification_rate miss_rate mmd mpjpe mrae mse msle nats nelbo niqe nll nlpd nmae
-    nme nmse nrmse penalty perplexity pinball ppl rae regret residual residuals rmse rmsle rmspe
-    rmsse rse sce silog smape sq_rel sse swd ter violation violations wape wasserstein wer wil
-    winkler wmape xent xentropy
-"""
-LARGEST_IS_BEST = """
-    acc accuracy ami ap ar ari auc aucpr aupr auprc auroc bert_score bertscore bleu bleurt c_index
-    ccc chrf cider cindex clip_score comet concordance corr corrcoef correlation dcg dice dsc elbo
-    em estoi exact_match explained_variance f1 f2 f_measure f_score fbeta fmeasure fscore gini giou
-    gmean hit hits hota idf1 inception_score iou jaccard kappa kendall kge lddt likelihood log_prob
-    loglik logp map matthews mcc meteor miou mos mota mrr ndcg nds nmi npv nse oks pcc pck pearson
-    pearsonr pesq plcc plddt ppv pq prec precision psnr qwk r2 r_squared rand_index rand_score
-    recall reciprocal_rank return returns rew reward rouge rougel rsquared sacrebleu sdr sensitivity
-    sharpe silhouette similarity sisdr sisnr snr spearman spearmanr specificity spice srcc ssim stoi
-    success tm_score tnr top tpr true_negative true_positive uar v_measure vmaf win wip
-"""
-NEITHER_IS_BEST = """
-    beta change decrease delta diff difference drop gap grad gradient improvement increase lr norm
-    ratio reduction scale second seconds std stdev temperature threshold time var variance weight
-    weights
-"""
-DIRECTIONS = dict.fromkeys(SMALLEST_IS_BEST.split(), "min")
-DIRECTIONS |= dict.fromkeys(LARGEST_IS_BEST.split(), "max")
-DIRECTIONS |= dict.fromkeys(NEITHER_IS_BEST.split(), "")
-ENDING = re.compile(r"(loss|error|perplexity|mse|mae|accuracy|acc|precision|recall|auc|f1|iou)$")
-NEGATED = re.compile(r"(^|(?<!false)(?<!true)[\W_])(neg|negative|minus)[\W_]|^1 ?- ?[a-z]")
-
-
-def find_direction(metric: str) -> str | None:
-    """Return "min" if the smallest value of a metric is best, or "max" if the largest is best.
-
-    The metric's name determines the result, which is None for a name such as "val_gap".
-    """
-    # The metric in "fpr@recall" or "fpr_at_recall" is "fpr".
-    name = re.split(r"@|[\W_]at[\W_]", metric, flags=re.IGNORECASE)[0]
-    spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    for spelling in (name.lower(), spaced.lower()):
-        direction, before = "", ""
-        parts = re.split(r"[\W_]+", spelling)
-        for part in parts:
-            # If DIRECTIONS lacks a name, look up the name without digits, such as "top" for "top5",
-            # or the end of the name, such as "loss" for "valloss".
-            without_digits = part.rstrip("0123456789")
-            end = ENDING.search(without_digits)
-            keys = [f"{before}_{part}", part, without_digits, end[0] if end else ""]
-            direction = next((DIRECTIONS[key] for key in keys if key in DIRECTIONS), direction)
-            before = part
-        if direction and {"loss", "losses"} & {*parts}:
-            # Lower is better for a loss such as "loss_iou", but higher is better for "iou".
-            direction = "min"
-        if direction and NEGATED.search(spelling):
-            direction = "max" if direction == "min" else "min"
-        if direction:
-            return direction
-    return None
-
-
-# Files
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces the file at ``path`` when the block ends."""
-    # The folder may have been deleted during the run.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        # Mode "x" creates a new file and never writes through a symbolic link.
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
-        cause = error.__context__ if isinstance(error, RuntimeError) else error
-        if isinstance(cause, OSError) and cause.filename is None:
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
-        raise
-
-
-class Placeholder:
-    """A harmless substitute for objects that torch.load refuses to create."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = __init__
-
-
-def load_file(file: Path | io.BytesIO, mmap: bool = False) -> dict[str, Any]:
-    """Load a file that torch.save wrote, with placeholders for objects that torch.load refuses."""
-    # get_unsafe_globals_in_checkpoint() moves the read position of an io.BytesIO, so pass a copy.
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(copy.copy(file))
-    kinds: Any = [(type(name, (Placeholder,), {}), name) for name in names]
-    with torch.serialization.safe_globals(kinds):
-        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    return loaded
-
-
-def is_intact(path: Path) -> bool:
-    """Return whether a checkpoint is undamaged. torch.load would load damaged weights silently."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception as error:
-        # Reading a damaged file may raise any error. EINVAL means that a damaged file contains an
-        # impossible offset. If the disk or the permissions prevent reading, the file may be intact.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        return False
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint. Raise an error if weights or states contain arbitrary Python objects."""
-    try:
-        checkpoint = load_file(path)
-    except pickle.UnpicklingError as error:
-        text = f"{path}: got objects that torch.load refuses to load. Use FabricLoop."
-        raise ValueError(text) from error
-    text = f"{path}: got a {type(checkpoint).__name__}, expected a dict with weights."
-    check(isinstance(checkpoint, dict) and bool(checkpoint), text)
-    names = ("state_dict", "optimizer_states", "lr_schedulers", "fabric_template")
-    found = find_placeholder([checkpoint.get(name) for name in names])
-    text = f"{path}: got an object of the class {found}, expected tensors, numbers, strings, or"
-    check(found is None, f"{text} containers of these. Use FabricLoop.")
-    return checkpoint
-
-
-def keep_subclass(tensor: Tensor) -> Any:
-    """Return a tensor of a user's class unchanged, and 0 for any other tensor."""
-    return 0 if type(tensor).__module__.partition(".")[0] == "torch" else tensor
-
-
-def check_readable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise an error that names the first value that cannot be saved and read again."""
-    for name, value in checkpoint.items():
-        # A resumed run does not read the hyperparameters, so they may contain objects.
-        is_hparams, file = name == "hyper_parameters", io.BytesIO()
-        try:
-            # Replace the tensors, because saving them takes a long time. Keep those of subclasses,
-            # because torch.load may refuse them.
-            plain = value if is_hparams else apply_to_collection(value, Tensor, keep_subclass)
-            torch.save(plain, file)
-            file.seek(0)
-            loaded = load_file(file)
-            found = None if is_hparams else find_placeholder(loaded)
-        except Exception as error:
-            is_object = isinstance(error, pickle.UnpicklingError)
-            found = "an object that torch.load refuses" if is_object else str(error)
-        text = f"checkpoint: got a value of {name!r} that a checkpoint cannot contain ({found})."
-        fix = "Use a number, a string, a list or a tensor instead."
-        fix = "Write save_hyperparameters(ignore=...)." if is_hparams else fix
-        check(found is None, f"{text} {fix}")
-
-
-def find_placeholder(value: Any) -> str | None:
-    """Return the class of the first object that load_file() has replaced, or None."""
-    if isinstance(value, Placeholder | type):
-        return (value if isinstance(value, type) else type(value)).__name__
-    items: Iterable[Any] = value if isinstance(value, list | tuple | set | frozenset) else ()
-    if isinstance(value, dict):
-        items = chain(value, value.values())
-    return next((found for found in map(find_placeholder, items) if found is not None), None)
-
-
-def age_of(folder: Path) -> tuple[float, int]:
-    """Return when a version folder was last used, according to its .lock file, and its number."""
-    text, number = "", folder.name.removeprefix("version_")
-    with suppress(OSError), (folder / ".lock").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-        text = file.read().decode("utf-8", "replace")
-    times = re.findall(r"^(?:started|saved) (\d+\.\d+)$", text, re.MULTILINE)
-    for name in ("last.ckpt", "best.ckpt") if not times else ():
-        # A copy of a run may lack its .lock file. Reading with mmap=True skips the tensors.
-        with suppress(Exception):
-            times.append(load_file(folder / name, mmap=True)["fabric_template"]["saved_at"])
-    return max(map(float, times), default=0.0), int(number) if number.isdigit() else -1
-
-
-def claim_version(*folders: Path) -> str:
-    """Create a folder with the next free version number, even if several runs start at once."""
-    names = [path.name[8:] for folder in folders for path in folder.glob("version_*")]
-    version = max((int(name) for name in names if name.isdecimal()), default=-1) + 1
-    folders[0].mkdir(parents=True, exist_ok=True)
-    while True:
-        with suppress(FileExistsError):
-            (folders[0] / f"version_{version}").mkdir()
-            return f"version_{version}"
-        version += 1
-
-
-@cache
-def read_git(folder: str) -> dict[str, Any]:
-    """Return a folder's git commit and number of changed files, or {} if git fails or is slow."""
-    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
-    with suppress(Exception):
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=1.0, check=True)
-        head, *lines = done.stdout.decode().splitlines()
-        changed = sum(not line.startswith("#") for line in lines)
-        return {"commit": head.split()[-1], "changed_files": changed}
-    return {}
-
-
-@contextmanager
-def opened_lock(folder: Path) -> Iterator[IO[str]]:
-    """Open and lock a folder's .lock file, which the system unlocks when this process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a")  # noqa: SIM115
-    OPEN_LOCKS.append(file)
-    try:
-        # Windows lacks fcntl, and some network drives lack file locks. In both cases, use no lock.
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = f"{folder}: another run is writing to this folder. Use a different version."
-                raise ValueError(text) from None
-        yield file
-    finally:
-        OPEN_LOCKS.remove(file)
-        # On a full disk, the last lines may be lost, but the run is complete.
-        with suppress(OSError):
-            file.close()
-
-
-def close_locks() -> None:
-    for file in OPEN_LOCKS:
-        file.close()
-
-
-if hasattr(os, "register_at_fork"):
-    # DataLoader workers live a few seconds longer than a killed run. Close the lock files in the
-    # workers, so that the run's folders do not stay locked.
-    os.register_at_fork(after_in_child=close_locks)
-
-
-def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file, without empty cells, empty rows or an incomplete last line.
-
-    Args:
-        length: The number of rows that the loop has written. If the file has fewer complete lines,
-            read the last line, too, because an editor may have removed its line break.
-    """
-    # Spreadsheet programs write a byte order mark, which "utf-8-sig" removes.
-    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
-    header = text.split("\n", 1)[0]
-    separator = next((mark for mark in ",;\t" if mark in header), ",")
-    if separator != ",":
-        # In some countries, they write decimal commas, and semicolons or tabs between cells.
-        text = text.replace(",", ".").replace(separator, ",")
-    *lines, last = text.split("\n")
-    rows = [read_cells(row) for row in csv.DictReader(lines)]
-    if len(rows) < length and last.count(",") == header.count(separator):
-        rows = [read_cells(row) for row in csv.DictReader([*lines, last])]
-    return [row for row in rows if row]
-
-
-def read_cells(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: read_cell(cell) for name, cell in row.items() if name and cell}
-
-
-def read_cell(cell: str) -> int | float | str:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(cell)
-    return cell
-
-
-def has_header(path: Path, columns: list[str]) -> bool:
-    """Return whether a CSV file has these columns, commas between cells and a complete end."""
-    header = io.StringIO()
-    csv.writer(header).writerow(columns)
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        first = file.readline().decode("utf-8-sig", "replace")
-        if not first:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return first.rstrip() == header.getvalue().rstrip() and file.read() == b"\n"
-    return False
-
-
-def write_yaml(path: Path, **content: Any) -> None:
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    with replaced(path) as file:
-        file.write(yaml.dump(content, Dumper=dumper, sort_keys=False).encode())
-
-
-def write_rows(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    with replaced(path) as file:
-        file.write(text.getvalue().encode())
-
-
-def to_table(rows: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas
-    except ImportError:
-        return rows
-    return pandas.DataFrame(rows)
