@@ -280,15 +280,20 @@ def find_class(module: str, name: str) -> Any:
 def tensors_in(value: Any) -> list[Any]:
     """Return the tensors in a container in the order in which they are encoded, or []."""
     found: list[Any] = []
-    is_container = isinstance(value, (*_SEQUENCES, dict))
-    return found if is_container and collect_tensors(value, found) else []
+    return found if is_container(value) and collect_tensors(value, found) else []
+
+
+def is_container(value: Any) -> bool:
+    """Return whether iterating over a value runs no code of a user's class."""
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    return type(value) in CONTAINERS or is_named_tuple
 
 
 def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
     """Add the tensors in a container to a list. Return False if the container is too large."""
     if isinstance(value, Tensor):
         found.append(value)
-    if not isinstance(value, (*_SEQUENCES, dict)):
+    if not is_container(value):
         return True
     if len(value) > MOST_SEARCHED or depth == _DEEPEST:
         return False

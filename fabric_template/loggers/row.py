@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..plain_values import to_plain_tensor
 from .csv_logger import FILES, CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
@@ -120,7 +119,7 @@ class RowWriter:
             return
         values: dict[str, Tensor] = {}
         if loss is not None:
-            loss = to_plain_tensor(loss.detach())
+            loss = loss.detach()
             self.step_values["train_loss"] = loss
             values = {"train_loss": loss.mean() if loss.dim() else loss}
         if self.counts_steps:
@@ -421,7 +420,7 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
                 " only one of them."
             )
         if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = to_plain_tensor(value.detach()).reshape(())
+            found[name] = value.detach().reshape(())
         elif isinstance(value, numbers.Real):
             found[name] = torch.tensor(float(value))
     return found

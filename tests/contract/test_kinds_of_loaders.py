@@ -296,6 +296,46 @@ def test_both_loops_end_with_the_same_weights_for_each_kind_of_loader(name):
     assert found == rows
 
 
+class DrawnOrder(list):
+    """A list of batches that draws a new order of samples whenever a loop iterates over it."""
+
+    def __iter__(self):
+        return iter(torch.randperm(24).view(-1, 4).tolist())
+
+
+class DrawingDict(dict):
+    def items(self):
+        torch.rand(1)
+        return super().items()
+
+
+class DrawingTuple(tuple):
+    def __iter__(self):
+        torch.rand(1)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("loop_name", LOOPS)
+def test_containers_that_draw_random_numbers_do_not_change_the_weights(tmp_path, loop_name):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.3))
+        net.table, net.sizes = DrawingDict(a=torch.ones(2)), [DrawingTuple((1, 2))]
+        return net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(DATA, batch_sampler=DrawnOrder(range(6)))
+
+    net, optimizer, loader = make()
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            step(net, batch).backward()
+            optimizer.step()
+    kind, options = LOOPS[loop_name]
+    other, optimizer, loader = make()
+    loop = kind(max_epochs=2, default_root_dir=tmp_path, accelerator="cpu", **options)
+    loop.fit(other, loader, optimizer=optimizer, training_step=step)
+    assert_same_weights(net, other)
+
+
 class Graph:
     """A batch that is not a container."""
 
