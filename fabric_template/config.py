@@ -289,7 +289,7 @@ class LoopConfig:
     def with_options(self, **values: Any) -> LoopConfig:
         """Copy this LoopConfig, replace the given options, and check them."""
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
-            # Undo with_defaults(), which set check_val_every_n_epoch to None.
+            # with_defaults() has set check_val_every_n_epoch to None. Restore its default.
             values = {"check_val_every_n_epoch": 1, **values}
         return replace(self, **values).with_defaults()
 

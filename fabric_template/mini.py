@@ -3043,7 +3043,7 @@ class SavedAttributes:
         current = self._find_iterators()
         lasting = [name for name in current if self._iterators.get(name) is current[name]]
         if not isinstance(self._of_loaders["train dataset"], torch_data.IterableDataset):
-            # iter(loader) never replaces an iterator that a map-style dataset creates itself.
+            # If a map-style dataset creates an iterator, a new iter(loader) does not restart it.
             created = [name for name in current if name.startswith("train dataset.")]
             lasting = list(dict.fromkeys(lasting + created))
         for name in lasting:
@@ -3197,7 +3197,7 @@ class Checksum(tuple[Any, ...]):
 def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
     """Return a checksum of a module, a tensor, an array or a container.
 
-    For tensors on a GPU, values over 256 MB and long lists of tensors, use only a sample.
+    Read only a sample of a tensor on a GPU, of a value over 256 MB or of a long list of tensors.
     """
     if isinstance(value, nn.Module):
         tensors = value.state_dict().values()

@@ -366,7 +366,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 def report_missing(
     plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
 ) -> None:
-    """Raise an error if no checkpoint was found, or only warn for "auto" and ckpt_path="last"."""
+    """Raise an error, or warn for "auto" and Trainer's "last", if no checkpoint was found."""
     if keyword == "auto":
         # An earlier run with a ModelCheckpoint callback may have saved checkpoints in ``logs``.
         found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)
@@ -376,7 +376,7 @@ def report_missing(
                 " ModelCheckpoint in callbacks=, or pass the path of the file."
             )
     elif (argument, keyword) == ("ckpt_path", "last"):
-        # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.
+        # If ckpt_path="last" finds no checkpoint, warn instead of raising an error, as in Trainer.
         rank_zero_warn(
             f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
             " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."

@@ -179,8 +179,7 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
-    # Trainer increments the loggers' step after the validation, so the checkpoint lacks this
-    # increment.
+    # Trainer saves the checkpoint before it increments the loggers' step, so increment it here.
     progress["logging_step"] += 1
     if is_before_epoch_end(checkpoint):
         progress["batches_done"] = batch["current"]["processed"]

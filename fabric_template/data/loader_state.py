@@ -447,8 +447,8 @@ class ResumableLoader:
         kind, iterators = type(self.loader).__name__, find_iterators(self.loader)
         names = [name for name in iterators if self._iterators.get(name) is iterators[name]]
         if self._is_indexed and not self.workers:
-            # These samples are skipped by index, which calls no __getitem__. So an iterator that
-            # __getitem__ has created would start from the beginning, even in the first epoch.
+            # A resumed run skips the finished samples by their index, without calling __getitem__.
+            # An iterator that __getitem__ creates would therefore start from the beginning.
             created = [name for name in iterators if name.startswith("dataset.")]
             self._has_continued = self._has_continued or bool(created)
             names = list(dict.fromkeys(names + created))

@@ -166,7 +166,7 @@ def check_sharding(mesh: Any, network: nn.Module, name: str) -> None:
 
 
 def wrap_step(network: nn.Module, step: Callable) -> Callable:
-    """Return a function that calls ``step`` and gathers the sharded tensors in the result."""
+    """Return a function that calls ``step``, and gathers the sharded tensors that it returns."""
 
     def run_step(*args: Any, **kwargs: Any) -> Any:
         return gather_tensors(call(partial(step, *args, **kwargs)))
