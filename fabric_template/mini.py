@@ -2049,7 +2049,8 @@ def to_metric(name: str, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             found, fix = f"a tensor of shape {tuple(value.shape)}", f"Log {name}.mean()."
         raise ValueError(f"log {name!r}: got {found}, expected one number. {fix}")
-    if isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+    is_subclass = isinstance(value, Tensor) and type(value) is not Tensor
+    if is_subclass and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
         # A checkpoint cannot contain subclasses of Tensor, such as MONAI's MetaTensor.
         value = value.as_subclass(Tensor)
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
