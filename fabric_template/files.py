@@ -43,7 +43,7 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
         # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
-        if isinstance(cause, OSError) and cause.filename is None:
+        if isinstance(cause, OSError) and cause.errno and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
     sync_folder(path.parent)

@@ -1860,7 +1860,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     """A progress bar that stays hidden after ``tqdm.write`` until its next regular update."""
 
     def refresh(self, nolock: bool = False, lock_args: Any = None) -> Any:
-        # Only tqdm.write() passes nolock=True. It would also show a bar that is not due yet.
+        # tqdm.write() passes nolock=True. It would also show a bar that is not due yet.
         return None if nolock else super().refresh(nolock, lock_args)
 
 
@@ -2442,7 +2442,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
         # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
-        if isinstance(cause, OSError) and cause.filename is None:
+        if isinstance(cause, OSError) and cause.errno and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
 
@@ -2543,7 +2543,7 @@ def age_of(folder: Path) -> tuple[float, int]:
         # A copy of a run may lack its .lock file. Reading with mmap=True skips the tensors.
         with suppress(Exception):
             times.append(load_file(folder / name, mmap=True)["fabric_template"]["saved_at"])
-    return max(map(float, times), default=0.0), int(number) if number.isdigit() else -1
+    return max(map(float, times), default=0.0), int(number) if number.isdecimal() else -1
 
 
 def claim_version(*folders: Path) -> str:
@@ -2621,7 +2621,8 @@ def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
         text = text.replace(",", ".").replace(separator, ",")
     *lines, last = text.split("\n")
     rows = [read_cells(row) for row in csv.DictReader(lines)]
-    if len(rows) < length and last.count(",") == header.count(separator):
+    num_cells = [len(next(csv.reader([line]), [])) for line in (last, lines[0] if lines else last)]
+    if len(rows) < length and num_cells[0] == num_cells[1]:
         rows = [read_cells(row) for row in csv.DictReader([*lines, last])]
     return [row for row in rows if row]
 
@@ -2888,7 +2889,9 @@ class SavedAttributes:
                 # content, a resumed run must change their content, too.
                 first = self._start_tensors.get(place, {})
                 same = (
-                    n for n in names if n in first and are_same(first[n], tensors_in(values[n]))
+                    n
+                    for n in names
+                    if n in first and contain_same_objects(first[n], tensors_in(values[n]))
                 )
                 kept[place] = [*same]
         return {**get_rng_state(), "parts": changed, "rebound": rebound, "kept": kept}
@@ -3109,8 +3112,12 @@ def objects_in(
     found: dict[str, Any] = {}
     for name, value in attributes_of(part).items():
         items = {name: value}
-        if is_container(value) and not isinstance(value, set | frozenset) and len(value) <= 500:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        kind = next((k for k in (list, tuple, deque, dict) if isinstance(value, k)), None)
+        if kind is not None and kind.__len__(value) <= 500:
+            inside: list[Any] = items_of(value)
+            pairs = (
+                zip(inside[::2], inside[1::2], strict=True) if kind is dict else enumerate(inside)
+            )
             items = {f"{name}.{key}": item for key, item in pairs}
         for path, item in items.items():
             if id(item) in known or type(item) in ATOMS:
@@ -3118,9 +3125,10 @@ def objects_in(
             is_module = isinstance(item, nn.Module)
             if is_own_object(item):
                 known.add(id(item))
-                rest = depth - (1 if is_installed(item) else 2)
+                is_package = is_installed(item)
+                rest = (depth if is_installed(part) else 6) - 1 if is_package else depth - 2
                 inner = objects_in(item, known, network, rest) if rest > 0 else {}
-                if is_installed(item):
+                if is_package:
                     # The object may hold open files, so save only its random generators.
                     values = vars(item).items()
                     item = SimpleNamespace(**{n: v for n, v in values if isinstance(v, GENERATORS)})
@@ -3177,18 +3185,22 @@ class TorchModes:
     """The global settings of torch that affect results and that a hook may change."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state = {
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
             "num_threads": torch.get_num_threads(),
             "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
         }
+        # torch raises an error after the user has set torch.backends.fp32_precision.
+        with suppress(RuntimeError):
+            state["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_default_dtype(getattr(torch, state["default_dtype"]))
         torch.set_num_threads(state["num_threads"])
         torch.set_deterministic_debug_mode(state["deterministic_debug_mode"])
-        torch.set_float32_matmul_precision(state["float32_matmul_precision"])
+        if "float32_matmul_precision" in state:
+            torch.set_float32_matmul_precision(state["float32_matmul_precision"])
 
 
 class Checksum(tuple[Any, ...]):
@@ -3220,11 +3232,7 @@ def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
     if not isinstance(value, CONTAINER_TYPES):
         # Iterating over an object may change the object or read a file.
         raise TypeError(type(value).__name__)
-    # Call no methods of a subclass, because they may draw random numbers.
-    if isinstance(value, dict):
-        items = list(chain.from_iterable(dict.items(value)))
-    else:
-        items = list(next(k for k in CONTAINER_TYPES if isinstance(value, k)).__iter__(value))
+    items = items_of(value)
     others = [item for item in items if type(item) not in ATOMS]
     first = others[:100]
     parts = [p for item in first for p in (item if type(item) in (list, tuple) else [item])]
@@ -3320,6 +3328,16 @@ def tensors_in(value: Any) -> list[Any]:
     return found if is_container(value) and collect_tensors(value, found) else []
 
 
+def items_of(container: Any) -> list[Any]:
+    """Return a container's items. In those of a dict, keys and values alternate."""
+    # Call no methods of a subclass, because they may draw random numbers.
+    if isinstance(container, dict):
+        # dict.items() ignores the order that OrderedDict.move_to_end() has set.
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        return list(chain.from_iterable(kind.items(container)))
+    return list(next(k for k in CONTAINER_TYPES if isinstance(container, k)).__iter__(container))
+
+
 def is_container(value: Any) -> bool:
     """Return whether iterating over a value runs no code of a user's class."""
     is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
@@ -3341,7 +3359,7 @@ def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
     return all(collect_tensors(item, found, depth + 1) for item in items)
 
 
-def are_same(first: list[Any], second: list[Any]) -> bool:
+def contain_same_objects(first: list[Any], second: list[Any]) -> bool:
     """Return whether two lists contain the same objects."""
     return list(map(id, first)) == list(map(id, second))
 

@@ -169,27 +169,27 @@ def objects_in(
             known.add(id(item))
             found[place] = Part(item, has_attributes=not is_installed(type(item)))
             if not found[place].has_attributes:
-                found |= random_objects_in(place, item, known)
+                found |= objects_in_package(place, item, known)
             elif depth > 1:
                 found |= objects_in(place, found[place], known, network, depth - 1)
     return found
 
 
-def random_objects_in(path: str, value: Any, known: set[int], depth: int = 5) -> dict[str, Part]:
-    """Return the objects with random generators in an object of an installed package.
+def objects_in_package(path: str, value: Any, known: set[int], depth: int = 5) -> dict[str, Part]:
+    """Return objects with random generators, and the user's objects, in an object of a package.
 
-    An example are the random transforms in a pipeline of transforms.
+    Examples are the random transforms in a pipeline of transforms.
     """
     found: dict[str, Part] = {}
     for key, item, _ in items_of(vars(value)):
         if id(item) in known or not is_own_object(item):
             continue
         known.add(id(item))
-        place, part = f"{path}.{key}", Part(item, has_attributes=False)
-        if find_generators(part.namespace()):
+        place, part = f"{path}.{key}", Part(item, has_attributes=not is_installed(type(item)))
+        if part.has_attributes or find_generators(part.namespace()):
             found[place] = part
         if depth > 1:
-            found |= random_objects_in(place, item, known, depth - 1)
+            found |= objects_in_package(place, item, known, depth - 1)
     return found
 
 
@@ -197,10 +197,15 @@ def items_of(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Yield (key, value, is in a container) for attributes and for the items of containers."""
     for name, value in attributes.items():
         items: dict[Any, Any] = {name: value}
-        is_container = type(value) in CONTAINERS and len(value) <= MOST_SEARCHED
+        # Call no methods of a subclass, because they may draw random numbers.
+        kind: Any = next((kind for kind in type(value).__mro__ if kind in CONTAINERS), None)
+        is_container = kind is not None and kind.__len__(value) <= MOST_SEARCHED
         if is_container:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            is_dict = issubclass(kind, dict)
+            pairs = kind.items(value) if is_dict else enumerate(kind.__iter__(value))
             items = {f"{name}.{key}": item for key, item in pairs}
+            # The attributes of a subclass may contain objects, too.
+            items |= {} if type(value) is kind else {name: value}
         for key, item in items.items():
             if type(item) not in ATOMS:
                 yield key, item, is_container
@@ -417,10 +422,9 @@ class PlainState:
         saved = self.changed_attributes(is_small) if has_attributes else {}
         # List the saved attributes to which the run has assigned new objects. A resumed run must
         # also assign new objects, because other objects may refer to the old ones.
-        current = self.attributes() if saved else ()
-        rebound = [place for place, v in current if place in saved and self._is_rebound(place, v)]
-        current = self.attributes() if saved else ()
-        kept = [place for place, v in current if place in saved and self._has_kept(place, v)]
+        current = [(p, v) for p, v in self.attributes() if p in saved] if saved else []
+        rebound = [place for place, value in current if self._is_rebound(place, value)]
+        kept = [place for place, value in current if self._has_kept(place, value)]
         generators = self.generator_states()
         return {"generators": generators, "attributes": saved, "rebound": rebound, "kept": kept}
 

@@ -404,18 +404,22 @@ class TorchModes:
     """The global settings of torch that affect results and that a hook may change."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state = {
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
             "num_threads": torch.get_num_threads(),
             "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
         }
+        # torch raises an error after the user has set torch.backends.fp32_precision.
+        with suppress(RuntimeError):
+            state["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_default_dtype(getattr(torch, state["default_dtype"]))
         torch.set_num_threads(state["num_threads"])
         torch.set_deterministic_debug_mode(state["deterministic_debug_mode"])
-        torch.set_float32_matmul_precision(state["float32_matmul_precision"])
+        if "float32_matmul_precision" in state:
+            torch.set_float32_matmul_precision(state["float32_matmul_precision"])
 
 
 def is_stateful(value: Any) -> bool:

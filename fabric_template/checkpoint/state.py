@@ -86,7 +86,10 @@ def build_checkpoint(
         run.hooks.call_callbacks("on_save_checkpoint", checkpoint)
     run.hooks.call_module("on_save_checkpoint", checkpoint)
     # Hooks must not see OWN_KEY, so add this key to a copy of the checkpoint.
-    return checkpoint if weights_only else {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
+    if weights_only:
+        return checkpoint
+    with run.steps.outer_dtype():
+        return {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
 
 
 def training_state(run: Run) -> dict[str, Any]:

@@ -294,6 +294,8 @@ class StepRunner:
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
         self._tensors_at_start: dict[str, Any] = {}
+        # The default dtype outside of the step that is running, or None between steps.
+        self._outer_dtype: torch.dtype | None = None
 
     def unwrap(self) -> None:
         """Delete the strategy's wrapper around the network, such as DDP."""
@@ -452,10 +454,25 @@ class StepRunner:
             return method
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            with context():
-                return method(*args, **kwargs)
+            previous = self._outer_dtype
+            self._outer_dtype = previous or torch.get_default_dtype()
+            try:
+                with context():
+                    return method(*args, **kwargs)
+            finally:
+                self._outer_dtype = previous
 
         return step
+
+    @contextmanager
+    def outer_dtype(self) -> Iterator[None]:
+        """Leave the default dtype that the precision sets in a step, during the `with` block."""
+        current = torch.get_default_dtype()
+        torch.set_default_dtype(self._outer_dtype or current)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(current)
 
     def _call_wrapped(self, method: Callable, is_training: bool) -> Callable:
         """Make a step method run inside the ``forward`` of a wrapper such as DDP."""

@@ -429,6 +429,52 @@ class HasHelpers(Model):
         return loss * (self.schedule.beta + sum(self.schedule.seen) + self.settings.scale) + old * loss
 
 
+class Pipeline(list):
+    """A list of objects. Checkpoints do not contain such a list, but the state of its objects."""
+
+
+class Registry(dict):
+    """A dict of objects."""
+
+
+class HasSubclasses(Model):
+    def __init__(self):
+        super().__init__()
+        self.pools, self.meters = Pipeline([Pool(2), Pool(3)]), Registry(loss=Meter())
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        old = sum(pool.swap(loss.detach()) for pool in self.pools)
+        return loss + 0.1 * old * loss + self.meters["loss"].add(loss.item()) * loss
+
+
+class Recent(Dataset):
+    """Moves each index that is read to the end of a large cache, and reads from its start."""
+
+    def __init__(self):
+        self.cache = OrderedDict((index, index / 15_000) for index in range(15_000))
+        self.points = make_data(16)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.cache.move_to_end(index)
+        x, y = self.points[index]
+        return x + self.cache[next(iter(self.cache))] + next(reversed(self.cache)) / 16, y
+
+
+class ChangesModes(Model):
+    """Changes torch's default dtype after the first epoch, with torch's new precision settings."""
+
+    def on_train_epoch_end(self):
+        if self.current_epoch == 0:
+            torch.set_default_dtype(torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] + torch.rand(1).float(), batch[1]), batch_idx)
+
+
 class HasMeters(Model):
     def __init__(self):
         super().__init__()
@@ -751,6 +797,8 @@ CASES = {
     "unregistered torchmetrics objects": shuffled(KeepsMetrics),
     "enums and named tuples": shuffled(HasPhases),
     "complex number": shuffled(Rotates),
+    "objects in subclasses of list and dict": shuffled(HasSubclasses),
+    "order of a large OrderedDict": lambda: (Model(), DataLoader(Recent(), 4, shuffle=True)),
     "objects of a sampler": grouped,
     "objects of a collate function": collated,
     "large dict of arrays in a dataset": worn(make_arrays),
@@ -787,6 +835,23 @@ def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, na
     with pytest.raises(KilledError):
         train(kind, tmp_path / "cut", CASES[name], kill_at=batches)
     assert train(kind, tmp_path / "cut", CASES[name], resume="last") == whole
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_torchs_modes_are_restored_even_if_the_precision_of_float32_cannot_be_read(tmp_path, kind, monkeypatch):
+    def fails():
+        raise RuntimeError("The precision was set with torch.backends.fp32_precision")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", fails)
+    try:
+        whole = train(kind, tmp_path / "whole", shuffled(ChangesModes))
+        torch.set_default_dtype(torch.float32)
+        with pytest.raises(KilledError):
+            train(kind, tmp_path / "cut", shuffled(ChangesModes), kill_at=9)
+        torch.set_default_dtype(torch.float32)
+        assert train(kind, tmp_path / "cut", shuffled(ChangesModes), resume="last") == whole
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("kind", SAVES)
