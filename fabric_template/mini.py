@@ -926,7 +926,7 @@ class MiniLoop:
         options = {
             name: (value, getattr(self, name)) for name, value in self._given_options.items()
         }
-        start, layouts = self._start_tensors, describe_tensors(self._unwrapped)
+        start, metadata = self._start_metadata, collect_metadata(self._unwrapped)
         return {
             "saved_at": max(time.time(), self._started_at),
             "progress": {
@@ -947,8 +947,8 @@ class MiniLoop:
             # The original and the current value of each option that a hook has changed.
             "options": {name: pair for name, pair in options.items() if pair[0] != pair[1]},
             "flags": self._attributes.get_changed_flags(),
-            # The original dtypes, shapes and strides of the tensors whose layout has changed.
-            "tensors": {name: old for name, old in start.items() if layouts.get(name) != old},
+            # The original dtypes, shapes and strides of the tensors for which they have changed.
+            "tensor_metadata": {n: old for n, old in start.items() if metadata.get(n) != old},
             "settings": self._run_settings(),
             "parameter_groups": [self._names_of_groups()],
             "sampler_seed": self._sampler_seed,
@@ -1522,9 +1522,9 @@ class MiniLoop:
         if self._converts_dtype:
             self._precision.convert_module(network)
         strategy.module_to_device(network)
-        self._start_tensors = describe_tensors(self._unwrapped)
+        self._start_metadata = collect_metadata(self._unwrapped)
         if checkpoint:
-            start = checkpoint.get("fabric_template", {}).get("tensors", {})
+            start = checkpoint.get("fabric_template", {}).get("tensor_metadata", {})
             self._load_weights(checkpoint.get("state_dict", checkpoint), path, start)
         self._step_module: Any = StepModule(network)
         self._synchronized = {part for part in network.parameters() if part.requires_grad}
@@ -1570,7 +1570,7 @@ class MiniLoop:
         check(isinstance(weights, dict) and all(isinstance(n, str) for n in weights), text)
         if not weights.keys() & self._unwrapped.state_dict().keys():
             weights = {n.removeprefix("_orig_mod."): value for n, value in weights.items()}
-        convert_tensors(self._unwrapped, weights, start)
+        restore_metadata(self._unwrapped, weights, start)
         try:
             is_strict = getattr(self.model, "strict_loading", True)
             found = self._unwrapped.load_state_dict(weights, is_strict)
@@ -2695,7 +2695,7 @@ CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in CONTAINER_TYPES}
 # Attributes to leave out when the loop is pickled, because the next fit sets them again.
 NOT_PICKLED = """
     model network optimizer optimizers schedulers train_loader val_loader _steps _unwrapped
-    _attributes _step_module _start_parameters _start_tensors _synchronized _clipped _hparams _loss
+    _attributes _step_module _start_parameters _start_metadata _synchronized _clipped _hparams _loss
     _outputs _locks _bar
 """
 # MiniLoop sets these attributes itself. Checkpoints contain any other attributes that users add to
@@ -3053,7 +3053,7 @@ class SavedAttributes:
         for name in lasting:
             text = f"checkpoint: the position of the iterator {name!r} cannot be saved, so no run"
             text += " can resume from a checkpoint saved after the first epoch. Create the iterator"
-            text += " in __iter__."
+            text += " in __iter__ (in a map-style dataset, in a local variable of __getitem__)."
             warnings.warn(text, stacklevel=2)
         return lasting
 
@@ -3368,7 +3368,7 @@ def decode(
     encoded: Any,
     device: torch.device,
     weights: Mapping[str, Any],
-    known: Iterator[Any] = iter(()),  # noqa: B008
+    known: Iterator[Any] | None = None,
 ) -> Any:
     """Convert an encoded value back to the original value.
 
@@ -3378,7 +3378,8 @@ def decode(
     if not isinstance(encoded, list | tuple):
         return encoded
     kind, content, *options = encoded
-    current = next(known, None) if kind in ("weight", "tensor", "parameter") else None
+    is_tensor = kind in ("weight", "tensor", "parameter")
+    current = next(known, None) if is_tensor and known is not None else None
     if kind == "weight":
         is_parameter, *place = options
         weight = weights[content]
@@ -3487,13 +3488,13 @@ def flags_of(network: nn.Module) -> dict[str, dict[str, bool]]:
     }
 
 
-def describe_tensors(network: nn.Module) -> dict[str, Any]:
+def collect_metadata(network: nn.Module) -> dict[str, Any]:
     """Return the dtype, shape and strides of each parameter and buffer, keyed by its name."""
     tensors = chain(network.named_parameters(), network.named_buffers())
-    return {name.replace("_orig_mod.", ""): describe_tensor(tensor) for name, tensor in tensors}
+    return {name.replace("_orig_mod.", ""): metadata_of(tensor) for name, tensor in tensors}
 
 
-def describe_tensor(tensor: Tensor | None) -> Any:
+def metadata_of(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     if nn.parameter.is_lazy(tensor) or tensor.is_nested:
@@ -3502,7 +3503,7 @@ def describe_tensor(tensor: Tensor | None) -> Any:
     return [str(tensor.dtype), list(tensor.shape), strides]
 
 
-def convert_tensors(network: nn.Module, saved: dict[str, Any], start: dict[str, Any]) -> None:
+def restore_metadata(network: nn.Module, saved: dict[str, Any], start: dict[str, Any]) -> None:
     """Give each parameter and buffer the dtype, shape and strides that training changed it to.
 
     Args:
@@ -3513,8 +3514,8 @@ def convert_tensors(network: nn.Module, saved: dict[str, Any], start: dict[str, 
     modules = dict(network.named_modules())
     device = next((parameter.device for parameter in network.parameters()), None)
     for path, value in saved.items():
-        tensor, found = tensors.get(path), describe_tensor(tensors.get(path))
-        is_changed = isinstance(value, Tensor) and found not in ("no shape", describe_tensor(value))
+        tensor, found = tensors.get(path), metadata_of(tensors.get(path))
+        is_changed = isinstance(value, Tensor) and found not in ("no shape", metadata_of(value))
         if not is_changed or start.get(path.replace("_orig_mod.", "")) != found:
             continue
         place, _, name = path.rpartition(".")

@@ -69,7 +69,7 @@ REMOVED: Any = ("removed", None)
 # The digest of an attribute that is saved even if it does not change.
 ALWAYS_SAVED: Any = ("always", None)
 _SMALL_BYTES = 10 * 2**20
-_SMALLEST_BYTES = 100_000
+_START_VALUE_BYTES = 100_000
 _NOT_CREATED = (
     "it does not exist in the resumed run. The saved run may have created it during training"
 )
@@ -466,13 +466,13 @@ class PlainState:
                 found[place] = self._digest(value)
         return found
 
-    def small_values(self) -> dict[Place, Any]:
+    def encode_small_attributes(self) -> dict[Place, Any]:
         """Return the attributes of at most 100 kB, in encoded form."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
             # Values of other types cannot be saved.
             with suppress(Exception):
-                if check_size(value) <= _SMALLEST_BYTES:
+                if check_size(value) <= _START_VALUE_BYTES:
                     found[place] = encode(value, self._device)
         return found
 

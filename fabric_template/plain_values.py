@@ -308,7 +308,7 @@ def decode(
     encoded: Any,
     device: torch.device | str = "cpu",
     weights: Mapping[str, Any] = MappingProxyType({}),
-    known: Iterator[Any] = iter(()),  # noqa: B008
+    known: Iterator[Any] | None = None,
 ) -> Any:
     """Convert an encoded value back to the original value.
 
@@ -319,7 +319,8 @@ def decode(
     if not isinstance(encoded, tuple | list):
         return encoded
     kind, content, *options = encoded
-    current = next(known, None) if kind in ("weight", "tensor", "parameter") else None
+    is_tensor = kind in ("weight", "tensor", "parameter")
+    current = next(known, None) if is_tensor and known is not None else None
     if kind == "weight":
         is_parameter, *place = options
         weight = weights[content]
@@ -381,16 +382,16 @@ def replace_content(current: Any, value: Any) -> bool:
     return False
 
 
-# Dtypes and shapes
+# Tensor metadata
 
 
-def describe_tensors(network: nn.Module) -> dict[str, Any]:
+def collect_metadata(network: nn.Module) -> dict[str, Any]:
     """Return the dtype, shape and strides of each parameter and buffer, keyed by its name."""
     tensors = chain(network.named_parameters(), network.named_buffers())
-    return {name: describe_tensor(tensor) for name, tensor in tensors}
+    return {name: metadata_of(tensor) for name, tensor in tensors}
 
 
-def describe_tensor(tensor: Tensor) -> Any:
+def metadata_of(tensor: Tensor) -> Any:
     if is_lazy(tensor) or tensor.is_nested:
         return "no shape"
     strides = list(tensor.stride()) if tensor.layout is torch.strided else []

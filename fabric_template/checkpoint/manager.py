@@ -40,6 +40,7 @@ class CheckpointManager:
         folder: The folder of the checkpoints, or None if no checkpoints are saved.
         folders: The locked folders of the run's checkpoints and CSV files.
         last_model_path: The path of last.ckpt, as in Lightning's ModelCheckpoint.
+        resume_keyword: The value of resume= that finds this file.
     """
 
     is_per_process = False
@@ -50,6 +51,7 @@ class CheckpointManager:
         self.folders = RunFolders()
         self._is_continued = False
         self.last_model_path = ""
+        self.resume_keyword = "last"
         # The monitored values of the best checkpoints, keyed by path.
         self._best_scores: dict[str, float] = {}
         self._resumed_metric: tuple[str | None, str] = (None, config.mode)
@@ -170,15 +172,18 @@ class CheckpointManager:
         ]
         if not savers or run.stop.divergence or run.config.fast_dev_run:
             return
-        saver = next((saver for saver in savers if saver.save_last), savers[0])
-        # Resuming prefers files named "last". Without save_last=True, the callback would never
-        # replace such a file, and a later resume would continue from this old checkpoint.
-        name = "last" if saver.save_last else f"signal-step={run.progress.global_step}"
-        default = Path(saver.dirpath, name + saver.FILE_EXTENSION)
-        path = Path(saver.last_model_path or default) if saver.save_last else default
-        if saver.save_last:
+        saver = next((saver for saver in savers if saver.save_last), None)
+        if saver is not None:
+            name = saver.CHECKPOINT_NAME_LAST if "{" not in saver.CHECKPOINT_NAME_LAST else "last"
+            default = Path(saver.dirpath, name + saver.FILE_EXTENSION)
+            path = Path(saver.last_model_path or default)
             # Otherwise, the callback would save its own last.ckpt as last-v1.ckpt.
             saver.last_model_path = str(path)
+        else:
+            # Do not call this file "last". The callback would never replace it, and a later resume
+            # would prefer it to newer checkpoints.
+            name = f"signal-step={run.progress.global_step}{savers[0].FILE_EXTENSION}"
+            path, self.resume_keyword = Path(savers[0].dirpath, name), "auto"
         if self.write(run, path):
             self.last_model_path = str(path)
 

@@ -21,10 +21,9 @@ from ..lightning_compat.overrides import overridden
 from ..plain_state import Part, make_torch_modes
 from ..plain_values import (
     decode,
-    describe_tensor,
-    describe_tensors,
     load_object,
     load_optimizer,
+    metadata_of,
     shares_memory,
     tensors_in,
 )
@@ -119,7 +118,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
     if not run.steps.is_model_parallel:
-        convert_tensors(target, weights, run.plan.start.own.get("tensors", {}))
+        restore_metadata(target, weights, run.plan.start.own.get("tensor_metadata", {}))
     try:
         found = target.load_state_dict(weights, strict=is_strict)
     except RuntimeError as error:
@@ -168,21 +167,20 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def convert_tensors(
+def restore_metadata(
     network: nn.Module, weights: Mapping[str, Any], start: Mapping[str, Any]
 ) -> None:
-    """Give each tensor the dtype, shape and strides that training changed it to.
+    """Restore the dtypes, shapes and strides that training has changed.
 
     Args:
-        start: The dtypes, shapes and strides when the saved run started. If a tensor of this
-            model has different ones, load_state_dict() decides whether it accepts the weights.
+        start: The dtype, shape and strides that each of these tensors had when the saved run
+            started. If a tensor of this model has different ones, load_state_dict() decides
+            whether it accepts the weights.
     """
-    current = describe_tensors(network)
-    tensors = chain(network.named_parameters(), network.named_buffers())
-    for name, tensor in tensors if start else ():
-        value = weights.get(name)
-        is_own = current[name] == start.get(plain_name(name)) != "no shape"
-        if isinstance(value, Tensor) and is_own and describe_tensor(value) != current[name]:
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        value, current = weights.get(name), metadata_of(tensor)
+        is_as_at_start = current == start.get(plain_name(name)) and current != "no shape"
+        if isinstance(value, Tensor) and is_as_at_start and metadata_of(value) != current:
             tensor.data = value.to(tensor.device, copy=True)
 
 
@@ -566,6 +564,7 @@ def groups_of_state(state: Any) -> list[dict[str, Any]]:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
+    options = {*getattr(optimizer, "defaults", ())}.intersection(*optimizer.param_groups)
     try:
         load_optimizer(optimizer, state)
     except Exception as error:
@@ -574,6 +573,12 @@ def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
             f" ({type(error).__name__}: {error}). Create the same optimizer as in the saved run, or"
             " use load= to start a new run from the weights."
         ) from error
+    if missing := sorted(options.difference(*optimizer.param_groups[:1])):
+        raise CheckpointError(
+            f"resume: the saved optimizer has no {', '.join(missing)}, which"
+            f" {type(optimizer).__name__} needs. In the saved run, the optimizer had a different"
+            " class, or a hook replaced it. Use load= to start a new run from the weights."
+        )
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:

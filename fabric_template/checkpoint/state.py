@@ -175,7 +175,7 @@ def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "saved_at": run.checkpoints.folders.save_time(),
         "options": changed_options(run),
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
-        "tensors": run.steps.changed_tensors(
+        "tensor_metadata": run.steps.changed_tensor_metadata(
             run.module if run.is_lightning_module else run.network
         ),
         "outside_parameters": {name: value.detach() for name, value in outside.items()},

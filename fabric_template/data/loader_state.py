@@ -120,7 +120,9 @@ class ResumableLoader:
         self.is_sticky = False
         found = parts_of_loader(loader) if is_saved else {}
         self._plain_states = {name: PlainState(parts) for name, parts in found.items()}
-        self._start_values = {n: part.small_values() for n, part in self._plain_states.items()}
+        self._start_values = {
+            n: part.encode_small_attributes() for n, part in self._plain_states.items()
+        }
         # Whether the first epoch is over.
         self._has_continued = False
 
@@ -217,7 +219,7 @@ class ResumableLoader:
 
     def _start_pass(self) -> Generator[Any]:
         self.passes += 1
-        self._find_restart_problem()
+        self._record_restart_problem()
         self._has_continued = self._has_continued or self.is_used
         self.batches, self.is_finished = 0, False
         if not self._is_persistent:
@@ -362,7 +364,7 @@ class ResumableLoader:
         """
         if self._restored is not None:
             return self._restored
-        self._find_restart_problem()
+        self._record_restart_problem()
         is_over = self.is_finished or (self.is_used and not is_in_pass)
         # With a map-style dataset and no workers, a resumed run skips samples without calling
         # __getitem__. Therefore, save the attributes that __getitem__ may have changed.
@@ -440,8 +442,8 @@ class ResumableLoader:
     def _plain(self, has_attributes: bool = True) -> dict[str, Any]:
         return {name: part.state_dict(has_attributes) for name, part in self._plain_states.items()}
 
-    def _find_restart_problem(self) -> None:
-        """Find iterators that iter(loader) does not replace. Their positions are not saved."""
+    def _record_restart_problem(self) -> None:
+        """Record iterators that iter(loader) does not replace. Their positions are not saved."""
         if self._stream is not None or not self.is_used:
             return
         kind, iterators = type(self.loader).__name__, find_iterators(self.loader)
@@ -497,8 +499,9 @@ class ResumableLoader:
 def describe_iterators(loader: Any, names: Iterable[str]) -> str:
     return (
         f"{type(loader).__name__} contains an iterator that continues across epochs"
-        f" ({', '.join(names)}), and its position is not saved. Create the iterator in __iter__, or"
-        " define state_dict() and load_state_dict() in the loader or its dataset"
+        f" ({', '.join(names)}), and its position is not saved. Create the iterator in __iter__ (in"
+        " a map-style dataset, in a local variable of __getitem__), or define state_dict() and"
+        " load_state_dict() in the loader or its dataset"
     )
 
 

@@ -139,7 +139,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     run.find_new_modules()
     check_network(run.model, run.network)
     run.steps.convert_network()
-    run.steps.record_tensors(run.module if run.is_lightning_module else run.network)
+    run.steps.record_tensor_metadata(run.module if run.is_lightning_module else run.network)
     if run.steps.is_model_parallel:
         # A sharded checkpoint can only be loaded into a network that is already sharded.
         run.steps.setup(is_training)
@@ -371,7 +371,7 @@ def finish_signal(run: Run) -> None:
     if run.fabric.is_global_zero:
         run.console.close(run)
         position = f"in epoch {progress.epochs_done}, after step {progress.global_step}"
-        keyword = "last" if "last" in Path(path).name else "auto"
+        keyword = run.checkpoints.resume_keyword
         saved = f" To resume from {shorten_path(Path(path))!r}, write resume={keyword!r}."
         text = f"{end_reason(run)}: training stops {position}.{saved if path else ''}"
         print(text, file=sys.stderr)

@@ -26,7 +26,7 @@ from ..checkpoint.restore import plain_name
 from ..distributed.strategies import broadcast_network, no_gradient_sync, shard_network, wrap_step
 from ..errors import ConfigurationError, ConfigurationTypeError, check_object, describe
 from ..lightning_compat.overrides import is_instance_of, overridden
-from ..plain_values import describe_tensors
+from ..plain_values import collect_metadata
 
 _MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # The loop calls these LightningModule methods on any model that defines them.
@@ -293,7 +293,7 @@ class StepRunner:
         self._synchronized: set[nn.Parameter] = set()
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
-        self._tensors_at_start: dict[str, Any] = {}
+        self._metadata_at_start: dict[str, Any] = {}
         # The default dtype outside of the step that is running, or None between steps.
         self._outer_dtype: torch.dtype | None = None
 
@@ -347,15 +347,15 @@ class StepRunner:
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
-    def record_tensors(self, network: nn.Module) -> None:
+    def record_tensor_metadata(self, network: nn.Module) -> None:
         """Record the dtype, shape and strides of each parameter and buffer."""
-        tensors = {} if self.is_model_parallel else describe_tensors(network)
-        self._tensors_at_start = {plain_name(name): tensors[name] for name in tensors}
+        tensors = {} if self.is_model_parallel else collect_metadata(network)
+        self._metadata_at_start = {plain_name(name): tensors[name] for name in tensors}
 
-    def changed_tensors(self, network: nn.Module) -> dict[str, Any]:
+    def changed_tensor_metadata(self, network: nn.Module) -> dict[str, Any]:
         """Return the original dtypes, shapes and strides of the tensors for which they changed."""
-        start = self._tensors_at_start
-        tensors = describe_tensors(network) if start else {}
+        start = self._metadata_at_start
+        tensors = collect_metadata(network) if start else {}
         current = {plain_name(name): tensors[name] for name in tensors}
         return {name: start[name] for name in start if current.get(name) != start[name]}
 

@@ -290,6 +290,22 @@ def test_two_processes_stop_at_the_same_step_after_a_signal(tmp_path, monkeypatc
     assert_resumes(tmp_path, whole, seed=1, max_epochs=4, **FORK)
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_two_processes_save_beside_a_model_checkpoint_after_a_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "SECONDS_BETWEEN_CHECKS", 0.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def train_with_saver(root, *callbacks, **given):
+        saver = ModelCheckpoint(dirpath=tmp_path / root / "kept")
+        return fit(tmp_path / root, train=train, max_epochs=3, callbacks=[saver, *callbacks], **FORK, **given)
+
+    whole = train_with_saver("whole")
+    with pytest.raises(SystemExit):
+        train_with_saver("cut", Interrupt(8, signal.SIGTERM, rank=1))
+    assert (tmp_path / "cut/kept/signal-step=8.ckpt").exists()
+    assert_same_end(whole, train_with_saver("cut", resume="auto"))
+
+
 TWO_RANKS = """
 import os, signal, sys, time
 from runs import fit
