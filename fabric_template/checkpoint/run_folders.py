@@ -179,10 +179,8 @@ def continues_in(run: Run, folder: Path) -> bool:
         return True
     # The user may have moved the checkpoint. Search for its save time in the .lock file, which
     # lists the save times of the folder's checkpoints.
-    return (
-        f"saved {run.plan.start.saved_at!r}".encode()
-        in read_end(str(folder / ".lock")).splitlines()
-    )
+    line = f"saved {run.plan.start.own.get('saved_at')!r}"
+    return line.encode() in read_end(str(folder / ".lock")).splitlines()
 
 
 def choose_version(run: Run) -> None:

@@ -61,11 +61,6 @@ class StartPoint:
         """Return whether parts of the checkpoint still have to be restored."""
         return self.checkpoint is not None
 
-    @property
-    def saved_at(self) -> float | None:
-        """The time at which the checkpoint was saved, or None if unknown."""
-        return self.own.get("saved_at")
-
     def finish_loading(self) -> None:
         """After the weights are loaded, free the checkpoint unless training resumes from it."""
         if not self.resumes:
@@ -73,9 +68,9 @@ class StartPoint:
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
         """Return the saved training state, and find Trainer's position in the saved epoch."""
-        if self.own["writer"] == "Trainer" and self.checkpoint is not None:
-            self.restarts_epoch = restarts_epoch(self.checkpoint, has_max_steps)
-            self.is_before_epoch_end = is_before_epoch_end(self.checkpoint)
+        if self.own["writer"] == "Trainer":
+            self.restarts_epoch = has_max_steps or not self.own["is_between_epochs"]
+            self.is_before_epoch_end = self.own["is_before_epoch_end"]
         return self.own
 
     def state_of_process(self, rank: int) -> dict[str, Any]:
@@ -112,8 +107,7 @@ def convert_training_state(
             f" new run from the weights, write load='{path}'."
         )
     if own is None:
-        check_trainer_position(path, checkpoint)
-        return convert_trainer_state(checkpoint)
+        return convert_trainer_state(path, checkpoint)
     # A MiniLoop checkpoint has no "writer" key.
     return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
 
@@ -141,31 +135,14 @@ def convert_mini_state(path: Any, own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_trainer_position(path: str, checkpoint: dict[str, Any]) -> None:
-    """Raise an error for a checkpoint that Trainer saved in the middle of an epoch."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None:
-        return
-    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-    is_between_batches = batch["current"]["ready"] == batch["current"]["processed"]
-    is_after_last_batch = batch["is_last_batch"] and is_between_batches
-    if epoch["started"] > epoch["processed"] and not is_after_last_batch:
-        raise CheckpointError(
-            f"resume: got '{path}', which Trainer saved in the middle of epoch"
-            f" {epoch['processed']}, expected a checkpoint saved at the end of an epoch. Trainer"
-            " does not save the position in the loader. Use a checkpoint that Trainer saved at the"
-            f" end of an epoch, as with ModelCheckpoint(every_n_epochs=1), or write load='{path}'"
-            " to start a new run from the weights."
-        )
-
-
-def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def convert_trainer_state(path: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Convert the counters and loader states of a Trainer checkpoint to FabricLoop's layout."""
     progress: dict[str, Any] = {
         "global_step": checkpoint["global_step"],
         "epochs_done": checkpoint["epoch"],
     }
     own: dict[str, Any] = {"writer": "Trainer", "progress": progress, "loader_states": []}
+    own |= {"is_between_epochs": False, "is_before_epoch_end": False}
     fit_loop = checkpoint.get("loops", {}).get("fit_loop")
     if fit_loop is None:
         return own
@@ -176,12 +153,16 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     progress["total_batches"] = batch["total"]["processed"]
     loop_state = fit_loop["epoch_loop.state_dict"]
     progress["logging_step"] = loop_state.get("_batches_that_stepped", 0)
+    own["is_between_epochs"] = epoch["ready"] == epoch["started"] == epoch["processed"]
     # A checkpoint saved in on_train_epoch_start still contains the previous epoch's batch counts.
     if epoch["started"] == epoch["processed"]:
         return own
+    check_trainer_position(path, epoch["processed"], batch)
     # Trainer saves the checkpoint before it increments the loggers' step, so increment it here.
     progress["logging_step"] += 1
-    if is_before_epoch_end(checkpoint):
+    # If Trainer saved the checkpoint in on_train_batch_end, it skips on_train_epoch_end.
+    own["is_before_epoch_end"] = batch["total"]["ready"] == batch["total"]["completed"]
+    if own["is_before_epoch_end"]:
         progress["batches_done"] = batch["current"]["processed"]
     else:
         # Like Trainer, skip the validation and the hooks at the end of the saved epoch.
@@ -189,21 +170,14 @@ def convert_trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def is_before_epoch_end(checkpoint: dict[str, Any]) -> bool:
-    """Return whether Trainer would first call ``on_train_epoch_end`` for the saved epoch."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None:
-        return False
-    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-    # If Trainer saved the checkpoint in on_train_batch_end, it skips on_train_epoch_end.
-    is_batch_done = batch["total"]["ready"] == batch["total"]["completed"]
-    return bool(epoch["started"] > epoch["processed"] and is_batch_done)
-
-
-def restarts_epoch(checkpoint: dict[str, Any], has_max_steps: bool) -> bool:
-    """Return whether Trainer would continue the saved epoch instead of starting the next one."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop")
-    if fit_loop is None or has_max_steps:
-        return True
-    epoch = fit_loop["epoch_progress"]["current"]
-    return not epoch["ready"] == epoch["started"] == epoch["processed"]
+def check_trainer_position(path: Any, epoch: int, batch: dict[str, Any]) -> None:
+    """Raise an error for a checkpoint that Trainer saved in the middle of an epoch."""
+    is_between_batches = batch["current"]["ready"] == batch["current"]["processed"]
+    if not (batch["is_last_batch"] and is_between_batches):
+        raise CheckpointError(
+            f"resume: got '{path}', which Trainer saved in the middle of epoch {epoch}, expected a"
+            " checkpoint saved at the end of an epoch. Trainer does not save the position in the"
+            " loader. Use a checkpoint that Trainer saved at the end of an epoch, as with"
+            f" ModelCheckpoint(every_n_epochs=1), or write load='{path}' to start a new run from"
+            " the weights."
+        )
