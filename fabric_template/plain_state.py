@@ -113,7 +113,10 @@ class Part:
         """
         namespace = self.namespace()
         if self.has_buffers and name not in namespace:
-            register_buffer(self.instance, name)
+            # Register a buffer with persistent=False. Its value is assigned below.
+            vars(self.instance).pop(name, None)
+            namespace[name] = None
+            self.instance._non_persistent_buffers_set.add(name)
         if any(name in namespace.get(kind, ()) for kind in _REGISTERED):
             raise ValueError("this module has a parameter, buffer or submodule of that name")
         current = namespace.get(name)
@@ -267,13 +270,6 @@ def buffers_of(module: nn.Module, name: str, saved: Collection[str]) -> Part:
     return Part(module, persistent, has_buffers=True)
 
 
-def register_buffer(module: nn.Module, name: str) -> None:
-    """Register a buffer with ``persistent=False``, whose value is loaded later."""
-    vars(module).pop(name, None)
-    module._buffers[name] = None
-    module._non_persistent_buffers_set.add(name)
-
-
 def make_reference(value: Any) -> Callable[[], Any]:
     """Return a weak reference to the object if Python supports this, or else a normal one."""
     # Python supports no weak references to lists and dicts.
@@ -311,7 +307,7 @@ class PlainState:
         self._saved: dict[int, Any] = {}
         self._find_objects()
         self._at_start: dict[Place, Any] = self.digests()
-        self._start_objects = self._references()
+        self._record_objects()
 
     def add(self, parts: dict[str, Part], saved: Iterable[Any], is_always_saved: bool) -> None:
         """Also save the attributes of the given objects, such as optimizers.
@@ -342,17 +338,16 @@ class PlainState:
         for place in {*digests, *self._at_start}:
             if digests.get(place) != self._at_start.get(place):
                 self._at_start[place] = ALWAYS_SAVED
-        self._start_objects = self._references()
+        self._record_objects()
 
-    def _references(self) -> dict[Place, Callable[[], Any]]:
-        values = dict(self.attributes())
-        found = {place: tensors_in(value) for place, value in values.items()}
-        self._start_tensors = {
-            place: [make_reference(tensor) for tensor in tensors]
-            for place, tensors in found.items()
-            if tensors
-        }
-        return {p: make_reference(v) for p, v in values.items() if type(v) not in ATOMS}
+    def _record_objects(self) -> None:
+        """Record the objects in attributes, and the tensors in containers, at the start."""
+        self._start_objects: dict[Place, Callable[[], Any]] = {}
+        self._start_tensors: dict[Place, list[Callable[[], Any]]] = {}
+        for place, value in self.attributes():
+            if type(value) not in ATOMS:
+                self._start_objects[place] = make_reference(value)
+                self._start_tensors[place] = [make_reference(part) for part in tensors_in(value)]
 
     def _is_rebound(self, place: Place, value: Any) -> bool:
         """Return whether the run has assigned a new object to an attribute."""
@@ -430,14 +425,13 @@ class PlainState:
 
     def changed_attributes(self, is_small: bool = False) -> dict[Place, Any]:
         """Return the attributes that have changed since the run started, in encoded form."""
-        attributes, weights = dict(self.attributes()), self.addresses_of_network()
-        places = [place for place in self._at_start if place[0] in self._parts]
-        removed = [place for place in places if place not in attributes]
-        # A persistent buffer that was None at the start is no attribute any more, but still exists.
-        exists = {place for place in removed if place[1] in self._parts[place[0]].namespace()}
-        changed = {place: REMOVED for place in removed if place not in exists}
-        ids = self._ids_in_network()
-        for place, value in attributes.items():
+        changed: dict[Place, Any] = {}
+        for name, attribute in self._at_start:
+            part = self._parts.get(name)
+            if part is not None and attribute not in part.namespace():
+                changed[name, attribute] = REMOVED
+        weights, ids = self.addresses_of_network(), self._ids_in_network()
+        for place, value in self.attributes():
             with self._guarded(f"the attribute {'.'.join(place)}"):
                 if place[0].partition(".")[0] == "model" and is_library_iterator(value):
                     reason = "the position of an iterator cannot be read. Pass all loaders to fit"

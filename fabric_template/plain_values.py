@@ -70,7 +70,7 @@ def digest(value: Any, most: int = 10_000) -> Any:
         return _digest_tensor(value)
     if kind is np.ndarray or isinstance(value, np.generic):
         return _digest_array(np.asarray(value))
-    if not (kind in CONTAINERS or is_named_tuple(kind)):
+    if not is_container(value):
         raise NotPlainError
     items = _items_of(value)
     if _is_simple(items):
@@ -151,6 +151,11 @@ def is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
+def is_container(value: Any) -> bool:
+    """Return whether iterating over a value runs no code of a user's class."""
+    return type(value) in CONTAINERS or is_named_tuple(type(value))
+
+
 def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, which is the same for all its views."""
     return tensor.untyped_storage().data_ptr()
@@ -190,7 +195,7 @@ def check_size(value: Any) -> int:
     size = num_items = 0
     if isinstance(value, np.ndarray) or (type(value) in TENSORS and is_plain_tensor(value)):
         size = value.nbytes
-    elif type(value) in CONTAINERS or is_named_tuple(type(value)):
+    elif is_container(value):
         items, num_items = _items_of(value), len(value)
         is_simple = ATOMS.issuperset(map(type, items))
         # A reference in a list takes 8 bytes.
@@ -281,12 +286,6 @@ def tensors_in(value: Any) -> list[Any]:
     """Return the tensors in a container in the order in which they are encoded, or []."""
     found: list[Any] = []
     return found if is_container(value) and collect_tensors(value, found) else []
-
-
-def is_container(value: Any) -> bool:
-    """Return whether iterating over a value runs no code of a user's class."""
-    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    return type(value) in CONTAINERS or is_named_tuple
 
 
 def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
