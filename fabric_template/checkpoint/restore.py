@@ -112,8 +112,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     Raises:
         OtherModelError: The weights do not match the model.
     """
-    path = run.plan.start.path
-    target = checkpointed_module(run)
+    path, target = run.plan.start.path, run.checkpointed_module
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
@@ -140,17 +139,12 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def checkpointed_module(run: Run) -> nn.Module:
-    """Return the module that ``checkpoint["state_dict"]`` belongs to."""
-    return run.module if run.is_lightning_module else run.network
-
-
 def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
     """Raise an error if a trained parameter's dtype differs from the saved dtype.
 
     The restored optimizer state has the saved dtype, so the optimizer step could fail.
     """
-    target = checkpointed_module(run)
+    target = run.checkpointed_module
     # With WeightAveraging, "state_dict" contains averaged weights instead of the trained ones.
     weights = checkpoint.get("current_model_state") or find_weights(checkpoint, run.plan.start.path)
     weights = rename_weights(weights, target)

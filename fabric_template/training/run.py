@@ -89,6 +89,11 @@ class Run:
         """The datamodule that was passed to the loop, or None."""
         return self.plan.datamodule
 
+    @property
+    def checkpointed_module(self) -> Any:
+        """The module that ``checkpoint["state_dict"]`` belongs to."""
+        return self.module if self.is_lightning_module else self.network
+
     def saved_parts(self) -> dict[str, Any]:
         """Return the run's attributes that are saved in a checkpoint, such as ``progress``.
 
