@@ -270,6 +270,39 @@ def buffers_of(module: nn.Module, name: str, saved: Collection[str]) -> Part:
     return Part(module, persistent, has_buffers=True)
 
 
+@dataclass(frozen=True)
+class AttributeLoader:
+    """Decodes saved values and assigns them to attributes.
+
+    Args:
+        addresses: The memory addresses of the network's tensors, which are not changed in place.
+    """
+
+    decoded: Callable[..., Any]
+    addresses: Collection[int]
+
+    def load(
+        self, part: Part, name: str, current: Any, encoded: Any, is_rebound: bool, has_kept: bool
+    ) -> None:
+        """Restore one attribute.
+
+        Args:
+            current: The attribute's current value, or None.
+            is_rebound: Whether to assign a new object instead of changing the current one.
+            has_kept: Whether to change the tensors in a container in place.
+        """
+        tag = encoded[0] if isinstance(encoded, tuple) else None
+        if tag == "removed":
+            part.namespace().pop(name, None)
+        elif tag == "state":
+            load_object(current, *map(self.decoded, encoded[1:]))
+        else:
+            is_in_place = not (is_rebound or shares_memory(current, self.addresses))
+            tensors = tensors_in(current) if has_kept else []
+            known = (t if not shares_memory(t, self.addresses) else None for t in tensors)
+            part.assign(name, self.decoded(encoded, known=known), is_in_place)
+
+
 def make_reference(value: Any) -> Callable[[], Any]:
     """Return a weak reference to the object if Python supports this, or else a normal one."""
     # Python supports no weak references to lists and dicts.
@@ -542,27 +575,20 @@ class PlainState:
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
             self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
-        addresses = self.addresses_of_network()
-        weights = {} if self._network is None else self._network.state_dict(keep_vars=True)
-        decoded = partial(decode, device=self._device, weights=weights)
+        loader = self.make_loader()
         for place, encoded in saved.items():
             part, name = self._parts.get(place[0]), place[1]
             if part is None:
                 continue
             with self._guarded(f"the attribute {'.'.join(place)}"):
                 current = part.namespace().get(name)
-                tag = encoded[0] if isinstance(encoded, tuple) else None
-                if tag == "removed":
-                    part.namespace().pop(name, None)
-                elif tag != "state":
-                    is_target = not shares_memory(current, addresses)
-                    is_target = is_target and not self._is_rebound(place, current)
-                    tensors = tensors_in(current) if place in kept else []
-                    known = (t if not shares_memory(t, addresses) else None for t in tensors)
-                    value = decoded(encoded, known=known)
-                    part.assign(name, value, is_target and place not in rebound)
-                else:
-                    load_object(current, *map(decoded, encoded[1:]))
+                is_rebound = place in rebound or self._is_rebound(place, current)
+                loader.load(part, name, current, encoded, is_rebound, place in kept)
+
+    def make_loader(self) -> AttributeLoader:
+        weights = {} if self._network is None else self._network.state_dict(keep_vars=True)
+        decoded = partial(decode, device=self._device, weights=weights)
+        return AttributeLoader(decoded, self.addresses_of_network())
 
     # Warnings
 

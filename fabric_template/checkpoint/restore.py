@@ -6,7 +6,6 @@ import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from itertools import chain, islice
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
 from ..plain_state import Part, make_torch_modes
-from ..plain_values import (
-    decode,
-    load_object,
-    load_optimizer,
-    metadata_of,
-    shares_memory,
-    tensors_in,
-)
+from ..plain_values import load_optimizer, metadata_of
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -307,9 +299,7 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     modules["torch modes"] = make_torch_modes()
     for name, instance in run.plain_state.objects().items():
         modules[name.removeprefix("model.")] = instance
-    addresses = run.plain_state.addresses_of_network()
-    weights = run.network.state_dict(keep_vars=True)
-    decoded = partial(decode, device=run.fabric.device, weights=weights)
+    loader = run.plain_state.make_loader()
     for place, attributes in parts.items():
         module = modules.get(place)
         buffers = getattr(module, "_buffers", {})
@@ -320,28 +310,15 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
             current = part.namespace().get(name, getattr(type(module), str(name), None))
             # The saved run may have overridden a class attribute on the instance.
             is_known = is_buffer or name in part.namespace() or hasattr(type(module), str(name))
-            if tag == "state":
-                load_object(current, *map(decoded, value[1:]))
-            elif not is_known or is_generator(current):
-                raise make_state_error(run, place)
-            elif tag == "removed":
-                part.namespace().pop(name, None)
-            else:
-                # Do not change an object in place if the saved run assigned another object.
-                is_target = name not in rebound.get(place, ())
-                is_target = is_target and not shares_memory(current, addresses)
-                tensors = tensors_in(current) if name in kept.get(place, ()) else []
-                known = (t if not shares_memory(t, addresses) else None for t in tensors)
-                new = decoded(value[1] if tag == "buffer" else value, known=known)
-                part.assign(name, new, is_target)
-
-
-def make_state_error(run: Run, place: str) -> CheckpointError:
-    return CheckpointError(
-        f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of {place!r}."
-        " FabricLoop cannot restore this state. Resume with MiniLoop, or use load= to start a new"
-        " run from the weights."
-    )
+            if tag != "state" and (not is_known or is_generator(current)):
+                raise CheckpointError(
+                    f"resume: got {run.plan.start.path}, in which MiniLoop saved the state of"
+                    f" {place!r}. FabricLoop cannot restore this state. Resume with MiniLoop, or"
+                    " use load= to start a new run from the weights."
+                )
+            encoded = value[1] if tag == "buffer" else value
+            is_rebound, has_kept = (name in names.get(place, ()) for names in (rebound, kept))
+            loader.load(part, name, current, encoded, is_rebound, has_kept)
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
