@@ -54,12 +54,18 @@ class RunFolders:
         self._replaced_logs: Path | None = None
 
     @contextmanager
-    def locked(self, folders: Iterable[Path]) -> Iterator[None]:
+    def locked(self, folders: Iterable[Path], log_folder: Path | None = None) -> Iterator[None]:
         """Lock the folders while the run uses them.
 
         Each .lock file contains the process ID and, after the run, "finished", "interrupted" or
         "failed". If the process is killed, the operating system releases its locks.
+
+        Args:
+            log_folder: The folder whose CSV files a new run replaces. The earlier run's CSV files
+                are kept until the new run saves a checkpoint, because until then the user may
+                still resume the earlier run.
         """
+        self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
             self._files = {folder: file for folder, file in opened.items() if file is not None}
@@ -92,14 +98,6 @@ class RunFolders:
         self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
         if self._replaced_logs is not None:
             set_aside(self._replaced_logs.parent, self._replaced_logs)
-
-    def use_log_folder(self, log_folder: Path | None) -> None:
-        """Set the folder whose CSV files a new run replaces.
-
-        The earlier run's CSV files are kept until the new run saves a checkpoint, because until
-        then the user may still resume the earlier run.
-        """
-        self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
 
     def save_time(self) -> float:
         """Return the current time, or a time after those in the .lock files if this is later."""
@@ -142,20 +140,19 @@ def open_folders(run: Run, stack: ExitStack) -> None:
     if not run.fabric.is_global_zero:
         return
     folders = [Path(logger.log_dir) for logger in run.loggers.csv_loggers]
-    checkpoint_folder = folder
-    if checkpoint_folder is None and folders and version is not None:
+    if folder is not None:
+        folders.append(folder)
+    elif folders and version is not None:
         # An earlier run with the same version may have saved checkpoints. Also lock the folder of
         # these checkpoints, because its .lock file must record the new run's start time.
-        checkpoint_folder = run_folder(run.plan) / version_folder(version)
-    if checkpoint_folder is not None and (folder or checkpoint_folder.is_dir()):
-        folders.append(checkpoint_folder)
-    locked = run.checkpoints.folders
-    stack.enter_context(locked.locked(folders))
+        earlier = run_folder(run.plan) / version_folder(version)
+        if earlier.is_dir():
+            folders.append(earlier)
     log_folder = None if own is None or version is None else Path(own.log_dir)
-    locked.use_log_folder(log_folder)
+    stack.enter_context(run.checkpoints.folders.locked(folders, log_folder))
     if any(continues_in(run, folder) for folder in folders):
         return
-    locked.start_new_run(folder)
+    run.checkpoints.folders.start_new_run(folder)
     if own is not None and log_folder is not None:
         # Start new CSV files, so that they contain no rows of an older run.
         own.rewind({})

@@ -511,10 +511,6 @@ def parts_of_model(run: Run) -> Iterator[tuple[str, Part]]:
         yield f"{path}.buffers", buffers_of(module, name, saved)
 
 
-def is_callback_of_lightning(callback: Any) -> bool:
-    return type(callback).__module__.startswith(CALLBACK_MODULES)
-
-
 def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
     counts: dict[str, int] = {}
     own = {id(module) for module in (run.model, *run.network.modules())}
@@ -523,7 +519,7 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         counts[name] = counts.get(name, 0) + 1
         has_state = overridden(callback, "state_dict") is not None
         has_attributes = not (
-            is_callback_of_lightning(callback)
+            type(callback).__module__.startswith(CALLBACK_MODULES)
             or has_state
             or is_instance_of(callback, "ProgressBar")
         )
