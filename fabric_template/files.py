@@ -101,13 +101,12 @@ def walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[tuple[Path, list[s
         # yielded with their real path.
         subfolders.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
         place = os.path.realpath(folder)
-        is_known = place in seen
+        if place in seen:
+            subfolders.clear()
+            continue
         seen.add(place)
-        subfolders[:] = [
-            n for n in subfolders if not (is_known or n.startswith(".") or n in skipped)
-        ]
-        if not is_known:
-            yield Path(folder), files
+        subfolders[:] = [n for n in subfolders if not (n.startswith(".") or n in skipped)]
+        yield Path(folder), files
 
 
 # Versions

@@ -35,7 +35,6 @@ from .plain_values import (
     MOST_BYTES,
     MOST_ITEMS,
     MOST_SEARCHED,
-    TENSORS,
     NotPlainError,
     TooLargeError,
     TorchModes,
@@ -539,7 +538,7 @@ class PlainState:
         # tensor may later have the same address.
         kept = {*map(id, chain(self._network.parameters(), self._network.buffers()))}
         for name, value in self._network.state_dict(keep_vars=True).items():
-            if id(value) in kept and type(value) in TENSORS and is_plain_tensor(value):
+            if id(value) in kept and is_plain_tensor(value):
                 found.setdefault(address_of(value), name)
         # All empty tensors have the address 0.
         found.pop(0, None)

@@ -126,10 +126,11 @@ def _digest_array(array: np.ndarray) -> Any:
     return array.shape, array.dtype.str, zlib.crc32(content)
 
 
-def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and has data, so that its values can be copied."""
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return is_dense and tensor.device.type != "meta"
+def is_plain_tensor(value: Any) -> bool:
+    """Return whether a value is a dense tensor with data, so that its elements can be copied."""
+    if type(value) not in TENSORS or value.layout is not torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized or value.device.type == "meta")
 
 
 def to_plain_tensor(tensor: Tensor) -> Tensor:
@@ -163,8 +164,7 @@ def address_of(tensor: Tensor) -> int:
 
 def shares_memory(value: Any, addresses: Collection[int]) -> bool:
     """Return whether a value is a tensor whose memory is at one of the given addresses."""
-    is_plain = type(value) in TENSORS and is_plain_tensor(value)
-    return is_plain and address_of(value) in addresses
+    return is_plain_tensor(value) and address_of(value) in addresses
 
 
 def refers_to(value: Any, ids: set[int], addresses: Collection[int] = ()) -> bool:
@@ -193,7 +193,7 @@ def check_size(value: Any) -> int:
         TooLargeError: The value is too large for a checkpoint.
     """
     size = num_items = 0
-    if isinstance(value, np.ndarray) or (type(value) in TENSORS and is_plain_tensor(value)):
+    if isinstance(value, np.ndarray) or is_plain_tensor(value):
         size = value.nbytes
     elif is_container(value):
         items, num_items = _items_of(value), len(value)
@@ -332,8 +332,7 @@ def decode(
         return current if replace_content(current, value) else value
     if kind in ("array", "scalar"):
         dtype, shape = options
-        data = b"" if content is None else content.numpy().tobytes()
-        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        array = np.frombuffer(content.numpy().tobytes(), dtype).reshape(shape).copy()
         return array if kind == "array" else array[()]
     if kind == "enum":
         return find_class(*options).__members__[content]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -319,12 +319,11 @@ def list_files(folder: Path, patterns: Collection[str]) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def newest_first(files: Iterable[Path]) -> Iterator[Path]:
+def newest_first(files: list[Path]) -> Iterator[Path]:
     """Yield the ``last*`` files first, then all other files, each group from newest to oldest."""
-    groups: dict[bool, list[Path]] = {True: [], False: []}
-    for path in files:
-        groups[path.name.startswith("last")].append(path)
-    for group in groups.values():
+    last = [path for path in files if path.name.startswith("last")]
+    others = [path for path in files if path not in last]
+    for group in (last, others):
         # Sort only two or more files, because sorting opens each file to read its save time.
         yield from sorted(group, key=read_age, reverse=True) if len(group) > 1 else group
 

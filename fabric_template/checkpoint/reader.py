@@ -143,7 +143,7 @@ def read_archive(path: str | Path, map_location: Any = None, is_trusted: bool = 
 
 
 def read_plain(
-    path: str | Path | IO[bytes],
+    path: str | Path,
     map_location: Any = None,
     sizes: dict[str, int] | None = None,
     is_mapped: bool = False,

@@ -20,7 +20,7 @@ from ..lightning_compat.overrides import overridden
 from ..plain_state import Part, make_torch_modes
 from ..plain_values import load_optimizer, metadata_of
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
-from .distributed import SHARDS_KEY, load_shards
+from .distributed import load_shards
 from .state import key_of, names_of_groups, run_settings
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
-    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
-        load_shards(run, checkpoint, "state_dict")
+    load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     is_loaded = True
     try:
@@ -189,7 +188,11 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
             value = checkpoint[key]
             value = value.state_dict() if isinstance(value, nn.Module) else value
             weights = value if isinstance(value, Mapping) else None
-    if weights is None and all(map(is_weight, checkpoint, checkpoint.values())):
+    is_state_dict = all(
+        isinstance(value, Tensor) or str(name).endswith("_extra_state")
+        for name, value in checkpoint.items()
+    )
+    if weights is None and is_state_dict:
         weights = checkpoint
     if weights is None:
         keys = sorted(map(str, checkpoint))[:5]
@@ -202,11 +205,6 @@ def find_weights(checkpoint: dict[str, Any], path: Any) -> Mapping[str, Any]:
                 f"{path}: got the key {name!r} in a state_dict, expected the name of a parameter."
             )
     return weights
-
-
-def is_weight(name: Any, value: Any) -> bool:
-    """Return whether a dict entry looks like an entry of a module's state_dict."""
-    return isinstance(value, Tensor) or str(name).endswith("_extra_state")
 
 
 def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str, Any]:
@@ -435,8 +433,7 @@ def restore_network(
 
 
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
-    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
-        load_shards(run, checkpoint, "optimizer_states")
+    load_shards(run, checkpoint, "optimizer_states")
     optimizers, schedulers = run.optimization.optimizers, run.optimization.lr_schedulers
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)

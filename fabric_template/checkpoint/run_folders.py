@@ -92,7 +92,7 @@ class RunFolders:
         Args:
             folder: The folder of the checkpoints, or None.
         """
-        self._newest = max(time.time(), self._newest + 0.001)
+        self._newest = self.save_time()
         self._write(f"started {self._newest!r}", is_synced=True)
         names = [] if folder is None else list_names(folder)
         self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]

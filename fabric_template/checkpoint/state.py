@@ -89,7 +89,7 @@ def build_checkpoint(
     if weights_only:
         return checkpoint
     with run.steps.outer_dtype():
-        return {**checkpoint, OWN_KEY: own_state(run, checkpoint)}
+        return {**checkpoint, OWN_KEY: own_state(run)}
 
 
 def training_state(run: Run) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def state_of(part: Any) -> Any:
     return {n: value for n, value in state.items() if n not in methods} if methods else state
 
 
-def own_state(run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def own_state(run: Run) -> dict[str, Any]:
     """Return the state that Trainer does not save, such as RNG states and loader positions."""
     if run.progress.phase == "validate":
         run.warn_once(
