@@ -37,7 +37,6 @@ from .plain_values import (
     MOST_SEARCHED,
     NotPlainError,
     TooLargeError,
-    TorchModes,
     address_of,
     check_size,
     decode,
@@ -126,12 +125,7 @@ class Part:
 
 
 class ListItem(SimpleNamespace):
-    """Wraps a list item in an object with one attribute, because only attributes are saved."""
-
-
-def make_torch_modes() -> SimpleNamespace:
-    """Return an object whose attribute ``modes`` contains torch's global settings."""
-    return ListItem(modes=TorchModes())
+    """Wraps a value in an object with one attribute, because only attributes are saved."""
 
 
 def find_objects(

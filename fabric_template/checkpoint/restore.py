@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigurationError, OtherModelError
 from ..lightning_compat.overrides import overridden
-from ..plain_state import Part, make_torch_modes
-from ..plain_values import load_optimizer, metadata_of
+from ..plain_state import ListItem, Part
+from ..plain_values import TorchModes, load_optimizer, metadata_of
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
 from .distributed import load_shards
 from .state import key_of, names_of_groups, run_settings
@@ -294,7 +294,7 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     parts, rebound, kept = (state.get(name, {}) for name in ("parts", "rebound", "kept"))
     modules = {**dict(run.network.named_modules()), "": run.model}
     modules["fit optimizer"] = run.optimization.optimizers[0]
-    modules["torch modes"] = make_torch_modes()
+    modules["torch modes"] = ListItem(modes=TorchModes())
     for name, instance in run.plain_state.objects().items():
         modules[name.removeprefix("model.")] = instance
     loader = run.plain_state.make_loader()

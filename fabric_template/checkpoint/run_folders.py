@@ -94,8 +94,9 @@ class RunFolders:
         """
         self._newest = self.save_time()
         self._write(f"started {self._newest!r}", is_synced=True)
-        names = [] if folder is None else list_names(folder)
-        self._replaced = [Path(folder or "", name) for name in names if _CHECKPOINT.fullmatch(name)]
+        if folder is not None:
+            names = filter(_CHECKPOINT.fullmatch, list_names(folder))
+            self._replaced = [folder / name for name in names]
         if self._replaced_logs is not None:
             set_aside(self._replaced_logs.parent, self._replaced_logs)
 

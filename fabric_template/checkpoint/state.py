@@ -26,8 +26,8 @@ from ..errors import CheckpointError, ConfigurationError
 from ..lightning_compat.overrides import CALLBACK_MODULES, is_instance_of, overridden
 from ..lightning_compat.private import hyperparameters_name
 from ..loggers.result_collection import find_torchmetrics
-from ..plain_state import Part, PlainState, buffers_of, make_torch_modes
-from ..plain_values import address_of, is_plain_tensor, refers_to
+from ..plain_state import ListItem, Part, PlainState, buffers_of, parts_of_module
+from ..plain_values import TorchModes, address_of, is_plain_tensor, refers_to
 from ..rng_state import capture_rng_state
 from .checkpoint_io import replace_numpy
 from .distributed import OWN_KEY
@@ -464,7 +464,7 @@ def find_unpicklable(value: Any, name: str = "") -> str | None:
 def make_plain_state(run: Run) -> PlainState:
     """Return a PlainState that saves the attributes of the model, datamodule and callbacks."""
     parts = dict([*parts_of_model(run), *parts_of_callbacks(run)])
-    parts["model.torch modes"] = Part(make_torch_modes())
+    parts["model.torch modes"] = Part(ListItem(modes=TorchModes()))
     if run.datamodule is not None:
         has_no_state = overridden(run.datamodule, "state_dict") is None
         parts["datamodule"] = Part(run.datamodule, _OF_DATAMODULE, has_no_state)
@@ -526,12 +526,8 @@ def parts_of_callbacks(run: Run) -> Iterator[tuple[str, Part]]:
         path = f"callbacks.{name}.{counts[name]}"
         yield path, Part(callback, has_attributes=has_attributes)
         for attribute, network in Part(callback).namespace().items():
-            # Save the buffers of a callback's network, such as WeightAveraging's averaged model.
-            if not isinstance(network, torch.nn.Module):
-                continue
-            # If a callback's network shares modules with the trained model, the buffers of these
-            # modules are already saved.
-            if own.isdisjoint(map(id, network.modules())):
-                saved = network.state_dict(keep_vars=True)
-                for inner, module in network.named_modules():
-                    yield f"{path}.{attribute}.{inner}.buffers", buffers_of(module, inner, saved)
+            # Save the buffers of a callback's network, such as WeightAveraging's averaged model. If
+            # the network shares modules with the trained model, their buffers are already saved.
+            if isinstance(network, torch.nn.Module) and own.isdisjoint(map(id, network.modules())):
+                parts = parts_of_module(f"{path}.{attribute}", network)
+                yield from ((place, part) for place, part in parts.items() if part.has_buffers)
