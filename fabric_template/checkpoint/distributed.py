@@ -183,7 +183,7 @@ def verify_shards(path: str | Path, index: dict[str, Any]) -> None:
 
 
 def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
-    """Load the tensors of a sharded checkpoint or model into ``checkpoint[key]``.
+    """Load the sharded tensors of a checkpoint into ``checkpoint[key]``.
 
     All processes must call this function. If the saved run had a different number of processes, the
     tensors are resharded.
@@ -191,8 +191,7 @@ def load_shards(run: Run, checkpoint: dict[str, Any], key: str) -> None:
     Args:
         key: Either "state_dict" or "optimizer_states".
     """
-    is_sharded = SHARDS_KEY in checkpoint or run.steps.is_model_parallel
-    if not is_sharded or key not in checkpoint:
+    if key not in checkpoint:
         return
     own = collect_tensors(run, key)
     if SHARDS_KEY in checkpoint:

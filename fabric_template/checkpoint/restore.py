@@ -20,7 +20,7 @@ from ..lightning_compat.overrides import overridden
 from ..plain_state import ListItem, Part
 from ..plain_values import TorchModes, load_optimizer, metadata_of
 from ..rng_state import is_generator, restore_rng_state, unchanged_rng_state
-from .distributed import load_shards
+from .distributed import SHARDS_KEY, load_shards
 from .state import key_of, names_of_groups, run_settings
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def restore_model(run: Run, checkpoint: dict[str, Any]) -> bool:
     is_weights_only = run.stage == "fit" and not run.plan.start.resumes
     if not is_weights_only:
         load_state(run.datamodule, checkpoint.get(type(run.datamodule).__qualname__))
-    load_shards(run, checkpoint, "state_dict")
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "state_dict")
     run.hooks.call_module("on_load_checkpoint", checkpoint)
     is_loaded = True
     try:
@@ -433,7 +434,8 @@ def restore_network(
 
 
 def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
-    load_shards(run, checkpoint, "optimizer_states")
+    if SHARDS_KEY in checkpoint or run.steps.is_model_parallel:
+        load_shards(run, checkpoint, "optimizer_states")
     optimizers, schedulers = run.optimization.optimizers, run.optimization.lr_schedulers
     states = checkpoint["optimizer_states"]
     add_missing_groups(run, states)
