@@ -482,30 +482,29 @@ class ResultCollection:
         self.active.is_first_batch = None
         # all_reduce must run in every process. Compute the means here, because every process calls
         # this method.
-        metrics = [*self.active.current()]
-        self._reduce({metric: metric.epoch for metric in metrics})
-        for metric in metrics:
-            value = metric.compute(metric.epoch)
+        sums = {metric: metric.epoch for metric in self.active.current()}
+        for metric, value in self._compute(sums).items():
             if value is not None and metric.torchmetric is None:
                 self._warn_of_missing_sync_dist(metric.arguments)
             if metric.is_returned:
                 self.returned[metric.arguments.name] = value
 
-    def _reduce(self, sums: dict[LoggedMetric, Sums]) -> None:
-        """Combine the sums of logged values from all processes."""
-        if self._all_reduce is None:
-            return
-        # Processes may have logged the metrics in different orders, so sort the metrics by name.
-        metrics = sort_by_name(sums)
-        names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
-        found = gather_objects(self.run, names)
-        if found.count(names) != len(found):
-            raise ConfigurationError(
-                f"log: got the metric names {found} from the processes, expected the same names."
-                " Log or return the same metrics in each process, or leave out sync_dist=True."
-            )
-        for metric in metrics:
-            metric.compute(sums[metric])
+    def _compute(self, sums: dict[LoggedMetric, Sums]) -> dict[LoggedMetric, Tensor | None]:
+        """Return the value of each metric over all processes."""
+        if self._all_reduce is not None:
+            # Processes may have logged the metrics in different orders.
+            metrics = sort_by_name(sums)
+            names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
+            found = gather_objects(self.run, names)
+            if found.count(names) != len(found):
+                raise ConfigurationError(
+                    f"log: got the metric names {found} from the processes, expected the same"
+                    " names. Log or return the same metrics in each process, or leave out"
+                    " sync_dist=True."
+                )
+            for metric in metrics:
+                metric.compute(sums[metric])
+        return {metric: metric.compute(sums[metric]) for metric in sums}
 
     def _warn_of_missing_sync_dist(self, arguments: LogArguments) -> None:
         is_synced = self._all_reduce is None or arguments.sync_dist or arguments.rank_zero_only
@@ -609,9 +608,7 @@ class ResultCollection:
         """Return the mean of each training metric over the steps since the last CSV row."""
         row: dict[str, Tensor] = {}
         sums = {metric: metric.row or metric.epoch for metric in self.train.metrics.values()}
-        self._reduce(sums)
-        for metric in sums:
-            value = metric.compute(sums[metric])
+        for metric, value in self._compute(sums).items():
             if metric.row is not None:
                 metric.row = Sums()
             if value is None or not metric.arguments.logger:
