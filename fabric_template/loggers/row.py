@@ -19,6 +19,7 @@ from ..errors import ConfigurationError
 from .csv_logger import FILES, CSVLogger, cells_of, copy_changed, is_first_process
 from .read_logs import parse_cell, read_table
 from .result_collection import to_numbers
+from .run_config import number_parts
 
 if TYPE_CHECKING:
     from ..training.run import Run
@@ -56,12 +57,10 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples that this process has used since the last row.
         self._num_samples = 0
-        # Three durations from the checkpoint, in seconds: the time since the last row, the time
-        # spent waiting for batches, and the time spent on validation and saving.
+        # From the checkpoint: the seconds since the last row, the seconds spent waiting for
+        # batches, and the seconds spent on validation and saving.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
-        # The seconds spent on validation and saving since the last row of metrics.csv. The
-        # samples_per_second column excludes this time.
         self._excluded_seconds = 0.0
 
     def choose_interval(self) -> None:
@@ -95,7 +94,7 @@ class RowWriter:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the time spent on validation or saving from ``samples_per_second``."""
+        """Exclude a validation or a save from the time that ``samples_per_second`` divides by."""
         started, before = time.monotonic(), self._excluded_seconds
         try:
             yield
@@ -133,10 +132,16 @@ class RowWriter:
         self.step_values[name] = value
 
     def record_learning_rates(self) -> None:
-        """Record the learning rates of a step, before schedulers or hooks change them."""
+        """Record the rate of each optimizer's first group, before schedulers or hooks change it."""
         step = self.run.progress.global_step
-        if self._step_of_rates != step:
-            self.learning_rates, self._step_of_rates = learning_rates(self.run), step
+        if self._step_of_rates == step:
+            return
+        optimizers = self.run.optimization.optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups[:1]]
+        rates = [group["lr"] for group in groups if "lr" in group]
+        # Do not call .item() on a rate that is a tensor, because .item() waits for the GPU.
+        self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        self._step_of_rates = step
 
     def collect(self, values: Mapping[str, Any]) -> None:
         """Add values to the next row of metrics.csv."""
@@ -152,9 +157,8 @@ class RowWriter:
 
     def _named_rates(self) -> dict[str, float]:
         self.record_learning_rates()
-        rates = self.learning_rates
-        names = ["lr", *(f"lr_{index}" for index in range(1, len(rates)))]
-        return {name: float(rate) for name, rate in zip(names, rates, strict=False)}
+        rates = number_parts("lr", self.learning_rates)
+        return {name: float(rate) for name, rate in rates.items()}
 
     def _coordinates(self) -> dict[str, Any]:
         progress = self.run.progress
@@ -300,14 +304,13 @@ class RowWriter:
             folders = self._log_folders(logger, state["folder"])
             folder = next((f for f in folders if has_rows(f, state["last_row"], position)), None)
             has_waiting = any("waiting" in of_file for of_file in position.values())
-            if is_finished and folder == Path(logger.log_dir) and not has_waiting:
-                table = read_table(folder / "metrics.csv")
-                self.continue_rows([parse_row(row) for row in table.rows])
-                continue
-            step = self.run.progress.global_step
             is_lost = folder is None and state["last_row"] is not None
             copied = copy_other_rows(logger) if is_lost else ""
-            rows = logger.rewind({} if folder is None else position, folder, step)
+            if is_finished and folder == Path(logger.log_dir) and not has_waiting:
+                rows = read_table(folder / "metrics.csv").rows
+            else:
+                step = self.run.progress.global_step
+                rows = logger.rewind({} if folder is None else position, folder, step)
             self.continue_rows([parse_row(row) for row in rows])
             if is_lost:
                 self.run.warn_once(
@@ -424,15 +427,3 @@ def name_outputs(output: Any, prefix: str) -> dict[str, Tensor]:
         elif isinstance(value, numbers.Real):
             found[name] = torch.tensor(float(value))
     return found
-
-
-def learning_rates(run: Run) -> list[Any]:
-    """Return the learning rate of each optimizer's first parameter group."""
-    rates = [
-        group["lr"]
-        for o in run.optimization.optimizers
-        for group in o.param_groups[:1]
-        if "lr" in group
-    ]
-    # Do not call .item() on a learning rate that is a tensor, because .item() waits for the GPU.
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
