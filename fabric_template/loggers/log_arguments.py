@@ -12,20 +12,11 @@ from torch import Tensor
 from ..errors import ConfigurationError
 
 # In the hooks of a training step, self.log defaults to on_step=True and on_epoch=False.
-_TRAIN_STEP_HOOKS = [
-    "training_step",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "on_train_batch_end",
-]
+_TRAIN_STEP_HOOK = re.compile(
+    "training_step|on_train_batch_start|on_before_zero_grad|optimizer_zero_grad|on_before_backward"
+    "|backward|on_after_backward|on_before_optimizer_step|optimizer_step"
+    "|configure_gradient_clipping|clip_gradients|on_train_batch_end"
+)
 _EVAL_STEP_HOOK = re.compile(r"(validation|test)_step|on_(validation|test)_batch_(start|end)")
 _EPOCH_HOOK = re.compile(r"on_(train|validation|test)_(start|epoch_start|epoch_end)")
 REDUCTIONS: dict[str, Any] = {
@@ -69,6 +60,7 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
     """Check the arguments of ``self.log``, and choose default values as Trainer does."""
     check_metric_name(name)
     prog_bar, logger, on_step, on_epoch, reduce_fx, *others = arguments
+    is_train_step = _TRAIN_STEP_HOOK.fullmatch(str(hook)) is not None
     if _EPOCH_HOOK.fullmatch(str(hook)):
         for option, value, allowed in (("on_step", on_step, False), ("on_epoch", on_epoch, True)):
             if value not in (None, allowed):
@@ -76,14 +68,13 @@ def check_arguments(hook: str | None, name: str, arguments: tuple) -> LogArgumen
                     f"You can't `self.log({option}={value})` inside `{hook}`, must be one of"
                     f" ({allowed},)."
                 )
-    elif hook not in _TRAIN_STEP_HOOKS and not _EVAL_STEP_HOOK.fullmatch(str(hook)):
+    elif not is_train_step and not _EVAL_STEP_HOOK.fullmatch(str(hook)):
         where = f"inside `{hook}`" if hook else "outside of the loop's hooks"
         raise ConfigurationError(
             f"You can't `self.log()` {where}: the loop's result collection is not registered yet,"
             " or the hook does not belong to a step or an epoch. To log directly, use"
             " `self.logger.experiment`."
         )
-    is_train_step = hook in _TRAIN_STEP_HOOKS
     on_step = is_train_step if on_step is None else on_step
     on_epoch = not is_train_step if on_epoch is None else on_epoch
     if not on_step and not on_epoch:
