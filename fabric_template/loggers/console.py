@@ -80,7 +80,6 @@ class Console:
         self._guard(self._start, run, run.progress.batches_done)
 
     def start_evaluation(self, run: Run, num_batches: int | float) -> None:
-        """Start the progress bar of an evaluation."""
         self._num_eval_batches = num_batches
         # A validation during fit has no bar of its own. The epoch's bar shows its progress.
         if run.stage != "fit":

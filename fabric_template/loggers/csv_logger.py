@@ -24,7 +24,6 @@ from ..config import to_yaml_value
 from ..files import claim_version, next_version, version_folder, write_file, write_yaml
 from .read_logs import read_table
 
-# The names of a run's CSV files.
 FILES = ("metrics.csv", "steps.csv")
 Rows = Sequence[Mapping[str, Any]]
 

@@ -55,7 +55,6 @@ class LoggerConnector:
             self.log_metrics(values.logged, step=count, row=values.row)
 
     def log_evaluation(self, metrics: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Send the metrics of an evaluation to the loggers."""
         run = self.run
         if run.progress.stage == "sanity_check":
             return

@@ -143,12 +143,14 @@ def has_rows_within_epochs(columns: dict[str, list[Any]], axes: list[str]) -> bo
 
 
 def find_runs(root: Path) -> list[tuple[str, int | str, Path]]:
-    """Return the name, version and CSV file of each run.
-
-    Args:
-        root: A folder with runs, or a single CSV file.
-    """
-    files = [root] if root.is_file() else find_files(root)
+    """Return the name, version and CSV file of each run in a folder, or of a single CSV file."""
+    if root.is_file():
+        files = [root]
+    elif (root / "metrics.csv").is_file():
+        files = [root / "metrics.csv"]
+    else:
+        folders = [folder for folder, names in walk(root) if "metrics.csv" in names]
+        files = sorted(folder / "metrics.csv" for folder in folders)
     runs = [(*name_run(file.parent, root), file) for file in files]
     return sorted(runs, key=lambda run: (sort_key(run[0]), sort_key(str(run[1]))))
 
@@ -158,13 +160,6 @@ def name_run(folder: Path, root: Path) -> tuple[str, int | str]:
     parent = folder.parent
     name = parent.relative_to(root).as_posix() if root in parent.parents else parent.name
     return name, version_of(folder.name)
-
-
-def find_files(root: Path) -> list[Path]:
-    """Return a folder's metrics.csv or, if there is none, each metrics.csv in the subfolders."""
-    if (root / "metrics.csv").is_file():
-        return [root / "metrics.csv"]
-    return sorted(folder / "metrics.csv" for folder, files in walk(root) if "metrics.csv" in files)
 
 
 class CSVTable(NamedTuple):

@@ -229,16 +229,9 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
 
 
 def merge_hyperparameters(
-    model: Any, datamodule: Any, own: Mapping[str, Any] | None = None
+    model: Any, datamodule: Any, own: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Merge the hyperparameters that a module and a datamodule saved.
-
-    Args:
-        own: Hyperparameters that override the saved ones.
-
-    Raises:
-        RuntimeError: The module and the datamodule have different values for a hyperparameter.
-    """
+    """Merge the saved hyperparameters of a module and a datamodule, and add those in ``own``."""
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
