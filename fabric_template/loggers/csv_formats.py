@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from ..metric_names import SPLITS, find_axis, is_metric
@@ -86,11 +87,11 @@ def to_wide(columns: Columns) -> Columns:
 def split_columns(columns: Columns, split: str) -> Columns:
     """Replace a column such as "loss" with a column for each data split, such as "train_loss"."""
     result: Columns = {}
+    not_split = (find_axis(columns, "epoch"), find_axis(columns, "step"), split)
     for name, cells in columns.items():
         parts = select(columns[split], cells)
         filled = {f"{part}_{name}": values for part, values in parts.items() if any(values)}
-        is_axis = name in (find_axis(columns, "epoch"), find_axis(columns, "step"))
-        result |= filled if len(filled) > 1 and not is_axis and name != split else {name: cells}
+        result |= filled if len(filled) > 1 and name not in not_split else {name: cells}
     return result
 
 
@@ -110,18 +111,18 @@ def select(keys: list[Any], cells: list[Any]) -> Columns:
 def split_runs(columns: Columns) -> dict[str, Columns]:
     """Split a file's table into one table per run, keyed by run name."""
     exported = [name for name in columns if " - " in name]
-    others = [name for name in columns if name not in exported]
-    if any(name.endswith("__MIN") for name in exported) or (
-        exported and not any(map(is_metric, others))
-    ):
+    others = [name for name in columns if " - " not in name]
+    has_minima = any(name.endswith("__MIN") for name in exported)
+    if has_minima or (exported and not any(map(is_metric, others))):
         return split_exported(columns, exported, others)
     axis = find_axis(columns, "epoch") or find_axis(columns, "step")
+    if axis is None:
+        return {"": columns}
     names = choose_run_names(columns, axis)
-    keys = [*zip(*(columns[name] for name in names), strict=True)] if names and axis else []
-    keys = keys or count_fits(columns)
+    keys = [*zip(*(columns[name] for name in names), strict=True)] or count_fits(columns)
     # If no epoch occurs twice, the file contains a single run, so ignore columns such as "name" and
     # "seed".
-    is_repeated = axis is not None and len({*columns[axis]}) < len(keys)
+    is_repeated = len({*columns[axis]}) < len(keys)
     if len({*keys}) < 2 or not is_repeated or not all(map(all, keys)):
         return {"": columns}
     runs = {}
@@ -147,19 +148,16 @@ def group_rows(keys: Iterable[Any]) -> dict[Any, list[int]]:
     return rows
 
 
-def choose_run_names(columns: Columns, axis: str | None) -> list[str]:
+def choose_run_names(columns: Columns, axis: str) -> list[str]:
     """Return the columns that identify the run of each row, such as "fold" and "seed"."""
     if {"name", "version"} <= {*columns}:
         return ["name", "version"]
     names = [name for name in columns if name.lower() in RUN_NAMES]
     # Further columns must have a value in every row.
     names = [*names[:1], *(name for name in names[1:] if all(columns[name]))]
-    if axis is None:
-        return names[:1]
-    epochs = columns[axis]
 
     def count_positions(count: int) -> int:
-        return len({*zip(epochs, *(columns[name] for name in names[:count]), strict=True)})
+        return len({*zip(*(columns[name] for name in [axis, *names[:count]]), strict=True)})
 
     # Use no more columns than are needed to distinguish the rows of one epoch.
     return names[: max(range(1, len(names) + 1), key=count_positions, default=0)]
@@ -173,12 +171,11 @@ def count_fits(columns: Columns) -> list[tuple[str, ...]]:
         axes = [axis for axis in (find_axis(columns, "epoch"), find_axis(columns, "step")) if axis]
         rows = zip(*(columns[axis] for axis in axes), strict=True)
         positions = [tuple(map(float, row)) for row in rows]
-    number, labels = 1, list[tuple[str, ...]]()
-    for row, position in enumerate(positions):
+    number = 1
+    labels: list[tuple[str, ...]] = [("fit 1",)]
+    for last, position in pairwise(positions):
         # Epoch numbers start over at a new call to fit, but not in a resumed run.
-        is_back = row > 0 and all(
-            now < last for now, last in zip(position, positions[row - 1], strict=True)
-        )
+        is_back = all(now < before for now, before in zip(position, last, strict=True))
         number += is_back and position[0] == positions[0][0]
         labels.append((f"fit {number}",))
     return labels if number > 1 and is_complete else []

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,8 +97,7 @@ def read_columns(path: Path, steps: bool = False) -> dict[str, list[Any]]:
     if len(rows) > 1 and has_number(rows[1].values()) and not has_number(rows[0].values()):
         # Skip a row of units, such as "s" or "%", below the header.
         rows = rows[1:]
-    found = dict.fromkeys([*content.columns, *(name for header in headers for name in header)])
-    names = {name: name.strip() for name in found}
+    names = {name: name.strip() for name in chain(content.columns, *headers)}
     for name in content.columns[:1]:
         # The header of another tool's file may start with "#".
         names[name] = names[name].removeprefix("#").strip()
