@@ -302,8 +302,7 @@ def to_header(columns: list[str]) -> bytes:
 
 
 def is_first_process() -> bool:
-    rank: int = getattr(rank_zero_only, "rank", 0)
-    return rank == 0
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def file_size(path: Path) -> int:

@@ -203,14 +203,13 @@ def parse_table(path: Path, text: str) -> CSVTable:
     columns = name_columns(header, has_rows=len(records) > 1)
     # If the file has no header, its first line is already a row of values.
     records = records[1:] if columns[:1] == header[:1] else records
-    rows, names, num_cells = [], columns, len(columns)
+    rows, names = [], columns
     for cells in records:
         if cells[0] == columns[0] and not has_number(cells):
             # A program that appends to a CSV file may write the header again.
             names = name_columns(cells, has_rows=False)
         rows.append(dict(zip(names, cells, strict=False)))
-        num_cells = len(cells)
-    is_short = num_cells < len(names)
+    is_short = bool(records) and len(records[-1]) < len(names)
     return CSVTable(columns, rows[:-1] if is_short else rows, not (rest or is_short), damaged)
 
 

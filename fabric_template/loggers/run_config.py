@@ -84,8 +84,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
         "batch_size": call_or_none(describe_batch_size, loaders),
         "unknown": unknown,
     }
-    plain: dict[str, Any] = to_yaml_value({**config, "about": about})
-    return plain
+    return to_yaml_value({**config, "about": about})
 
 
 # Descriptions
