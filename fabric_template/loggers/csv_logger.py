@@ -145,7 +145,7 @@ class CSVLogger(Logger):
         rows: dict[str, list[dict[str, str]]] = {}
         for name in FILES:
             source = Path(folder or self.log_dir, name)
-            file_position = position.get(name, {"rows": 0, "columns": [], "last": None})
+            file_position = position.get(name, {"rows": 0, "columns": []})
             table = read_table(source, file_position.get("last"))
             rows[name], is_edited = rows_before(table.rows, file_position, step)
             if not is_first_process():
@@ -399,10 +399,9 @@ def copy_changed(path: Path) -> Path:
 def to_lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Format rows as lines of a CSV file, with empty cells for missing values."""
     lines: list[str] = []
+    file: Any = SimpleNamespace(write=lines.append)
+    csv.DictWriter(file, columns, extrasaction="ignore").writerows(rows)
     # Before Python 3.13, the csv module quotes a cell that contains \r only if the line terminator
-    # also contains \r.
-    options: Any = {"restval": "", "extrasaction": "ignore", "lineterminator": "\r\n"}
-    writer = csv.DictWriter(SimpleNamespace(write=lines.append), columns, **options)
-    writer.writerows(rows)
-    text = "".join(f"{line.removesuffix(options['lineterminator'])}\n" for line in lines)
+    # also contains \r. Therefore, write its default terminator, and shorten it here.
+    text = "".join(line.removesuffix("\r\n") + "\n" for line in lines)
     return text.encode("utf-8", "backslashreplace")
