@@ -38,7 +38,7 @@ _is_spawned = False
 
 def is_joined() -> bool:
     """Return whether this process has joined a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.is_initialized()
 
 
 def is_spawning(fabric: Fabric) -> bool:
@@ -141,10 +141,6 @@ class GroupEnvironment(TorchElasticEnvironment):
         self._local_size, self._num_nodes = local_size, num_nodes
         if not is_joined() and ("MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ):
             choose_address(local_size, num_nodes)
-
-    @staticmethod
-    def detect() -> bool:
-        return launched_processes() is not None
 
     def world_size(self) -> int:
         return self._local_size * self._num_nodes
