@@ -180,7 +180,7 @@ def own_state(run: Run) -> dict[str, Any]:
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),
         # Save the seed even if no loader has used it, because a resumed run may need it.
-        "sampler_seed": run.data.common_seed(),
+        "sampler_seed": run.data.common_seed,
         "ranks": gather_objects(run, of_process),
     }
 

@@ -477,8 +477,6 @@ class ResumableLoader:
         """
         result = snapshot
         for name, start in self._start_values.items():
-            if name not in snapshot:
-                continue
             saved = snapshot[name]["attributes"]
             places = [p for p in current[name]["attributes"] if p in start and p not in saved]
             if places:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count, islice, repeat
 from operator import attrgetter
 from time import perf_counter
@@ -26,7 +26,6 @@ from ..distributed.launch import gather_objects
 from ..errors import CheckpointError, ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.overrides import has_state, is_instance_of, overridden
 from ..lightning_compat.private import combined_mode
-from ..plain_state import PlainState
 from ..rng_state import capture_rng_state, restore_rng_state, unchanged_rng_state
 from .loader_parts import samplers_of
 from .loader_state import (
@@ -36,7 +35,7 @@ from .loader_state import (
     describe_iterators,
     make_restart_error,
 )
-from .samplers import Predictions, TrackingBatchSampler, prepare_loader
+from .samplers import Predictions, prepare_loader
 from .tensor_loader import TensorLoader
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ class DataConnector:
         self.predictions = Predictions()
         # The number of seconds that the run has waited for batches, over all stages.
         self.seconds_waited = 0.0
-        self._common_seed: int | None = None
         self._is_train_started = self._is_epoch_set = False
         # Maps each stage to the RNG states and the model attributes that were recorded just before
         # the stage's loaders were created.
@@ -92,12 +90,11 @@ class DataConnector:
     def has_loader(self, stage: str) -> bool:
         return has_loader(self.given, self.source, stage)
 
+    @cached_property
     def common_seed(self) -> int:
-        """Return the seed for shuffling in all processes. A resumed run uses the saved seed."""
-        if self._common_seed is None:
-            saved = self.run.plan.start.sampler_seed
-            self._common_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
-        return self._common_seed
+        """The seed for shuffling in all processes. A resumed run uses the saved seed."""
+        saved = self.run.plan.start.sampler_seed
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if saved is None else saved
 
     def request(self, stage: str) -> Any:
         """Return the user's loaders, or those that a hook such as train_dataloader() returns."""
@@ -226,10 +223,7 @@ class DataConnector:
 
     def _create_iterators_early(self) -> None:
         """Create the iterators of a resumed first epoch before on_train_start, as in a new run."""
-        saved = self._saved_state().get("train")
-        if saved is None:
-            return
-        self.train.load_state_dict(saved)
+        self.train.load_state_dict(self._saved_state()["train"])
         with unchanged_rng_state():
             self._set_epoch_early()
             for loader in self.train.resumable:
@@ -420,7 +414,8 @@ class StageLoaders:
         # If a reload returns the same loader, keep its persistent workers.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
-        find_state = self._find_model_state if stage == "train" else None
+        # Look up plain_state in each call, because the run replaces it before training.
+        find_state = (lambda: run.plain_state) if stage == "train" else None
         self.resumable: list[ResumableLoader] = [
             known.pop(id(x), None) or ResumableLoader(x, run.stage == "fit", find_state)
             for x in self.loaders
@@ -429,7 +424,7 @@ class StageLoaders:
             # A reloaded loader may have a new length.
             part.length = sized_len(part.loader)
         self._combined = with_loaders(combined, self.resumable)
-        self.names = find_loader_names(with_loaders(combined, self.loaders))
+        self.names = find_loader_names(combined)
         self.has_several = len(self.loaders) > 1 and self._mode == "sequential"
         # If loaders are never reloaded, always set loaded_in_epoch to 0, so that checkpoints of
         # resumed and uninterrupted runs contain the same value.
@@ -448,10 +443,6 @@ class StageLoaders:
         # Checkpoints contain the loader positions and the RNG state from before the last prefetch.
         self._before_prefetch: Any = None
         self._restored_rng: dict[str, Any] | None = None
-
-    def _find_model_state(self) -> PlainState:
-        # Look up plain_state in each call, because the run replaces it before training.
-        return self.run.plain_state
 
     @property
     def is_last(self) -> bool:
@@ -664,14 +655,6 @@ class StageLoaders:
         self._restored_rng = state["rng_before_following"]
         for loader, position in zip(self.resumable, state["loaders"], strict=False):
             loader.load_state_dict(position)
-
-    def batch_indices(self, dataloader_idx: int, batch_idx: int) -> list[int]:
-        """Return the indices of a batch's samples, or [] if the loader does not record them."""
-        part = self.loaders[dataloader_idx]
-        if not isinstance(part, TensorLoader):
-            part = getattr(part, "batch_sampler", None)
-        has_indices = isinstance(part, TensorLoader | TrackingBatchSampler)
-        return part.batch_indices(batch_idx) if has_indices else []
 
 
 def step_back(position: dict[str, Any], dropped: int) -> dict[str, Any]:

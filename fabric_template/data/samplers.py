@@ -36,7 +36,7 @@ def prepare_loader(run: Run, loader: Any, stage: str) -> Any:
         return prepare_tensor_loader(run, loader, stage)
     if callable(getattr(loader, "for_rank", None)):
         num_replicas, rank = replicas_and_rank(run)
-        return loader.for_rank(rank, num_replicas, run.data.common_seed())
+        return loader.for_rank(rank, num_replicas, run.data.common_seed)
     if not isinstance(loader, DataLoader):
         return loader
     if os.environ.get("PL_SEED_WORKERS") == "1" and loader.worker_init_fn is None:
@@ -71,7 +71,7 @@ def prepare_tensor_loader(run: Run, loader: TensorLoader, stage: str) -> TensorL
     drop_last = loader.drop_last and not is_prediction
     if (shuffle, drop_last) != (loader.shuffle, loader.drop_last):
         loader = loader.with_options(shuffle=shuffle, drop_last=drop_last)
-    return loader.for_rank(rank, num_replicas, run.data.common_seed(), is_padded=not is_prediction)
+    return loader.for_rank(rank, num_replicas, run.data.common_seed, is_padded=not is_prediction)
 
 
 def turn_off_shuffling(run: Run, stage: str) -> bool:
@@ -108,7 +108,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
         "num_replicas": num_replicas,
         "rank": rank,
         "shuffle": is_shuffled and not run.config.overfit_batches,
-        "seed": run.data.common_seed(),
+        "seed": run.data.common_seed,
     }
     if stage == "predict":
         return UnrepeatedDistributedSamplerWrapper(given, **options)
@@ -194,15 +194,18 @@ class Predictions:
         self.outputs: list[list[Any]] = []
         self.batch_indices: list[list[list[int]]] = []
         self.current_indices: list[int] = []
-        self._loaders: Any = None
+        self._loaders: list[Any] = []
 
     def start(self, loaders: StageLoaders) -> None:
-        self._loaders = loaders
+        self._loaders = loaders.loaders
         self.outputs = [[] for _ in loaders.loaders]
         self.batch_indices = [[] for _ in loaders.loaders]
 
     def start_batch(self, batch_idx: int, dataloader_idx: int) -> None:
-        self.current_indices = self._loaders.batch_indices(dataloader_idx, batch_idx)
+        loader = self._loaders[dataloader_idx]
+        part = getattr(loader, "batch_sampler", loader)
+        has_indices = isinstance(part, TensorLoader | TrackingBatchSampler)
+        self.current_indices = part.batch_indices(batch_idx) if has_indices else []
 
     def end_batch(self, output: Any, dataloader_idx: int, keeps_output: bool) -> None:
         if self.current_indices:
