@@ -79,8 +79,11 @@ class TensorLoader:
         if world_size == 1:
             return self
         samples: Any = range(len(self.tensors[0]))
-        make = DistributedSampler if is_padded else UnpaddedSampler
-        sampler: Any = make(samples, world_size, rank, shuffle=self.shuffle, seed=seed)
+        sampler: Any = DistributedSampler(samples, world_size, rank, self.shuffle, seed)
+        if not is_padded:
+            # Give each sample to one process. Some processes may get one more sample than others.
+            sampler.num_samples = len(range(rank, len(samples), world_size))
+            sampler.total_size = len(samples)
         return self.with_options(_sampler=sampler, _has_order_per_pass=has_order_per_pass)
 
     def with_options(self, **options: Any) -> TensorLoader:
@@ -133,18 +136,6 @@ class TensorLoader:
             else:
                 rows = order[cut]
                 yield tuple([take_rows(tensor, rows) for tensor in self.tensors])
-
-
-class UnpaddedSampler(DistributedSampler[Any]):
-    """A DistributedSampler that gives each sample to exactly one process.
-
-    Some processes may get one more sample than others.
-    """
-
-    def __init__(self, samples: Any, num_replicas: int, rank: int, **options: Any) -> None:
-        super().__init__(samples, num_replicas, rank, **options)
-        self.num_samples = len(range(rank, len(samples), num_replicas))
-        self.total_size = len(samples)
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
