@@ -223,7 +223,10 @@ class DataConnector:
 
     def _create_iterators_early(self) -> None:
         """Create the iterators of a resumed first epoch before on_train_start, as in a new run."""
-        self.train.load_state_dict(self._saved_state()["train"])
+        saved = self._saved_state().get("train")
+        if saved is None:
+            return
+        self.train.load_state_dict(saved)
         with unchanged_rng_state():
             self._set_epoch_early()
             for loader in self.train.resumable:
