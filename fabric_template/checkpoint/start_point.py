@@ -107,6 +107,12 @@ def convert_training_state(
             f" new run from the weights, write load='{path}'."
         )
     if own is None:
+        if not {"epoch", "global_step"} <= checkpoint.keys():
+            raise CheckpointError(
+                f"resume: got {path} without the keys 'epoch' and 'global_step', expected a"
+                " checkpoint of FabricLoop, MiniLoop or Trainer. To start a new run from the"
+                f" weights, write load='{path}'."
+            )
         return convert_trainer_state(path, checkpoint)
     # A MiniLoop checkpoint has no "writer" key.
     return own if own.get("writer") == "FabricLoop" else convert_mini_state(path, own)
