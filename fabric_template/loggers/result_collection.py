@@ -241,6 +241,13 @@ class LoopResults:
             if metric.has_value and metric.arguments.dataloader_idx == self.dataloader_idx:
                 yield metric
 
+    def record_arguments(self, key: tuple, metric: LoggedMetric) -> None:
+        """Record where a metric's values go. A resumed run may log it with other arguments."""
+        arguments = metric.arguments
+        self.has_step_values |= arguments.on_step
+        if arguments.on_epoch and arguments.logger and not metric.is_returned:
+            self.logged.setdefault(metric.full_name(), set()).add(key)
+
     def is_logged(self, name: str) -> bool:
         """Return whether a step or a hook has logged a name in the current epoch."""
         return any(self.metrics[key].has_value for key in self.logged.get(name, ()))
@@ -402,6 +409,7 @@ class ResultCollection:
                 " This is not allowed"
             )
         metric.arguments, metric.call_arguments = arguments, call_arguments
+        results.record_arguments(key, metric)
         return metric
 
     def _log_torchmetric(self, metric: LoggedMetric, value: Any, attribute: str | None) -> None:
@@ -424,9 +432,7 @@ class ResultCollection:
     ) -> LoggedMetric:
         has_own_row = self.run.row.is_step_based and results is self.train
         metric = results.metrics[key] = LoggedMetric(arguments, self._all_reduce, has_own_row)
-        if arguments.on_epoch and arguments.logger and not metric.is_returned:
-            results.logged.setdefault(metric.full_name(), set()).add(key)
-        results.has_step_values |= arguments.on_step
+        results.record_arguments(key, metric)
         return metric
 
     def add_returned(self, values: Mapping[str, Tensor]) -> None:

@@ -1,15 +1,17 @@
 """Test that a resumed run restores the callbacks of the saved run, or warns about differences."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from modules import Classifier, make_loader
-from runs import assert_same_end, fit
+from runs import assert_same_end, fit, val_loader
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
+from fabric_template import read_logs
 from fabric_template.errors import CheckpointError
 from fabric_template.plain_state import Part, PlainState
 
@@ -84,6 +86,26 @@ def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, save
     assert list(resumed["index"])[-1] == 2.0
     is_warned = any("uses a different reduce_fx" in str(warning.message) for warning in recwarn)
     assert is_warned == (saves is not None)
+
+
+class LogsSums(Classifier):
+    """Logs a sum in each validation batch, with on_step=``on_step``."""
+
+    def __init__(self, on_step):
+        super().__init__()
+        self.on_step = on_step
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("sum", batch[0].sum(), on_step=self.on_step, on_epoch=True)
+
+
+def test_a_resumed_run_logs_validation_steps_if_the_saved_run_did_not(tmp_path):
+    options = {**OPTIONS, "val": val_loader}
+    interrupt(tmp_path, lambda: LogsSums(False), list, val=val_loader)
+    loop, _, _ = fit(tmp_path, lambda: LogsSums(True), resume="auto", **options)
+    steps = read_logs(Path(loop.log_dir) / "steps.csv")
+    assert steps["sum"].notna().sum() >= 2
 
 
 class Metrics(cb.Callback):

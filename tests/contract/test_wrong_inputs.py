@@ -287,6 +287,7 @@ CASES = {
     "resume_empty_file": file("last.ckpt", b""),
     "resume_csv": file("metrics.csv", b"epoch,step\n0,1\n"),
     "resume_weights_only": file("w.pt", lambda path: torch.save(nn.Linear(8, 3).state_dict(), path)),
+    "resume_without_counters": file("w.pt", lambda path: torch.save({"state_dict": {}, "optimizer_states": []}, path)),
     "load_of_another_model": file("w.pt", lambda path: torch.save(nn.Linear(5, 3).state_dict(), path), argument="load"),
     "load_list": file("w.pt", lambda path: torch.save([1, 2], path), argument="load"),
     "load_whole_model": file("w.pt", lambda path: torch.save(nn.Linear(8, 3), path), argument="load"),

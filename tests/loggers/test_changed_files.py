@@ -129,6 +129,17 @@ def test_resume_keeps_csv_rows_if_another_program_rounded_numbers(cut, name):
     assert read_logs(cut / "logs", steps=True)["step"].tolist() == list(range(2, 41, 2))
 
 
+def test_resuming_accepts_text_that_a_user_wrote_in_the_monitored_column(cut):
+    path = cut / "logs/run/version_0/metrics.csv"
+    header, first, *lines = path.read_text().splitlines()
+    column = header.split(",").index("val_loss")
+    cells = first.split(",")
+    cells[column] = "see notes"
+    path.write_text("\n".join([header, ",".join(cells), *lines, ""]))
+    loop, _, _ = run(cut, max_epochs=4, resume="last", monitor="val_loss")
+    assert "val_loss" in str(loop.ending())
+
+
 def test_resume_backs_up_a_metrics_csv_that_the_run_did_not_write(cut):
     path = cut / "logs/run/version_0/metrics.csv"
     path.write_text("month,sales\n1,2\n")
