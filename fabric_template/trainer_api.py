@@ -10,7 +10,7 @@ from copy import copy
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import accelerators, profilers
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -133,8 +133,6 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),
-    # Some modules call ``set_epoch`` on the datasets in ``_combined_loader.flattened``.
-    "_combined_loader": lambda api: api.find_loaders(),
     # Prediction callbacks
     "predictions": lambda api: api.current_predictions.as_returned(),
     "epoch_batch_indices": lambda api: api.current_predictions.batch_indices,
@@ -438,13 +436,6 @@ def created_loaders(run: Run | None, kind: str) -> Any:
     return None if run is None else run.data.created.get(kind)
 
 
-class Loaders(NamedTuple):
-    """Provide the two attributes of Lightning's CombinedLoader that LightningModules read."""
-
-    iterables: Any
-    flattened: tuple[Any, ...]
-
-
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
@@ -492,11 +483,17 @@ class LoopAPI:
         loops = make_loop_counters(Progress(), None, True, []) if run is None else loops_state(run)
         return loops[self._key]
 
-    def find_loaders(self) -> Loaders | None:
-        """Return the training or evaluation loaders, or None if they have not been created yet."""
+    @property
+    def _combined_loader(self) -> SimpleNamespace | None:
+        """The attributes of CombinedLoader that modules read, or None if there are no loaders yet.
+
+        Some modules call ``set_epoch`` on the datasets in ``flattened``.
+        """
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
-        return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
+        if loaders is None:
+            return None
+        return SimpleNamespace(iterables=loaders.as_given, flattened=tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()
