@@ -43,8 +43,7 @@ def evaluate(run: Run, stage: str, max_batches: int | float = math.inf) -> list[
             run.hooks.call(f"on_{name}_start")
             run.hooks.call(f"on_{name}_epoch_start")
             run.console.start_evaluation(run, num_batches)
-            method = getattr(run.module, f"{name}_step")
-            for output, dataloader_idx in run_batches(run, name, method, loaders, max_batches):
+            for output, dataloader_idx in run_batches(run, name, loaders, max_batches):
                 run.results.add_returned(name_step_values(run, loaders, output, dataloader_idx))
             run.results.end_loader()
             run.hooks.call(f"on_{name}_epoch_end")
@@ -78,20 +77,15 @@ def start_evaluation(
 
 
 def run_batches(
-    run: Run,
-    name: str,
-    method: Callable,
-    loaders: StageLoaders,
-    max_batches: int | float = math.inf,
+    run: Run, name: str, loaders: StageLoaders, max_batches: int | float = math.inf
 ) -> Iterator[tuple[Any, int]]:
     """Run the evaluation step and the hooks for every batch. Yield (output, dataloader_idx).
 
     Args:
         name: "validation", "test" or "predict".
-        method: The module's method to call on each batch, such as validation_step.
     """
     hooks, results, has_several = run.hooks, run.results, loaders.has_several
-    step = evaluation_step(run, name, method, has_several)
+    step = evaluation_step(run, name, has_several)
     current_loader = 0
     for batch, batch_idx, dataloader_idx in loaders.batches(max_batches):
         if dataloader_idx != current_loader:
@@ -151,8 +145,7 @@ def predict(run: Run) -> list[Any] | None:
         run.hooks.call("on_predict_start")
         run.hooks.call("on_predict_epoch_start")
         run.console.start_evaluation(run, num_batches)
-        method = overridden(run.module, "predict_step") or run.model.forward
-        for output, dataloader_idx in run_batches(run, "predict", method, loaders):
+        for output, dataloader_idx in run_batches(run, "predict", loaders):
             if output is None:
                 run.warn_once("predict returned None if it was on purpose, ignore this warning...")
             predictions.end_batch(output, dataloader_idx, is_kept)
@@ -161,13 +154,13 @@ def predict(run: Run) -> list[Any] | None:
     return predictions.as_returned() if is_returned else None
 
 
-def evaluation_step(run: Run, name: str, method: Callable, has_several: bool) -> Callable:
+def evaluation_step(run: Run, name: str, has_several: bool) -> Callable:
     """Wrap a step method in a function that takes (batch, batch_idx, dataloader_idx)."""
-    step = run.make_step(f"{name}_step", method)
+    method = overridden(run.module, f"{name}_step")
     # Without a predict_step, predict calls forward, which takes only the batch.
-    is_step = overridden(run.module, f"{name}_step") is not None
-    with_batch_idx = is_step and takes_batch_idx(method)
-    with_loader = is_step and has_several and takes_argument(method, "dataloader_idx")
+    step = run.make_step(f"{name}_step", run.model.forward if method is None else method)
+    with_batch_idx = method is not None and takes_batch_idx(method)
+    with_loader = method is not None and has_several and takes_argument(method, "dataloader_idx")
 
     def call(batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
         arguments = [batch]
