@@ -49,9 +49,6 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         loop, config, fabric = plan.loop, plan.config, plan.loop.fabric
-        # An evaluation continues with the previous run's checkpoint manager, should_stop and
-        # counters, such as global_step.
-        last = None if plan.stage == "fit" else loop.run
         self.plan, self.loop, self.stage = plan, loop, plan.stage
         self.config, self.fabric = config, fabric
         self.given_options = dict(vars(config))
@@ -60,12 +57,15 @@ class Run:
         self.hooks = Hooks(loop, self.module, self.model, self.datamodule)
         self.progress: Progress = Progress("train" if plan.stage == "fit" else plan.stage)
         self.progress.set_options(config)
-        if last is not None:
-            self.progress.continue_after(last.progress)
         timers = self.hooks.callbacks_of("Timer")
         self.stop: StopCondition = StopCondition(config, self.progress, timers)
-        if last is not None:
-            self.stop.request(last.stop.should_stop)
+        self.checkpoints: CheckpointManager = CheckpointManager(config)
+        if plan.stage != "fit" and loop.run is not None:
+            # An evaluation continues with the previous run's counters, such as global_step, its
+            # should_stop and its checkpoint manager.
+            self.progress.continue_after(loop.run.progress)
+            self.stop.request(loop.run.stop.should_stop)
+            self.checkpoints = loop.run.checkpoints
         self.signals = SignalHandler(fabric)
         self.results = ResultCollection(self)
         self.row = RowWriter(self)
@@ -78,9 +78,6 @@ class Run:
         has_bar = bool(self.hooks.callbacks_of("ProgressBar"))
         is_shown = bool(config.enable_progress_bar) and not has_bar and fabric.is_global_zero
         self.console = Console(config, is_shown)
-        self.checkpoints: CheckpointManager = CheckpointManager(config)
-        if last is not None:
-            self.checkpoints = last.checkpoints
         # Show each warning once per run, and only in the main process.
         self.warn_once = WarningCache().warn
 
