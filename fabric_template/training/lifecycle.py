@@ -176,12 +176,10 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)
-    run.results.start_training()
     # Checkpoints contain only the flags that change after record_flags(). Hooks of the sanity check
     # may change flags, so call record_flags() first.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
-    run.results.start_training()
 
 
 def train(run: Run) -> None:
@@ -250,7 +248,7 @@ def set_torch_flags(config: LoopConfig) -> None:
 def attach_run(run: Run, stack: ExitStack) -> None:
     """Connect the module, the datamodule, the callbacks and the profiler to the run."""
     parts = {id(part): part for part in (run.module, run.model)}.values()
-    for part in {id(part): part for part in (*parts, *run.network.modules())}.values():
+    for part in (*parts, *run.network.modules()):
         detach_outer_run(part, stack)
     for part in parts:
         if isinstance(getattr(type(part), "trainer", None), property):
