@@ -445,10 +445,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         " or a list of these",
         _is_logger,
     ),
-    "default_root_dir": (
-        "the path of a local folder",
-        lambda value: "://" not in os.fspath(value),
-    ),
+    "default_root_dir": ("the path of a local folder", lambda value: "://" not in os.fspath(value)),
     "name": ('a non-empty folder name without the characters / \\ : * ? " < > |', _is_folder_name),
     "version": (
         'an int >= 0, or a non-empty folder name without the characters / \\ : * ? " < > |',
@@ -533,10 +530,6 @@ def parse_options(options: dict[str, Any]) -> tuple[LoopConfig, dict[str, Any]]:
         arguments[name] = _to_python(arguments[name])
     config = LoopConfig(**{field.name: arguments.pop(field.name) for field in fields(LoopConfig)})
     return config, arguments
-
-
-def option_names() -> list[str]:
-    return [field.name for field in fields(LoopArguments)]
 
 
 def with_arguments_of(

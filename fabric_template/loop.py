@@ -9,7 +9,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from .checkpoint.checkpoint_io import find_checkpoint_io
 from .checkpoint.find_checkpoint import read_age
-from .config import LoopArguments, LoopConfig, option_names, parse_options, with_arguments_of
+from .config import LoopArguments, LoopConfig, parse_options, with_arguments_of
 from .data.tensor_loader import TensorLoader
 from .distributed.launch import join_processes
 from .distributed.process_group import join_by_default
@@ -60,13 +60,14 @@ FABRIC_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precisio
 def refuse_unknown(method: Method) -> Method:
     """Make a method such as fit raise a helpful TypeError if an argument is unknown."""
     name, known = method.__name__, inspect.signature(method).parameters
+    options = [field.name for field in fields(LoopArguments)]
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **given: Any) -> Any:
         for argument in given:
             if argument not in known:
                 value = describe(given[argument])
-                raise TypeError(unknown_argument(name, argument, value, known, option_names()))
+                raise TypeError(unknown_argument(name, argument, value, known, options))
         return method(self, *args, **given)
 
     return cast(Method, call)

@@ -13,12 +13,7 @@ from torch import nn
 
 from ..data.loaders import check_loader_names, check_loaders, has_loader
 from ..distributed.process_group import check_launched
-from ..errors import (
-    ConfigurationError,
-    ConfigurationTypeError,
-    MissingDataError,
-    check_object,
-)
+from ..errors import ConfigurationError, ConfigurationTypeError, MissingDataError, check_object
 from ..lightning_compat.overrides import find_callbacks, overridden
 from ..loggers.run_config import check_own_hparams
 from .configure_optimizers import is_optimizer

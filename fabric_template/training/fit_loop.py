@@ -20,10 +20,7 @@ from ..lightning_compat.callbacks import finish_averaging, resume_averaging
 from ..loggers.run_config import write_run_config
 from ..rng_state import capture_rng_state, restore_rng_state
 from .evaluation_loop import evaluate
-from .lr_schedulers import (
-    step_lr_schedulers,
-    step_schedulers_after_batch,
-)
+from .lr_schedulers import step_lr_schedulers, step_schedulers_after_batch
 from .optimization import is_logging_due
 
 if TYPE_CHECKING:
