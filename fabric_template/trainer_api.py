@@ -56,7 +56,6 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # Limits
     "max_epochs": lambda loop: loop.limits.max_epochs,
     "min_epochs": lambda loop: loop.limits.min_epochs,
-    "max_steps": lambda loop: loop.limits.max_steps,
     "gradient_clip_algorithm": lambda loop: (
         loop.config.gradient_clip_algorithm
         and GradClipAlgorithmType(loop.config.gradient_clip_algorithm.lower())
@@ -273,7 +272,7 @@ class TrainerAPI:
 
     @property
     def limits(self) -> StopCondition | LoopConfig:
-        """The object that stores the current values of max_epochs, min_epochs and max_steps."""
+        """The object that stores the current values of max_epochs and min_epochs."""
         return self.config if self.run is None else self.run.stop
 
     @property
