@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from .run import Run
 
 
-# A run that resumes in the phase "train_batch" or "start_epoch" repeats the entire phase.
-_REPEATED_PHASES: dict[str | None, dict[str, Any]] = {
-    "train_batch": {"is_last_batch": False, "phase": None},
-    "start_epoch": {"is_in_epoch": False, "phase": None},
-}
-
-
 @dataclass
 class Progress:
     """Counts batches, steps and epochs. Only methods of Progress change the counters."""
@@ -206,11 +199,15 @@ class Progress:
         """Return the counters to save, without the batches that a resumed run will repeat."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
+        # A run that resumes in one of these two phases repeats the entire phase.
         if self.phase == "train_batch":
             dropped = self.batches_done - self.batches_at_window_start
             state["batches_done"] -= dropped
             state["total_batches"] -= dropped
-        return state | _REPEATED_PHASES.get(self.phase, {})
+            state |= {"is_last_batch": False, "phase": None}
+        elif self.phase == "start_epoch":
+            state |= {"is_in_epoch": False, "phase": None}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
