@@ -240,8 +240,7 @@ def collect_tensors(run: Run, key: str) -> dict[str, Any]:
         "state_dict/layer.weight".
     """
     if key == "state_dict":
-        state = run.checkpointed_module.state_dict()
-        return {f"{key}/{name}": tensor for name, tensor in state.items()}
+        return {f"{key}/{name}": tensor for name, tensor in run.network.state_dict().items()}
     found: dict[str, Any] = {}
     for index, optimizer in enumerate(run.optimization.optimizers):
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]

@@ -104,7 +104,7 @@ def load_weights(run: Run, checkpoint: dict[str, Any]) -> None:
     Raises:
         OtherModelError: The weights do not match the model.
     """
-    path, target = run.plan.start.path, run.checkpointed_module
+    path, target = run.plan.start.path, run.network
     weights = rename_weights(find_weights(checkpoint, path), target)
     is_strict = getattr(run.model, "strict_loading", True)
     create_late_buffers(target, weights)
@@ -136,7 +136,7 @@ def check_dtypes(run: Run, checkpoint: dict[str, Any]) -> None:
 
     The restored optimizer state has the saved dtype, so the optimizer step could fail.
     """
-    target = run.checkpointed_module
+    target = run.network
     # With WeightAveraging, "state_dict" contains averaged weights instead of the trained ones.
     weights = checkpoint.get("current_model_state") or find_weights(checkpoint, run.plan.start.path)
     weights = rename_weights(weights, target)

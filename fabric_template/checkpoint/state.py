@@ -65,7 +65,7 @@ def build_checkpoint(
         weights_only: Leave out optimizers, callbacks and the position in the loaders.
         epoch: The epoch number to save, or None for the current epoch.
     """
-    source = run.checkpointed_module
+    source: Any = run.network
     # Remove torch.compile's prefix from the parameter names, so that an uncompiled network can load
     # the weights.
     source = source._orig_mod if is_instance_of(source, "OptimizedModule") else source
@@ -175,7 +175,7 @@ def own_state(run: Run) -> dict[str, Any]:
         "saved_at": run.checkpoints.folders.save_time(),
         "options": changed_options(run),
         "flags": run.steps.changed_flags(run.optimization.named_parameters()),
-        "tensor_metadata": run.steps.changed_tensor_metadata(run.checkpointed_module),
+        "tensor_metadata": run.steps.changed_tensor_metadata(),
         "outside_parameters": {name: value.detach() for name, value in outside.items()},
         "parameter_groups": names_of_groups(run),
         "settings": run_settings(run),

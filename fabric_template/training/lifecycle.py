@@ -139,7 +139,7 @@ def set_up_model(run: Run, stack: ExitStack) -> bool:
     run.find_new_modules()
     check_network(run.model, run.network)
     run.steps.convert_network()
-    run.steps.record_tensor_metadata(run.checkpointed_module)
+    run.steps.record_tensor_metadata()
     if run.steps.is_model_parallel:
         # A sharded checkpoint can only be loaded into a network that is already sharded.
         run.steps.setup(is_training)

@@ -347,15 +347,15 @@ class StepRunner:
         requires_grad = {name: part.requires_grad for name, part in parameters.items()}
         return {"requires_grad": requires_grad, "training": self.training_modes()}
 
-    def record_tensor_metadata(self, network: nn.Module) -> None:
+    def record_tensor_metadata(self) -> None:
         """Record the dtype, shape and strides of each parameter and buffer."""
-        tensors = {} if self.is_model_parallel else collect_metadata(network)
+        tensors = {} if self.is_model_parallel else collect_metadata(self.network)
         self._metadata_at_start = {plain_name(name): tensors[name] for name in tensors}
 
-    def changed_tensor_metadata(self, network: nn.Module) -> dict[str, Any]:
+    def changed_tensor_metadata(self) -> dict[str, Any]:
         """Return the original dtypes, shapes and strides of the tensors for which they changed."""
         start = self._metadata_at_start
-        tensors = collect_metadata(network) if start else {}
+        tensors = collect_metadata(self.network) if start else {}
         current = {plain_name(name): tensors[name] for name in tensors}
         return {name: start[name] for name in start if current.get(name) != start[name]}
 

@@ -42,7 +42,7 @@ class Run:
         config: The current options.
         given_options: The options as the script passed them, before hooks changed any of them.
         module: A LightningModule: the model itself, or an adapter around the model.
-        network: The nn.Module that holds the parameters.
+        network: The nn.Module whose state_dict is saved. A LightningModule is its own network.
         steps: Runs the steps with the precision, the strategy and torch.compile.
         plain_state: Finds the changed attributes of the model, the datamodule and the callbacks.
     """
@@ -85,11 +85,6 @@ class Run:
     def datamodule(self) -> Any:
         """The datamodule that was passed to the loop, or None."""
         return self.plan.datamodule
-
-    @property
-    def checkpointed_module(self) -> Any:
-        """The module that ``checkpoint["state_dict"]`` belongs to."""
-        return self.module if self.is_lightning_module else self.network
 
     def saved_parts(self) -> dict[str, Any]:
         """Return the run's attributes that are saved in a checkpoint, such as ``progress``.
