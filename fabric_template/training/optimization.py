@@ -18,7 +18,6 @@ from ..distributed.strategies import gather_tensors
 from ..errors import ConfigurationError, ConfigurationTypeError, describe
 from ..lightning_compat.private import set_step_callback, wrap_optimizer
 from .configure_optimizers import (
-    NoOptimizer,
     check_parameters,
     make_optimizers,
     move_optimizer_states,
@@ -105,7 +104,7 @@ class Optimization:
         for index, optimizer in enumerate(self.optimizers):
             parameters = [p for group in optimizer.param_groups for p in group.get("params", ())]
             for position, parameter in enumerate(parameters):
-                if id(parameter) not in known and not isinstance(optimizer, NoOptimizer):
+                if id(parameter) not in known:
                     known.add(id(parameter))
                     found[f"optimizer.{index}.{position}"] = parameter
         return found
