@@ -11,7 +11,7 @@ import torch
 
 from ..lightning_compat.overrides import overridden
 from ..loggers.row import name_outputs
-from .module_adapter import parameters_of, takes_argument, takes_batch_idx
+from .module_adapter import parameters_of, takes_batch_idx, takes_dataloader_idx
 
 if TYPE_CHECKING:
     from ..data.loaders import StageLoaders
@@ -160,7 +160,7 @@ def evaluation_step(run: Run, name: str, has_several: bool) -> Callable:
     # Without a predict_step, predict calls forward, which takes only the batch.
     step = run.make_step(f"{name}_step", run.model.forward if method is None else method)
     with_batch_idx = method is not None and takes_batch_idx(method)
-    with_loader = method is not None and has_several and takes_argument(method, "dataloader_idx")
+    with_loader = method is not None and has_several and takes_dataloader_idx(method)
 
     def call(batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
         arguments = [batch]
@@ -204,7 +204,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
         parameter = parameters_of(method).get("dataloader_idx")
         # The argument is optional in the steps of a model that is not a LightningModule.
         is_optional = hook == f"{name}_step" and not run.is_lightning_module
-        if has_several and not is_optional and not takes_argument(method, "dataloader_idx"):
+        if has_several and not is_optional and not takes_dataloader_idx(method):
             raise RuntimeError(
                 f"You provided multiple `{loader}`, but no `dataloader_idx` argument in {where}."
                 " Try adding `dataloader_idx=0` to its signature."

@@ -168,12 +168,6 @@ def check_network(model: Any, network: nn.Module) -> None:
         )
 
 
-def is_in_eval_mode(network: nn.Module) -> bool:
-    """Return whether all modules are in eval mode, as after ``net.eval()``."""
-    modules = [module for module in network.modules() if not isinstance(module, ObjectNetwork)]
-    return not any(module.training for module in modules)
-
-
 def unwrap(part: Any) -> Any:
     """Remove Fabric's wrapper, if there is one, from a model or optimizer."""
     if not is_wrapped(part):
@@ -230,10 +224,11 @@ def parameters_of(method: Callable) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def takes_argument(method: Callable, name: str) -> bool:
-    """Return whether a method has ``*args`` or an argument with the given name."""
+def takes_dataloader_idx(method: Callable) -> bool:
+    """Return whether a method has ``*args`` or the argument ``dataloader_idx``."""
     parameters = parameters_of(method)
-    return name in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    has_args = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return has_args or "dataloader_idx" in parameters
 
 
 def takes_batch_idx(step: Callable) -> bool:
@@ -334,10 +329,12 @@ class StepRunner:
 
     def start_training(self) -> None:
         """Call ``train``, as a hand-written loop does, but keep frozen modules in eval mode."""
-        has_training, modes = not is_in_eval_mode(self.network), self.training_modes()
+        modes = self.training_modes()
+        parts = [part for part in self.network.modules() if not isinstance(part, ObjectNetwork)]
+        has_training_parts = any(part.training for part in parts)
         # A model may override train(), for example to keep BatchNorm in eval mode.
         self.network.train()
-        if has_training:
+        if has_training_parts:
             # If only some modules are in eval mode, the user has probably frozen them on purpose.
             current = self.training_modes()
             self.call_train({name: modes[name] and current[name] for name in modes})
