@@ -464,7 +464,6 @@ class ManualOptimization(Optimization):
             # function may call loss.backward() instead.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
-        run.progress.count_manual_batch()
         if output is None:
             return {}
         if not isinstance(output, Tensor | Mapping):

@@ -112,10 +112,6 @@ class Progress:
         self.global_step += steps
         self.optimizer_steps_in_epoch += steps
 
-    def count_manual_batch(self) -> None:
-        """Count each batch of manual optimization as one step of the epoch, as Trainer does."""
-        self.optimizer_steps_in_epoch = self.batches_done
-
     def finish_batch(self, is_window_end: bool) -> None:
         self.phase = None
         if is_window_end:
