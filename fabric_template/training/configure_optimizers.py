@@ -240,8 +240,7 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler: got a {type(scheduler).__name__}, expected one scheduler. To use several"
             " schedulers, write [optimizer], [first, second]."
         )
-    is_created = not isinstance(scheduler, type | partial) and hasattr(scheduler, "step")
-    if not is_created or inspect.isroutine(scheduler):
+    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
         raise ConfigurationTypeError(
             f"scheduler: got {describe(scheduler)}, expected a scheduler. Pass a"
             " scheduler, such as torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)."
