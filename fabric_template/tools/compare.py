@@ -320,13 +320,14 @@ def run_script(script: str, recording: Path, steps: int, is_shown: bool) -> None
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     code = CHILD_PROCESS.format(root=root, module=__name__)
     command = [sys.executable, "-c", code, str(recording), str(steps), *arguments]
-    streams: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-    }
     started, line = time.monotonic(), ""
-    with subprocess.Popen(command, **streams, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         while True:
             if is_shown:
                 line = f"running {script}: {time.monotonic() - started:.0f} s"
@@ -473,9 +474,7 @@ class Recorder:
             "norm of a weight": [weight for _, weight in entries],
         }
         buffers, names_of_buffers = self.describe_buffers()
-        names_of_values = dict.fromkeys(quantities, names) | dict.fromkeys(
-            buffers, names_of_buffers
-        )
+        names_of_values = dict.fromkeys(quantities, names) | names_of_buffers
         for name, values in (quantities | buffers).items():
             self.steps[-1]["quantities"][name + AFTER_THE_LAST_STEP] = values
             self.steps[-1]["names"][name + AFTER_THE_LAST_STEP] = names_of_values[name]
@@ -487,8 +486,11 @@ class Recorder:
         names = {id(parameter): name for name, parameter in reversed(named)}
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
-    def describe_buffers(self) -> tuple[Record, list[str]]:
-        """Return the norms and names of the buffers that changed since the first forward pass."""
+    def describe_buffers(self) -> tuple[Record, dict[str, list[str]]]:
+        """Return quantities of the buffers that changed since the first forward pass.
+
+        Also return the names of these buffers, keyed by quantity.
+        """
         entries = []
         for key, initial in self.initial_buffers.items():
             for name, buffer in find_float_buffers(self.modules[key]).items():
@@ -505,7 +507,7 @@ class Recorder:
             "dtype of a buffer": [dtype for *_, dtype, _ in entries],
             "norm of a buffer": [now for *_, now, _, _ in entries],
         }
-        return quantities, [name for *_, name in entries]
+        return quantities, dict.fromkeys(quantities, [name for *_, name in entries])
 
     def describe_step(self, optimizer: Any) -> Record:
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -532,8 +534,7 @@ class Recorder:
             ],
             **self.buffers,
         }
-        names = {"parameters": self.name_parameters(parameters)}
-        names |= dict.fromkeys(self.buffers, self.names_of_buffers)
+        names = {"parameters": self.name_parameters(parameters)} | self.names_of_buffers
         return {**self.step, "tensors": tensors, "names": names, "quantities": quantities}
 
 
