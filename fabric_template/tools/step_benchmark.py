@@ -167,19 +167,18 @@ def time_steps(
 
 
 def make_loop(loop: Any, choice: Choice, timer: StepTimer, folder: str) -> Any:
-    """Create a copy of a loop with changed settings and a step timer."""
-    options = copy_options(loop) | {"logger": bool(loop.loggers), "default_root_dir": folder}
-    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
-    return type(loop)(callbacks=[timer], **options)
+    """Create a copy of a loop with changed settings and a step timer.
 
-
-def copy_options(loop: Any) -> dict[str, Any]:
-    """Return a loop's options for training on one device, without checkpoints or printed output."""
+    The copy trains on one device, without checkpoints or printed output.
+    """
     device = loop.fabric.device
     options = {name: getattr(loop.config, name) for name in OPTIONS} | dict.fromkeys(OFF, False)
     options |= {"accelerator": device.type, "devices": [device.index] if device.index else 1}
     options |= {"max_epochs": -1, "max_steps": 10**9, "limit_val_batches": 0}
-    return options | {"precision": loop.fabric.strategy.precision.precision}
+    options |= {"logger": bool(loop.loggers), "default_root_dir": folder}
+    options |= {"precision": loop.fabric.strategy.precision.precision}
+    options |= {name: choice[name] for name in choice if name in ("precision", "compile")}
+    return type(loop)(callbacks=[timer], **options)
 
 
 def copy_loader(loader: Any) -> Any:
