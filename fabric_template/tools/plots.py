@@ -428,7 +428,7 @@ def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
 
 def rank_runs(runs: list[Run], metrics: list[Metric]) -> list[Run]:
     """Sort runs from best to worst, preferably by a validation metric."""
-    ranking = sorted(metrics, key=lambda metric: metric.split == "train")[0]
+    ranking = min(metrics, key=lambda metric: metric.split == "train")
     mode = best_mode(ranking.column, runs[0].options)
 
     def best_value(run: Run) -> float:
@@ -501,9 +501,9 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     tables = [table for table in run.tables if {x, metric.column} <= set(table)]
     rows = [table[[x, metric.column]].set_axis(["x", "y"], axis=1) for table in tables]
     rows = [table[table["y"].abs() < math.inf] for table in rows]
-    points = pd.concat(rows or [pd.DataFrame({"x": [], "y": []})])
-    if not len(points):
+    if not any(map(len, rows)):
         return
+    points = pd.concat(rows)
     style: dict[str, Any] = {"linestyle": run.dash, "linewidth": 2.2}
     if metric.split == "train":
         style.update(linewidth=1.0, alpha=0.65)
@@ -563,18 +563,17 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries.update(zip(labels, handles, strict=True))
     if not entries:
         return
-    for label in sorted(entries, key=lambda label: label == "best"):
-        if label == "best" or label.endswith(" other runs"):
-            entries[label] = entries.pop(label)
+    # List the label of the other runs after all runs, and that of the best values at the end.
+    names = sorted(entries, key=lambda name: (name == "best", name.endswith(" other runs")))
     figure: Any = axes[0].figure
     # Estimate how many legend entries fit on a line. A letter is about 1/14 inch wide.
     letters = int(figure.get_figwidth() * 14)
-    labels = [textwrap.fill(label, int(0.7 * letters)) for label in entries]
-    width = max(1, letters // (max(map(len, entries)) + 10))
+    labels = [textwrap.fill(name, int(0.7 * letters)) for name in names]
+    width = max(1, letters // (max(map(len, names)) + 10))
     lines = len(labels) // width + sum(label.count("\n") for label in labels)
     figure.set_figheight(figure.get_figheight() + 0.27 * lines)
     layout = {"loc": "outside lower center", "ncols": width, "title": title or None}
-    legend = figure.legend(entries.values(), labels, **layout)
+    legend = figure.legend([entries[name] for name in names], labels, **layout)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

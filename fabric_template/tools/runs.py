@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +95,15 @@ def find_runs(
             tables = (name for name in files if name.endswith(".csv"))
             runs += [run for name in tables for run in read_files(path / name, root)]
     runs.sort(key=lambda run: (sort_key(run["name"]), sort_key(str(run["version"]))))
-    by_name: dict[str, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(run["name"], []).append(run)
         run |= find_best(run, metric, mode)
     settings = [run["options"].keys() - DEFAULTS.keys() - run["recorded"].keys() for run in runs]
     common = set.intersection(*settings) if settings else set()
     differing = [name for name in differing_options(runs) if name in common]
-    for others in by_name.values():
-        names = dict.fromkeys([*differing, *differing_options(others)])
-        for run in others:
+    for _, group in groupby(runs, key=lambda run: run["name"]):
+        same_name = list(group)
+        names = dict.fromkeys([*differing, *differing_options(same_name)])
+        for run in same_name:
             run["changed"] = {name: run["options"][name] for name in names if is_set(run, name)}
     return runs
 
@@ -140,17 +140,13 @@ def is_set(run: Run, option: str) -> bool:
 def read_run(folder: Path, root: Path) -> Run:
     """Read a run from a folder."""
     name, version = name_run(folder, root)
-    run: Run = {
-        "name": name,
-        "version": version,
-        "state": read_state(folder / ".lock"),
-        "file": folder / "metrics.csv",
-    }
-    run["options"], run["about"] = read_options(folder)
-    run["recorded"] = find_recorded(run["about"], run["options"])
-    run["options"] = run["options"] | run["recorded"]
-    rows, _ = read_rows(run["file"])
-    return describe_run(run, rows, f"{run['name']}/{folder.name}")
+    file, state = folder / "metrics.csv", read_state(folder / ".lock")
+    options, about = read_options(folder)
+    recorded = find_recorded(about, options)
+    run: Run = {"name": name, "version": version, "state": state, "file": file}
+    run |= {"options": options | recorded, "about": about, "recorded": recorded}
+    rows, _ = read_rows(file)
+    return describe_run(run, rows, f"{name}/{folder.name}")
 
 
 def read_files(path: Path, root: Path) -> list[Run]:
@@ -349,15 +345,15 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         contents = [part for part in parts if isinstance(part, dict)]
         for section, value in [item for content in contents for item in content.items()]:
             entries = value if isinstance(value, dict) else {section: value}
-            prefix = "data." if section == "data" else ""
             if section == "about":
                 about = entries
-            else:
-                if section != "hparams" and "class_path" in entries:
-                    entries = entries.get("init_args") or {}
-                options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
+                continue
             if section == "hparams":
                 hparams |= {str(key): entry for key, entry in entries.items()}
+            elif "class_path" in entries:
+                entries = entries.get("init_args") or {}
+            prefix = "data." if section == "data" else ""
+            options |= {f"{prefix}{key}": entry for key, entry in entries.items()}
     # If an option and a setting in hparams= have the same name, prefer the option's value, unless
     # it is the default value.
     unset = [name for name in hparams if options[name] == DEFAULTS.get(name)]

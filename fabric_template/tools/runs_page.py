@@ -83,8 +83,9 @@ def rank_runs(runs: Sequence[Run]) -> list[int]:
 
 def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return the names of the table's columns, and the table's rows as HTML."""
-    names = dict.fromkeys(name for run in runs for name in run["changed"])
-    long = [name for name in names if max(map(len, list_values(runs, name))) > LONGEST_VALUE]
+    changes = [item for run in runs for item in run["changed"].items()]
+    long = {name for name, value in changes if len(str(value)) > LONGEST_VALUE}
+    names = dict.fromkeys(name for name, _ in changes)
     options = [name for name in names if name not in long][:MOST_OPTIONS]
     others = [name for name in names if name not in options]
     axis = "step" if data["x"] == "step" else "epoch"
@@ -113,10 +114,6 @@ def make_table(runs: Sequence[Run], data: dict[str, Any]) -> tuple[list[str], li
         written = "".join(make_cell(column, *cell) for column, cell in named)
         rows.append(f'<tr data-run="{number}">{written}</tr>')
     return columns, rows
-
-
-def list_values(runs: Sequence[Run], option: str) -> list[str]:
-    return [str(run["changed"].get(option, "")) for run in runs]
 
 
 def make_cell(column: str, value: Any, order: Any) -> str:
@@ -155,15 +152,15 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     x = plots.choose_x([run.tables[0] for run in drawn.values()], None)
     for run in drawn.values():
         run.tables = [plots.prepare_table(run.tables[0], x)]
-    _, metrics = plots.find_metrics([*drawn.values()], x)
+    metrics = plots.sort_metrics(plots.find_metrics([*drawn.values()], x)[1])
     panels: dict[str, dict[str, Any]] = {}
-    for found in plots.sort_metrics(metrics):
+    for found in metrics:
         new = {"title": found.quantity, "is_main": False, "curves": []}
         panel = panels.setdefault(found.quantity.lower(), new)
         for number, run in drawn.items():
             panel["curves"] += make_curves(number, run, found, x)
     ranking = {run["metric"] for run in runs} if metric is None else {metric}
-    for key in choose_main(plots.sort_metrics(metrics), ranking):
+    for key in choose_main(metrics, ranking):
         panels[key]["is_main"] = True
     data |= {"x": plots.name_axis([*drawn.values()], x), "panels": [*panels.values()]}
     data["thinned"] = thin_curves([curve for panel in panels.values() for curve in panel["curves"]])
