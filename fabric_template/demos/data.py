@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Tensors = tuple[Tensor, ...]
 
@@ -57,7 +55,6 @@ def split_indices(count: int, seed: int = 0, labels: Any = None) -> dict[str, np
 
     If the NumPy array ``labels`` is given, every split has the same class proportions.
     """
-    import numpy as np
     from sklearn.model_selection import train_test_split
 
     rows = np.arange(count)
