@@ -44,16 +44,16 @@ Time = tuple[float, float]
 
 def module(validates: bool) -> Any:
     made = lightning_module(PROBLEM, log=True)
-    if validates:
-        kind: Any = type(made)
+    if not validates:
+        return made
+    kind: Any = type(made)
 
-        class Validates(kind):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                x, y = batch
-                self.log("val_loss", torch.nn.functional.cross_entropy(self.net(x), y))
+    class Validates(kind):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.log("val_loss", torch.nn.functional.cross_entropy(self.net(x), y))
 
-        made = Validates()
-    return made
+    return Validates()
 
 
 def ours(epochs: int, saves: bool) -> Any:
@@ -74,15 +74,9 @@ def trainer(epochs: int, saves: bool) -> Any:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    options = {
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": saves,
-        "logger": CSVLogger("."),
-        "log_every_n_steps": 1,
-    }
-    return Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[TQDMProgressBar()], **options
-    )
+    options = {"num_sanity_val_steps": 0, "enable_checkpointing": saves, "log_every_n_steps": 1}
+    options |= {"logger": CSVLogger("."), "callbacks": [TQDMProgressBar()]}
+    return Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **options)
 
 
 def fabric() -> Any:
@@ -178,9 +172,8 @@ def main() -> None:
     for (name, part), times in found.items():
         cpu, clock = statistics.median(one for one, _ in times), min(two for _, two in times)
         print(f"{f'{name}: {part}':40}{cpu:10.2f}{clock:18.2f}")
-    pairs = zip(
-        found["FabricLoop", "once: a fit of one step"], found["by hand", "that step"], strict=True
-    )
+    fits, steps = found["FabricLoop", "once: a fit of one step"], found["by hand", "that step"]
+    pairs = zip(fits, steps, strict=True)
     value = statistics.median(once - step for (once, _), (step, _) in pairs)
     verdict = "met" if value <= GOAL else "missed"
     print(

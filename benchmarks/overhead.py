@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,19 +78,13 @@ class Batches(Dataset):
     """Sixteen batches in memory, which are yielded again and again."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
-        generator = torch.Generator().manual_seed(1)
         self.steps = steps
-        self.batches = [
-            (
-                torch.randn(problem.batch_size, problem.sizes[0], generator=generator).to(
-                    problem.device
-                ),
-                torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator).to(
-                    problem.device
-                ),
-            )
-            for _ in range(16)
-        ]
+        self.batches = []
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(16):
+            x = torch.randn(problem.batch_size, problem.sizes[0], generator=generator)
+            y = torch.randint(problem.sizes[-1], (problem.batch_size,), generator=generator)
+            self.batches.append((x.to(problem.device), y.to(problem.device)))
 
     def __len__(self) -> int:
         return self.steps
@@ -152,32 +147,30 @@ def plain_metrics(problem: Problem, steps: int) -> nn.Module:
     return model
 
 
+def fitted(kind: Any, problem: Problem, steps: int, log: bool, **options: Any) -> nn.Module:
+    """Train a module with Trainer or one of our loops."""
+    module = lightning_module(problem, log)
+    loop = kind(accelerator=problem.device, devices=1, max_epochs=1, **options)
+    loop.fit(module, problem.loader(steps))
+    return module.net
+
+
 def ours_bare(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
-    module = lightning_module(problem, log=False)
-    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(
-        module, problem.loader(steps)
-    )
-    return module.net
+    return fitted(FabricLoop, problem, steps, log=False, barebones=True)
 
 
 def ours_everything(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import FabricLoop
 
-    module = lightning_module(problem, log=True)
-    FabricLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(
-        module, problem.loader(steps)
-    )
-    return module.net
+    return fitted(FabricLoop, problem, steps, log=True)
 
 
 def mini_everything(problem: Problem, steps: int) -> nn.Module:
     from fabric_template import MiniLoop
 
-    module = lightning_module(problem, log=True)
-    MiniLoop(accelerator=problem.device, devices=1, max_epochs=1).fit(module, problem.loader(steps))
-    return module.net
+    return fitted(MiniLoop, problem, steps, log=True)
 
 
 def plain_fabric(problem: Problem, steps: int) -> nn.Module:
@@ -201,11 +194,7 @@ def plain_fabric(problem: Problem, steps: int) -> nn.Module:
 def trainer_bare(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
 
-    module = lightning_module(problem, log=False)
-    Trainer(accelerator=problem.device, devices=1, max_epochs=1, barebones=True).fit(
-        module, problem.loader(steps)
-    )
-    return module.net
+    return fitted(Trainer, problem, steps, log=False, barebones=True)
 
 
 def trainer_everything(problem: Problem, steps: int) -> nn.Module:
@@ -215,16 +204,8 @@ def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    module = lightning_module(problem, log=True)
-    trainer = Trainer(
-        accelerator=problem.device,
-        devices=1,
-        max_epochs=1,
-        logger=CSVLogger("."),
-        callbacks=[TQDMProgressBar()],
-    )
-    trainer.fit(module, problem.loader(steps))
-    return module.net
+    options = {"logger": CSVLogger("."), "callbacks": [TQDMProgressBar()]}
+    return fitted(Trainer, problem, steps, log=True, **options)
 
 
 def accelerate(problem: Problem, steps: int) -> nn.Module:
@@ -300,9 +281,8 @@ def lightning_module(problem: Problem, log: bool):
             logits = self.net(x)
             loss = functional.cross_entropy(logits, y)
             self.log("train_loss", loss, on_epoch=True, prog_bar=True)
-            self.log(
-                "train_acc", (logits.argmax(1) == y).float().mean(), on_epoch=True, prog_bar=True
-            )
+            acc = (logits.argmax(1) == y).float().mean()
+            self.log("train_acc", acc, on_epoch=True, prog_bar=True)
             return loss
 
     return LoggingModule() if log else Module()
@@ -339,14 +319,8 @@ def run_silently():
 
 
 def silence_loggers() -> None:
-    for name in (
-        "lightning",
-        "lightning.pytorch",
-        "lightning.fabric",
-        "lightning_fabric",
-        "ignite",
-        "accelerate",
-    ):
+    names = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
+    for name in (*names, "ignite", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -390,12 +364,8 @@ def measure(
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         if sys.stderr.isatty():
-            print(
-                f"\r{problem.name}: round {number + 1} of {rounds}",
-                end="\r",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"\r{problem.name}: round {number + 1} of {rounds}"
+            print(text, end="\r", file=sys.stderr, flush=True)
         for name in names:
             _, train = CONTESTANTS[name]
             short, long = seconds(train, problem, steps), seconds(train, problem, 3 * steps)
