@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import once
 import overhead
@@ -33,42 +34,34 @@ PROBLEMS = {"tiny": ((64, 32, 10), 32), "tutorial": ((784, 100, 10), 100)}
 
 
 def counted(problem: Problem, folder: Path) -> None:
-    """Train each contestant in forked processes, and list the files to which valgrind writes the counts."""
-    torch.set_num_threads(1)
-    draw_once()
+    """Count the instructions of each contestant in epochs of 100 and of 200 steps."""
     for name in CONTESTANTS:
         train = overhead.CONTESTANTS[name][1]
         # Train once before forking, so that the counted runs include no imports and no compilation.
         run(train, problem, 20)
         for steps in STEPS:
-            child = os.fork()
-            if not child:
-                run(train, problem, steps)
-                os._exit(0)
-            os.waitpid(child, 0)
-            with (folder / "names").open("a") as names:
-                print(child, steps, name, file=names)
+            count_in_fork(folder, name, steps, run, train, problem, steps)
 
 
 def counted_once(folder: Path) -> None:
     """Count the instructions of complete fits of zero, one and eleven epochs, with one step per epoch."""
-    torch.set_num_threads(1)
-    draw_once()
-    for name, make in {
-        "FabricLoop": once.ours,
-        "MiniLoop": once.mini,
-        "Trainer": once.trainer,
-    }.items():
+    contestants = {"FabricLoop": once.ours, "MiniLoop": once.mini, "Trainer": once.trainer}
+    for name, make in contestants.items():
         # Call fit once before forking, so that the counted fits include no imports.
         fit(make, 2)
         for epochs in EPOCHS:
-            child = os.fork()
-            if not child:
-                fit(make, epochs)
-                os._exit(0)
-            os.waitpid(child, 0)
-            with (folder / "names").open("a") as names:
-                print(child, epochs, name, file=names)
+            count_in_fork(folder, name, epochs, fit, make, epochs)
+
+
+def count_in_fork(folder: Path, name: str, number: int, work: Callable, *args: Any) -> None:
+    """Run a function in a forked process, and list the file to which valgrind writes its count."""
+    child = os.fork()
+    if not child:
+        work(*args)
+        os._exit(0)
+    os.waitpid(child, 0)
+    with (folder / "names").open("a") as names:
+        print(child, number, name, file=names)
 
 
 def fit(make: Callable, epochs: int) -> None:
@@ -148,6 +141,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if arguments.into is not None:
         overhead.silence_loggers()
+        torch.set_num_threads(1)
+        draw_once()
         counted_once(arguments.into) if arguments.once else counted(problem, arguments.into)
         return
     valgrind = shutil.which("valgrind")
@@ -156,25 +151,11 @@ def main() -> None:
             "valgrind is not on the PATH. Install the package valgrind of your system."
         )
     with tempfile.TemporaryDirectory() as folder:
-        counting = [
-            valgrind,
-            "--quiet",
-            "--tool=cachegrind",
-            "--cache-sim=no",
-            f"--cachegrind-out-file={folder}/%p",
-        ]
-        options = [
-            "--problem",
-            problem.name,
-            "--optimizer",
-            problem.optimizer,
-            *["--once"] * arguments.once,
-            "--into",
-            folder,
-        ]
-        subprocess.run(
-            [*counting, sys.executable, __file__, *options], check=True, stderr=subprocess.DEVNULL
-        )
+        counting = [valgrind, "--quiet", "--tool=cachegrind", "--cache-sim=no"]
+        counting.append(f"--cachegrind-out-file={folder}/%p")
+        # Repeat this script's own options in the process that valgrind runs.
+        own = [sys.executable, __file__, *sys.argv[1:], "--into", folder]
+        subprocess.run([*counting, *own], check=True, stderr=subprocess.DEVNULL)
         if arguments.once:
             problem = once.PROBLEM
         about = f"{problem.name}: {problem.sizes}, batch {problem.batch_size}, {problem.optimizer}"
