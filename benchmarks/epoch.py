@@ -36,24 +36,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 HERE = Path(__file__).resolve().parent
-TUTORIAL, FABRIC, TRAINER, ACCELERATE = (
-    "the tutorial's loop",
-    "the same on Fabric",
-    "Trainer",
-    "Accelerate",
-)
+TUTORIAL, FABRIC = "the tutorial's loop", "the same on Fabric"
+TRAINER, ACCELERATE = "Trainer", "Accelerate"
 BY_HAND, GRAPH = "by hand, tensors on the device", "by hand, one CUDA graph a step"
-OURS, OURS_TENSORS, OURS_COMPILED = (
-    "ours, DataLoader",
-    "ours, TensorLoader, fused",
-    "ours, and compile",
-)
-OURS_REDUCED = "ours, compile, reduce-overhead"
-TUNED, OURS_FAST, OURS_FASTEST = (
-    "the tutorial's, tuned",
-    "ours, TensorLoader, bf16, fused",
-    "ours, and compile",
-)
+OURS, OURS_TENSORS = "ours, DataLoader", "ours, TensorLoader, fused"
+OURS_COMPILED, OURS_REDUCED = "ours, and compile", "ours, compile, reduce-overhead"
+TUNED, OURS_FAST = "the tutorial's, tuned", "ours, TensorLoader, bf16, fused"
+OURS_FASTEST = "ours, and compile"
 
 
 class Clock:
@@ -95,11 +84,9 @@ class Problem:
             for name, number in (("train", self.train), ("val", self.val)):
                 y = torch.randint(10, (number,), generator=generator)
                 x = torch.empty(number, *self.shape, dtype=torch.uint8)
-                for cut in range(0, number, 10_000):
-                    noise = torch.rand(len(y[cut : cut + 10_000]), *self.shape, generator=generator)
-                    x[cut : cut + 10_000] = (
-                        96 * patterns[y[cut : cut + 10_000]] + 159 * noise
-                    ).byte()
+                for rows in torch.arange(number).split(10_000):
+                    noise = torch.rand(len(rows), *self.shape, generator=generator)
+                    x[rows] = (96 * patterns[y[rows]] + 159 * noise).byte()
                 self._data[name] = x, y
         return self._data[stage]
 
@@ -108,17 +95,10 @@ class Problem:
         return self.make()
 
     def loader(self, stage: str, tuned: bool = False) -> DataLoader:
-        options = {
-            "num_workers": self.workers,
-            "pin_memory": self.device == "cuda",
-            "persistent_workers": self.workers > 0,
-        }
-        return DataLoader(
-            Images(*self.data(stage)),
-            self.batch,
-            shuffle=stage == "train",
-            **(options if tuned else {"num_workers": 0}),
-        )
+        options = {"pin_memory": self.device == "cuda", "persistent_workers": self.workers > 0}
+        options = {"num_workers": self.workers, **options} if tuned else {}
+        images = Images(*self.data(stage))
+        return DataLoader(images, self.batch, shuffle=stage == "train", **options)
 
     def tensors(self, stage: str, channels_last: bool = False) -> tuple[Tensor, Tensor]:
         """Return a split's data as normalized float tensors on the device."""
@@ -145,19 +125,14 @@ def mlp() -> nn.Module:
 class Block(nn.Module):
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.norm = (
-            nn.Conv2d(width_in, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-        self.second, self.norm2 = (
-            nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.first = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
         self.short: nn.Module = nn.Identity()
         if stride > 1 or width_in != width:
-            self.short = nn.Sequential(
-                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
-            )
+            convolution = nn.Conv2d(width_in, width, 1, stride, bias=False)
+            self.short = nn.Sequential(convolution, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm2(self.second(self.norm(self.first(x)).relu()))
@@ -169,9 +144,8 @@ class Resnet18(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.first = nn.Sequential(
-            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        convolution = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.first = nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())
         blocks, before = list[nn.Module](), width
         for number in range(4):
             now = width * 2**number
@@ -201,21 +175,17 @@ def tutorial(
     """Train as tutorials do, either plainly, on Fabric or with Accelerate."""
     net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr)
+    backward = Tensor.backward
     moves = fabric is None and prepare is None
     if fabric is not None:
         net, optimizer = fabric.setup(net, optimizer)
         train, val = fabric.setup_dataloaders(train, val)
+        backward = fabric.backward
     elif prepare is not None:
         net, optimizer, train, val = prepare.prepare(net, optimizer, train, val)
+        backward = prepare.backward
     else:
         net = net.to(problem.device)
-    backward = (
-        fabric.backward
-        if fabric is not None
-        else prepare.backward
-        if prepare is not None
-        else Tensor.backward
-    )
     for _ in range(epochs):
         clock.start_epoch()
         net.train()
@@ -266,8 +236,7 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
         sums, right = torch.zeros(2, device=problem.device), torch.zeros((), device=problem.device)
         order = torch.randperm(len(x), device=problem.device)
         net.train()
-        for cut in range(0, len(x), batch):
-            rows = order[cut : cut + batch]
+        for rows in order.split(batch):
             target = y[rows]
             logits = net(x[rows])
             loss = cross_entropy(logits, target)
@@ -277,8 +246,8 @@ def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
             sums += torch.stack([loss.detach(), acc_of(logits, target)]) * len(rows)
         net.eval()
         with torch.no_grad():
-            for cut in range(0, len(x_val), batch):
-                right += (net(x_val[cut : cut + batch]).argmax(1) == y_val[cut : cut + batch]).sum()
+            for x_part, y_part in zip(x_val.split(batch), y_val.split(batch), strict=True):
+                right += (net(x_part).argmax(1) == y_part).sum()
         _, clock.acc = (sums / len(x)).tolist(), right.item() / problem.val
 
 
@@ -355,13 +324,8 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
             logits = self.net(batch[0])
             loss = cross_entropy(logits, batch[1])
             self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
-            self.log(
-                f"{stage}_acc",
-                acc_of(logits, batch[1]),
-                on_step=False,
-                on_epoch=True,
-                prog_bar=True,
-            )
+            acc = acc_of(logits, batch[1])
+            self.log(f"{stage}_acc", acc, on_step=False, on_epoch=True, prog_bar=True)
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -384,12 +348,8 @@ def trainer(problem: Problem, epochs: int, clock: Clock) -> None:
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
-    options = {
-        "logger": CSVLogger("."),
-        "callbacks": [TQDMProgressBar()],
-        "num_sanity_val_steps": 0,
-    }
-    fitted(problem, epochs, clock, Trainer, **options)
+    options = {"logger": CSVLogger("."), "callbacks": [TQDMProgressBar()]}
+    fitted(problem, epochs, clock, Trainer, num_sanity_val_steps=0, **options)
 
 
 class Returning(nn.Module):
@@ -416,31 +376,25 @@ class Returning(nn.Module):
 
 
 def tensor_loop(
-    channels_last: bool = False, compiles: bool = False, **options: Any
+    channels_last: bool = False, **options: Any
 ) -> Callable[[Problem, int, Clock], None]:
     """Return a function that trains with FabricLoop and TensorLoader, with a bar, a CSV file and checkpoints."""
 
     def run(problem: Problem, epochs: int, clock: Clock) -> None:
         from fabric_template import FabricLoop, TensorLoader
 
-        loaders = [
-            TensorLoader(
-                *problem.tensors(stage, channels_last),
-                batch_size=problem.batch,
-                shuffle=stage == "train",
-            )
-            for stage in ("train", "val")
-        ]
+        train, val = (problem.tensors(stage, channels_last) for stage in ("train", "val"))
+        train_loader = TensorLoader(*train, batch_size=problem.batch, shuffle=True)
+        val_loader = TensorLoader(*val, batch_size=problem.batch)
         loop = FabricLoop(accelerator=problem.device, devices=1, max_epochs=epochs, **options)
         module = Returning(problem, clock, channels_last)
-        if compiles:
-            module.net.compile()
-        history = loop.fit(module, *loaders)
+        history = loop.fit(module, train_loader, val_loader)
         clock.acc = float(history["val_acc"].iloc[-1])
 
     return run
 
 
+FAST = {"channels_last": True, "precision": "bf16-mixed", "benchmark": True}
 Contestant = tuple[str, Callable[[Problem, int, Clock], None]]
 # Map each contestant's name to (the package that it needs, the function that trains it).
 MNIST: dict[str, Contestant] = {
@@ -459,14 +413,8 @@ CIFAR: dict[str, Contestant] = {
     TUTORIAL: ("torch", tutorial),
     TUNED: ("torch", tuned),
     OURS: ("fabric_template", fitted),
-    OURS_FAST: (
-        "fabric_template",
-        tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True),
-    ),
-    OURS_FASTEST: (
-        "fabric_template",
-        tensor_loop(channels_last=True, precision="bf16-mixed", benchmark=True, compile=True),
-    ),
+    OURS_FAST: ("fabric_template", tensor_loop(**FAST)),
+    OURS_FASTEST: ("fabric_template", tensor_loop(**FAST, compile=True)),
 }
 # The goals of each problem: (contestants, baseline, largest allowed ratio of their times per epoch).
 GOALS = {
@@ -502,23 +450,20 @@ def measure(
                 print(f"left out: {name} ({type(error).__name__}: {error})")
                 measured.pop(name, None)
                 continue
-            measured.setdefault(name, []).append((*clock.seconds(), clock.acc))
-            print(
-                f"  round {number + 1}, {name}: {measured[name][-1]}", file=sys.stderr, flush=True
-            )
+            found = (*clock.seconds(), clock.acc)
+            measured.setdefault(name, []).append(found)
+            print(f"  round {number + 1}, {name}: {found}", file=sys.stderr, flush=True)
     return measured
 
 
 def ratios(measured: dict[str, list], name: str, base: str) -> list[float]:
-    return [
-        mine[1] / theirs[1] for mine, theirs in zip(measured[name], measured[base], strict=True)
-    ]
+    pairs = zip(measured[name], measured[base], strict=True)
+    return [mine[1] / theirs[1] for mine, theirs in pairs]
 
 
 def show(problem: Problem, measured: dict[str, list], base: str) -> None:
-    print(
-        f"\n{problem.name}: {problem.train:,} + {problem.val:,} images, batch {problem.batch}, workers {problem.workers}"
-    )
+    sizes = f"{problem.train:,} + {problem.val:,} images, batch {problem.batch}"
+    print(f"\n{problem.name}: {sizes}, workers {problem.workers}")
     print(f"{'':36}{'ms an epoch':>12}{'faster than ' + base:>34}{'first, s':>10}{'val_acc':>9}")
     for name, rows in measured.items():
         first, epoch, acc = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -542,19 +487,19 @@ def problems(arguments: argparse.Namespace) -> list[tuple[Problem, dict[str, Con
     mnist = Problem("mnist", (1, 28, 28), train, val, 100, mlp, 1e-3, device)
     train, val, batch = (64, 32, 16) if toy else (50_000, 10_000, 512)
     make = (lambda: Resnet18(4)) if toy else Resnet18
-    cifar = Problem(
-        "cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers=arguments.workers
-    )
+    workers = arguments.workers
+    cifar = Problem("cifar", (3, 32, 32), train, val, batch, make, 1e-3, device, workers)
     chosen = [(mnist, MNIST, FABRIC), (cifar, CIFAR, TUNED)]
     chosen = [one for one in chosen if arguments.problem in (one[0].name, "all")]
     left_out = {GRAPH, OURS_REDUCED} if device == "cpu" else set()
     if toy:
         left_out |= {OURS_COMPILED, OURS_FASTEST, OURS_REDUCED}
     left_out |= set(arguments.without)
-    return [
-        (one, {k: v for k, v in them.items() if k not in left_out}, base)
-        for one, them, base in chosen
-    ]
+    found = []
+    for problem, contestants, base in chosen:
+        kept = {name: one for name, one in contestants.items() if name not in left_out}
+        found.append((problem, kept, base))
+    return found
 
 
 def main() -> None:
@@ -587,9 +532,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     silence_loggers()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
-    print(
-        f"torch {torch.__version__}, {name}; {arguments.rounds} rounds of {arguments.epochs} epochs, medians"
-    )
+    rounds = f"{arguments.rounds} rounds of {arguments.epochs} epochs, medians"
+    print(f"torch {torch.__version__}, {name}; {rounds}")
     for problem, contestants, base in problems(arguments):
         show(problem, measure(problem, contestants, arguments.epochs, arguments.rounds), base)
 
