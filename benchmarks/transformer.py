@@ -26,11 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 BARE, BARE_EAGER = "bare loop, compiled", "bare loop"
-OURS, OURS_EAGER, TRAINER = (
-    "ours, compiled, as it comes",
-    "ours, as it comes",
-    "Trainer, its module compiled",
-)
+OURS, OURS_EAGER = "ours, compiled, as it comes", "ours, as it comes"
+TRAINER = "Trainer, its module compiled"
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,8 @@ class Layer(nn.Module):
         super().__init__()
         width, self.heads = size.width, size.heads
         self.norm, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.qkv, self.out = (
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width, bias=False),
             nn.GELU(approximate="tanh"),
@@ -78,15 +73,11 @@ class Gpt(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.tokens, self.places = (
-            nn.Embedding(size.vocabulary, size.width),
-            nn.Embedding(size.length, size.width),
-        )
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.length, size.width)
         self.layers = nn.Sequential(*(Layer(size) for _ in range(size.layers)))
-        self.norm, self.head = (
-            nn.LayerNorm(size.width, bias=False),
-            nn.Linear(size.width, size.vocabulary, bias=False),
-        )
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         for part in self.modules():
             if isinstance(part, nn.Linear | nn.Embedding):
                 nn.init.normal_(part.weight, std=0.02)
@@ -125,15 +116,19 @@ class Task:
     def data(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         rows = (self.warm + self.steps + 1) * self.size.batch
-        tokens = torch.randint(
-            self.size.vocabulary, (rows, self.size.length + 1), generator=generator
-        ).to(self.device)
+        shape = rows, self.size.length + 1
+        tokens = torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def optimizer_of(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             net.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of FabricLoop and Trainer. Save no checkpoint, because the bare loop saves none."""
+        where = {"accelerator": self.device, "devices": 1, "precision": "bf16-mixed"}
+        return {**where, "max_epochs": 1, "enable_checkpointing": False}
 
 
 def bare(task: Task, watch: Watch, compiles: bool) -> None:
@@ -143,9 +138,8 @@ def bare(task: Task, watch: Watch, compiles: bool) -> None:
     for number, cut in enumerate(range(0, len(tokens), task.size.batch)):
         watch.start_step(number)
         with torch.autocast(task.device, torch.bfloat16):
-            loss = forward(
-                tokens[cut : cut + task.size.batch], targets[cut : cut + task.size.batch]
-            )
+            rows = slice(cut, cut + task.size.batch)
+            loss = forward(tokens[rows], targets[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -168,16 +162,8 @@ def ours(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    # Do not save a checkpoint after the last step, because the bare loop saves none.
-    options = {
-        "accelerator": task.device,
-        "devices": 1,
-        "max_epochs": 1,
-        "enable_checkpointing": False,
-    }
-    FabricLoop(precision="bf16-mixed", compile=compiles, **options).fit(
-        Module(), TensorLoader(*task.data(), batch_size=task.size.batch)
-    )
+    loop = FabricLoop(compile=compiles, **task.options())
+    loop.fit(Module(), TensorLoader(*task.data(), batch_size=task.size.batch))
 
 
 def trainer(task: Task, watch: Watch, compiles: bool) -> None:
@@ -202,13 +188,7 @@ def trainer(task: Task, watch: Watch, compiles: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.optimizer_of(self.net)
 
-    options = {
-        "accelerator": task.device,
-        "devices": 1,
-        "max_epochs": 1,
-        "enable_checkpointing": False,
-    }
-    loop = lightning.Trainer(precision="bf16-mixed", logger=False, **options)
+    loop = lightning.Trainer(logger=False, **task.options())
     loop.fit(Module(), TensorLoader(*task.data(), batch_size=task.size.batch))
 
 
@@ -269,18 +249,13 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     warnings.simplefilter("ignore")
     silence_loggers()
-    name = (
-        "toy"
-        if arguments.toy
-        else arguments.size or ("124M" if arguments.device == "cuda" else "10M")
-    )
+    is_on_gpu = arguments.device == "cuda"
+    default = "124M" if is_on_gpu else "10M"
+    name = "toy" if arguments.toy else arguments.size or default
     task = Task(SIZES[name], arguments.device, arguments.steps, warm=5)
     number = sum(p.numel() for p in task.model().parameters())
-    where = (
-        torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    where = f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if is_on_gpu else where
     batch = f"batches of {task.size.batch} x {task.size.length} tokens"
     print(
         f"torch {torch.__version__}, {where}; {number / 1e6:.0f} million parameters, {batch}; {arguments.steps} steps"
