@@ -105,9 +105,8 @@ def mini(root):
 
     torch.manual_seed(1)
     model = module()
-    MiniLoop(accelerator="cpu", max_epochs=EPOCHS, default_root_dir=root).fit(
-        model, loader(), resume="auto"
-    )
+    loop = MiniLoop(accelerator="cpu", max_epochs=EPOCHS, default_root_dir=root)
+    loop.fit(model, loader(), resume="auto")
     return model.net
 
 
@@ -156,11 +155,9 @@ def accelerate(root, every=None):
         for epoch in range(first_epoch, EPOCHS):
             model.train()
             batches.set_epoch(epoch)
-            rest = (
-                accelerator.skip_first_batches(batches, skipped)
-                if epoch == first_epoch and skipped
-                else batches
-            )
+            rest = batches
+            if epoch == first_epoch and skipped:
+                rest = accelerator.skip_first_batches(batches, skipped)
             for x, y in rest:
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
@@ -185,9 +182,8 @@ def example(root):
     torch.manual_seed(1)
     model = module(log=False)
     folder = str(root / "checkpoints")
-    found.MyCustomTrainer(
-        accelerator="cpu", devices=1, max_epochs=EPOCHS, checkpoint_dir=folder
-    ).fit(model, loader(), None, ckpt_path=folder)
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "checkpoint_dir": folder}
+    found.MyCustomTrainer(**options).fit(model, loader(), None, ckpt_path=folder)
     return model.net
 
 
@@ -233,16 +229,14 @@ def losses_of(root):
     Rows with a learning rate, such as those of FabricLoop's metrics.csv, are returned with all columns except the times.
     """
     losses = {}
-    for path in sorted(
-        [*root.rglob("metrics.csv"), *root.rglob("steps.csv")], key=lambda path: path.parent.name
-    ):
+    paths = [*root.rglob("metrics.csv"), *root.rglob("steps.csv")]
+    for path in sorted(paths, key=lambda path: path.parent.name):
         with open(path, newline="") as file, contextlib.suppress(csv.Error):
             for row in csv.DictReader(file):
                 loss = row.get("loss") or row.get("loss_step")
                 if row.get("lr"):
-                    losses["epoch", row["epoch"]] = {
-                        name: cell for name, cell in row.items() if name not in ("time", "waiting")
-                    }
+                    cells = {n: cell for n, cell in row.items() if n not in ("time", "waiting")}
+                    losses["epoch", row["epoch"]] = cells
                 elif loss:
                     losses[row["step"]] = loss
     return losses
@@ -318,16 +312,11 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = arguments.only or list(CONTESTANTS)
-    needed = [
-        "lightning.pytorch",
-        "lightning.pytorch.loggers",
-        "pandas",
-        "fabric_template.loop",
-        "fabric_template.mini",
-    ]
-    for name in needed + ["accelerate"] * (
-        not {ACCELERATE_EPOCH, ACCELERATE_STEPS}.isdisjoint(names)
-    ):
+    needed = ["lightning.pytorch", "lightning.pytorch.loggers", "pandas"]
+    needed += ["fabric_template.loop", "fabric_template.mini"]
+    if {ACCELERATE_EPOCH, ACCELERATE_STEPS} & set(names):
+        needed.append("accelerate")
+    for name in needed:
         # Import each package once before forking, so that forked processes need not import it.
         importlib.import_module(name)
     if arguments.example:
@@ -348,10 +337,8 @@ def main():
             print(f"| {name} | | cannot be run: `{found}` | | |", flush=True)
             continue
         ended, equal, complete = found
-        print(
-            f"| {name} | {arguments.runs} | {ended} | {equal} | {'writes none' if complete is None else complete} |",
-            flush=True,
-        )
+        complete = "writes none" if complete is None else complete
+        print(f"| {name} | {arguments.runs} | {ended} | {equal} | {complete} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -121,9 +121,8 @@ def by_hand(number: int, steps: int) -> None:
 
 def ours(number: int, steps: int) -> None:
     names = tuple(f"metric_{index}" for index in range(number))
-    FabricLoop(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(
-        Net(names), Repeated(steps)
-    )
+    loop = FabricLoop(accelerator="cpu", devices=1, max_epochs=1, **SILENT)
+    loop.fit(Net(names), Repeated(steps))
 
 
 def cpu_seconds(train: Callable[[int, int], None], number: int, steps: int) -> float:
@@ -142,12 +141,10 @@ def metrics(size: float) -> Iterator[str]:
                 for name, train in (("by hand", by_hand), ("ours", ours)):
                     key = name, number, length
                     found[key] = min(cpu_seconds(train, number, length), found.get(key, 1e9))
-    each = {
-        (name, number): 1e6
-        * (found[name, number, 3 * steps] - found[name, number, steps])
-        / (2 * steps)
-        for name, number in product(("by hand", "ours"), numbers)
-    }
+    each = {}
+    for name, number in product(("by hand", "ours"), numbers):
+        more = found[name, number, 3 * steps] - found[name, number, steps]
+        each[name, number] = 1e6 * more / (2 * steps)
     # Subtract the time of the hand-written loop, which does only the required tensor arithmetic.
     beyond = {number: each["ours", number] - each["by hand", number] for number in numbers}
     yield f"{'logged metrics':24}{'by hand, us a step':>20}{'ours':>10}{'beyond, us a metric':>22}{'of one more':>14}"
@@ -268,12 +265,8 @@ def make_filled_logger(name: str, rows: int) -> CSVLogger:
 
 
 def make_append(logger: CSVLogger, name: str) -> Callable[[int], None]:
-    values = {
-        "train_loss": 0.12345678912345,
-        "val_loss": 0.23456789123456,
-        "val_acc": 0.98765,
-        "lr": 1e-3,
-    }
+    values = {"train_loss": 0.12345678912345, "val_loss": 0.23456789123456}
+    values |= {"val_acc": 0.98765, "lr": 1e-3}
     if name == "steps.csv":
         return lambda number: logger.log_metrics(values, step=number)
     return lambda number: logger.log_epoch({"epoch": number, "step": 100 * number, **values})
@@ -339,14 +332,13 @@ def saving(epochs: int, **options: Any) -> FabricLoop:
 
 
 def checkpoints(size: float) -> Iterator[str]:
-    number, names = max(int(1000 * size), 22), ("metric",)
+    number = max(int(1000 * size), 22)
     with run_silently():
         watch = Stopwatch()
-        saving(number, callbacks=[watch]).fit(Better(names), Repeated(1))
-        saving(1, name="few").fit(Better(names), Repeated(1))
-        times = [
-            1e3 * (then - now) for now, then in zip(watch.times, watch.times[1:], strict=False)
-        ]
+        saving(number, callbacks=[watch]).fit(Better(("metric",)), Repeated(1))
+        saving(1, name="few").fit(Better(("metric",)), Repeated(1))
+        pairs = zip(watch.times, watch.times[1:], strict=False)
+        times = [1e3 * (then - now) for now, then in pairs]
         part = min(50, len(times) // 2)
         kept = len(list(Path("checkpoints/run/version_0").glob("*.ckpt")))
         first, last = statistics.median(times[1 : part + 1]), statistics.median(times[-part:])
@@ -355,19 +347,18 @@ def checkpoints(size: float) -> Iterator[str]:
         yield f"{f'the last of {kept}':24}{last:12.2f}"
         yield f"{'resumed, nothing to do':24}{'auto, ms':>12}{'best, ms':>12}"
         for name, epochs in (("few", 1), ("run", number)):
-            found = {
-                keyword: statistics.median(
-                    milliseconds(
-                        lambda n=name, e=epochs, w=keyword: saving(e, name=n).fit(
-                            Better(names), Repeated(1), resume=w
-                        )
-                    )
-                    for _ in range(5)
-                )
-                for keyword in ("auto", "best")
-            }
+            auto, best = (time_resume(name, epochs, keyword) for keyword in ("auto", "best"))
             among = f"among {kept if name == 'run' else 2}"
-            yield f"{among:24}{found['auto']:12.1f}{found['best']:12.1f}"
+            yield f"{among:24}{auto:12.1f}{best:12.1f}"
+
+
+def time_resume(name: str, epochs: int, keyword: str) -> float:
+    """Return the CPU time of resuming a finished run, in milliseconds."""
+
+    def resume() -> None:
+        saving(epochs, name=name).fit(Better(("metric",)), Repeated(1), resume=keyword)
+
+    return statistics.median(milliseconds(resume) for _ in range(5))
 
 
 # Section "versions": the cost of starting, resuming and listing runs in a folder with many versions
@@ -422,9 +413,7 @@ class FirstBatchReached(Exception):
 def replace_done(item: Any, to: int) -> Any:
     """Replace each number DONE in nested values with the number ``to``."""
     if isinstance(item, dict):
-        return {
-            key: None if key == "ahead" else replace_done(part, to) for key, part in item.items()
-        }
+        return {key: replace_done(part, to) for key, part in item.items()}
     if isinstance(item, list | tuple):
         return type(item)(replace_done(part, to) for part in item)
     return to if type(item) is int and item == DONE else item
@@ -433,20 +422,15 @@ def replace_done(item: Any, to: int) -> Any:
 def resumed(number: int, **loader: Any) -> tuple[float, int]:
     """Return the seconds from the call to fit until the first batch, and the number of items loaded until then."""
     data = DataLoader(Items(number + 100), batch_size=1, **loader)
-    options: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "save_every_n_steps": DONE,
-        "logger": False,
-        **SILENT,
-    }
+    options: dict[str, Any] = {"save_every_n_steps": DONE, "logger": False, **SILENT}
     name = "-".join(map(str, loader.values()))
-    FabricLoop(accelerator="cpu", devices=1, name=name, max_steps=DONE, seed=1, **options).fit(
-        Net(), data
-    )
+    options |= {"accelerator": "cpu", "devices": 1, "name": name}
+    FabricLoop(max_steps=DONE, seed=1, **options).fit(Net(), data)
     path = Path("checkpoints", name, "version_0", "last.ckpt")
     state = torch.load(path, weights_only=True)
-    torch.save({key: replace_done(part, number) if key in ("loops", "fabric_template", "global_step") else part
-                for key, part in state.items()}, path)  # fmt: skip
+    for key in ("loops", "fabric_template", "global_step"):
+        state[key] = replace_done(state[key], number)
+    torch.save(state, path)
     Items.loaded, then = 0, 0.0
 
     class Here(Net):
@@ -455,7 +439,7 @@ def resumed(number: int, **loader: Any) -> tuple[float, int]:
             then = time.perf_counter()
             raise FirstBatchReached
 
-    loop = FabricLoop(accelerator="cpu", devices=1, name=name, max_epochs=1, **options)
+    loop = FabricLoop(max_epochs=1, **options)
     start = time.perf_counter()
     try:
         loop.fit(Here(), data, resume=path)
@@ -497,10 +481,8 @@ def main() -> None:
         print(json.dumps(child(kind, int(each), int(number))))
         return
     torch.set_num_threads(1)
-    print(
-        f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread",
-        flush=True,
-    )
+    machine = f"{platform.system()}, {os.cpu_count()} cores, CPU, 1 thread"
+    print(f"torch {torch.__version__}, {machine}", flush=True)
     for name in arguments.only:
         # Print the table only after its section has ended, because output within a section is discarded.
         lines = list(SECTIONS[name](0.005 if arguments.toy else 1))

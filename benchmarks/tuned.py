@@ -82,19 +82,14 @@ def run(problem: str, toy: bool, seconds: float, rounds: int) -> None:
     tuned = tune(loop, model, **given, seconds=seconds, only=["tensor_loader"] if toy else None)
     choices = rows if tuned.choice in rows else [*rows, tuned.choice]
     place = choices.index(tuned.choice)
-    found = rates(
-        (loop, {"model": model, "train_dataloaders": next(iter(given.values()))}),
-        choices,
-        seconds,
-        rounds,
-    )
+    job = loop, {"model": model, "train_dataloaders": next(iter(given.values()))}
+    found = rates(job, choices, seconds, rounds)
     print(f"\n{problem}\n{'':48}{'samples/s':>12}{'/ as it is':>12}")
     medians = [statistics.median(column) for column in zip(*found, strict=True)]
     for number, choice in enumerate(choices):
         of_base = statistics.median(each[number] / each[0] for each in found)
-        print(
-            f"{label(choice) + ' (tune)' * (number == place):48}{medians[number]:12,.0f}{of_base:12.2f}"
-        )
+        name = f"{label(choice)} (tune)" if number == place else label(choice)
+        print(f"{name:48}{medians[number]:12,.0f}{of_base:12.2f}")
     best = medians.index(max(medians[: len(rows)]))
     ratios = [each[place] / each[best] for each in found]
     print(
