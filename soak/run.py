@@ -29,82 +29,37 @@ ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "faults"
 SOAK = ROOT / "soak"
 # The longest parts come first, so that parallel jobs end at about the same time.
-PARTS = (
-    "programs",
-    "killed",
-    "programs2",
-    "killed2",
-    "kills",
-    "syscalls",
-    "ranks",
-    "sharded",
-    "workers",
-    "workers_sharded",
-    "launchers",
-    "reads",
-    "sweep",
-    "tests",
-)
+PARTS = ("programs", "killed", "programs2", "killed2", "kills", "syscalls", "ranks", "sharded")
+PARTS += ("workers", "workers_sharded", "launchers", "reads", "sweep", "tests")
 # A part ends with this exit code if this machine cannot run it.
 SKIPPED = 77
 
 
 def command_of(part, options, seed):
-    python = [sys.executable]
-    programs = [*python, SOAK / "random_runs.py", "--seed", seed]
-    if part.startswith("workers"):
-        more = ["--sharded"] if part == "workers_sharded" else []
-        return [
-            *python,
-            SOAK / "elastic.py",
-            *more,
-            "--kills",
-            options.worker_kills,
-            "--seed",
-            seed,
-        ]
-    return {
-        "kills": [*python, FAULTS / "kills.py", "--kills", options.kills, "--seed", seed],
-        "ranks": [
-            *python,
-            FAULTS / "kills.py",
-            "--ranks",
-            "2",
-            "--kills",
-            options.rank_kills,
-            "--seed",
-            seed,
-        ],
-        "sharded": [
-            *python,
-            FAULTS / "kills.py",
-            "--sharded",
-            "--kills",
-            options.rank_kills // 2,
-            "--seed",
-            seed,
-        ],
-        "launchers": [*python, SOAK / "launchers.py"],
-        "programs": [*programs, "--count", options.programs],
-        "programs2": [*programs, "--count", options.programs // 10, "--ranks", 2],
-        "killed": [*programs, "--count", options.killed, "--killed"],
-        "killed2": [*programs, "--count", options.killed // 10, "--killed", "--ranks", 2],
-        "sweep": [*python, FAULTS / "sweep.py", "--buffer", options.buffer],
-        "reads": [*python, SOAK / "reads.py", "--every", "1"],
-        "tests": [*python, "-m", "pytest", "-q", "-m", "soak", ROOT / "tests"],
-        "syscalls": [
-            *python,
-            SOAK / "syscalls.py",
-            "--faults",
-            options.faults,
-            "--seed",
-            seed,
-        ],
+    programs = [SOAK / "random_runs.py", "--seed", seed, "--count"]
+    kills = [FAULTS / "kills.py", "--seed", seed, "--kills"]
+    workers = [SOAK / "elastic.py", "--seed", seed, "--kills", options.worker_kills]
+    script = {
+        "kills": [*kills, options.kills],
+        "ranks": [*kills, options.rank_kills, "--ranks", 2],
+        "sharded": [*kills, options.rank_kills // 2, "--sharded"],
+        "workers": workers,
+        "workers_sharded": [*workers, "--sharded"],
+        "launchers": [SOAK / "launchers.py"],
+        "programs": [*programs, options.programs],
+        "programs2": [*programs, options.programs // 10, "--ranks", 2],
+        "killed": [*programs, options.killed, "--killed"],
+        "killed2": [*programs, options.killed // 10, "--killed", "--ranks", 2],
+        "sweep": [FAULTS / "sweep.py", "--buffer", options.buffer],
+        "reads": [SOAK / "reads.py", "--every", "1"],
+        "tests": ["-m", "pytest", "-q", "-m", "soak", ROOT / "tests"],
+        "syscalls": [SOAK / "syscalls.py", "--seed", seed, "--faults", options.faults],
     }[part]
+    return [sys.executable, *script]
 
 
 def run(part, options, seed):
-    """Run a part in a separate process. Return the duration in seconds and the results, which are None after a failure."""
+    """Run a part in a separate process. Return its row of the table."""
     command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()
@@ -117,32 +72,33 @@ def run(part, options, seed):
         lines = [line for line in done.stdout.splitlines() if line[:1] in "{["]
         figures = json.loads(lines[-1]) if lines else None
     figures = figures or ({} if done.returncode == SKIPPED else None)
-    print(
-        f"\n{part} has ended\n{table(rows_of(part, seconds, figures))}\n",
-        file=sys.stderr,
-        flush=True,
-    )
-    return seconds, figures
+    row = row_of(part, seconds, figures)
+    print(f"\n{part} has ended\n{table([row])}\n", file=sys.stderr, flush=True)
+    return row
 
 
 def figures_of_tests(output):
     """Return the numbers of tests in pytest's last line, or None if no test ran."""
-    counts = {
-        kind: int(count)
-        for count, kind in re.findall(r"(\d+) (passed|failed|errors?)\b", output[-500:])
-    }
+    found = re.findall(r"(\d+) (passed|failed|errors?)\b", output[-500:])
+    counts = {kind: int(count) for count, kind in found}
     if not counts:
         return None
     lost = sum(count for kind, count in counts.items() if kind != "passed")
     return {"tests": sum(counts.values()), "losses": [None] * lost}
 
 
-def rows_of(part, seconds, figures):
-    """Return the rows of the table that show a part's results."""
+def row_of(part, seconds, figures):
+    """Return a part's row of the table. ``figures`` is None after a failure, and empty if the part was skipped."""
     if figures is None:
-        return [(part, 0, "it broke down", seconds, "")]
+        return part, 0, "it broke down", seconds, ""
     if not figures:
-        return [(part, 0, 0, seconds, "skipped: no C compiler here")]
+        return part, 0, 0, seconds, "skipped: no C compiler here"
+    what, count, remark = describe(part, figures)
+    return what, count, len(figures["losses"]), seconds, remark
+
+
+def describe(part, figures):
+    """Return what a part has tested, how many of them, and a remark."""
     if part in ("kills", "ranks", "sharded"):
         how = ", sharded" if part == "sharded" else ""
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"
@@ -150,56 +106,32 @@ def rows_of(part, seconds, figures):
             f"{figures['rounds']} runs; {figures['left_temporary_files']} kills in mid-write, {figures['started_again']} before "
             f"the first save; seed {figures['seed']}"
         )
-        return [(what, figures["kills"], len(figures["losses"]), seconds, remark)]
+        return what, figures["kills"], remark
     if part.startswith("workers"):
         how = ", sharded" if figures["kind"] == "sharded" else ""
         remark = f"{figures['rounds']} runs, {figures['hangs']} hung; seed {figures['seed']}"
-        return [
-            (
-                f"SIGKILL of a worker under torchrun{how}",
-                figures["kills"],
-                len(figures["losses"]),
-                seconds,
-                remark,
-            )
-        ]
+        return f"SIGKILL of a worker under torchrun{how}", figures["kills"], remark
     if part == "launchers":
-        count = len(figures["table"]) + len(figures["signals"])
-        remark = f"{len(figures['table'])} launchers with a strategy, each with all methods; {len(figures['signals'])} signals"
-        return [
-            ("launchers, strategies and signals", count, len(figures["losses"]), seconds, remark)
-        ]
+        cells, signals = len(figures["table"]), len(figures["signals"])
+        remark = f"{cells} launchers with a strategy, each with all methods; {signals} signals"
+        return "launchers, strategies and signals", cells + signals, remark
     if part == "reads":
-        remark = f"{figures['looks']} reads in a resumed run"
-        return [("failing reads", figures["faults"], len(figures["losses"]), seconds, remark)]
+        return "failing reads", figures["faults"], f"{figures['looks']} reads in a resumed run"
     if part == "tests":
-        return [("tests", figures["tests"], len(figures["losses"]), seconds, "those marked soak")]
+        return "tests", figures["tests"], "those marked soak"
     if part == "syscalls":
-        remark = (
-            ", ".join(f"{end} {count}" for end, count in figures["ends"].items())
-            + f"; seed {figures['seed']}"
-        )
-        return [
-            ("failing system calls", figures["faults"], len(figures["losses"]), seconds, remark)
-        ]
+        ends = ", ".join(f"{end} {count}" for end, count in figures["ends"].items())
+        return "failing system calls", figures["faults"], f"{ends}; seed {figures['seed']}"
     if part.startswith(("programs", "killed")):
         kind = "random programs, killed and resumed" if figures["killed"] else "random programs"
         what = f"{kind}, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}"
         refused = ", ".join(f"{loop} {count}" for loop, count in figures["refused"].items())
         remark = f"refused by name: {refused}; seed {figures['seed']}"
-        return [(what, figures["programs"], len(figures["losses"]), seconds, remark)]
+        return what, figures["programs"], remark
     if part == "sweep":
         kinds = ", ".join(f"{kind} {count}" for kind, count in figures["faults"].items())
         remark = f"{kinds}; {figures['operations']} operations in a run"
-        return [
-            (
-                "injected faults",
-                sum(figures["faults"].values()),
-                len(figures["losses"]),
-                seconds,
-                remark,
-            )
-        ]
+        return "injected faults", sum(figures["faults"].values()), remark
     raise ValueError(f"part: got {part}, expected one of {PARTS}")
 
 
@@ -242,8 +174,7 @@ def main():
     print(f"seed {seed}", file=sys.stderr)
     parts = options.part or PARTS
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = list(pool.map(lambda part: (part, *run(part, options, seed)), parts))
-    rows = [row for part, seconds, figures in found for row in rows_of(part, seconds, figures)]
+        rows = list(pool.map(lambda part: run(part, options, seed), parts))
     print(f"\n{date.today():%d %B %Y}, seed {seed}\n\n{table(rows)}")
     sys.exit(any(lost != 0 for _, _, lost, _, _ in rows))
 
