@@ -29,29 +29,16 @@ def work(root, kind):
     quiet()
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = sharded_strategy(ranks) if kind == "sharded" else "ddp"
-    train(
-        root,
-        batch_size=8 // ranks,
-        strategy=strategy,
-        accumulate_grad_batches=1,
-        save_every_n_steps=3,
-    )
+    options = {"accumulate_grad_batches": 1, "save_every_n_steps": 3}
+    train(root, batch_size=8 // ranks, strategy=strategy, **options)
 
 
 class Run:
     """A torchrun process on this machine, and its workers."""
 
     def __init__(self, root, ranks, kind, log):
-        arguments = [f"--nproc-per-node={ranks}", "--rdzv-endpoint=127.0.0.1:0", __file__]
-        command = [
-            sys.executable,
-            *TORCHRUN.split(),
-            *arguments,
-            "--work",
-            str(root),
-            "--kind",
-            kind,
-        ]
+        command = [sys.executable, *TORCHRUN.split(), f"--nproc-per-node={ranks}"]
+        command += ["--rdzv-endpoint=127.0.0.1:0", __file__, "--work", str(root), "--kind", kind]
         self.ranks, self.started = ranks, time.monotonic()
         with log.open("ab") as file:
             self.agent = subprocess.Popen(command, stdout=file, stderr=file)
@@ -117,15 +104,8 @@ def problem_of(code, whole, root):
 
 def campaign(kills, ranks, kind, seed, most):
     """Repeat runs until `kills` workers were killed or `most` seconds have passed. Return the results."""
-    figures = {
-        "seed": seed,
-        "ranks": ranks,
-        "kind": kind,
-        "rounds": 0,
-        "kills": 0,
-        "hangs": 0,
-        "losses": [],
-    }
+    figures = {"seed": seed, "ranks": ranks, "kind": kind, "losses": []}
+    figures |= {"rounds": 0, "kills": 0, "hangs": 0}
     draw, started = random.Random(seed), time.monotonic()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     root, log = folder / "run", folder / "log"
@@ -154,13 +134,10 @@ def campaign(kills, ranks, kind, seed, most):
                 for path in (root, log):
                     if path.exists():
                         shutil.move(path, kept)
-                figures["losses"].append(
-                    {"round": figures["rounds"], "problem": problem, "kept": str(kept)}
-                )
-            progress = (
-                f"{figures['kills']} kills, {figures['rounds']} runs, {len(figures['losses'])} lost"
-            )
-            print(progress, file=sys.stderr, flush=True)
+                loss = {"round": figures["rounds"], "problem": problem, "kept": str(kept)}
+                figures["losses"].append(loss)
+            progress = f"{figures['kills']} kills, {figures['rounds']} runs"
+            print(f"{progress}, {len(figures['losses'])} lost", file=sys.stderr, flush=True)
             shutil.rmtree(root, ignore_errors=True)
             log.unlink(missing_ok=True)
     finally:

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,12 +25,14 @@ from pathlib import Path
 import search_path  # noqa: F401
 import torch
 from modules import Classifier, by_epoch
+from ports import free_port
 from runs import fit, val_loader
 from torch.utils.data import DataLoader, TensorDataset
 from victim import difference, quiet, sharded_strategy
 
 LAUNCHERS = ("torchrun", "python", "spawn", "fork", "fabric run", "SLURM")
 STRATEGIES = ("ddp", "fsdp", "single")
+FORKED = ("spawn", "fork")
 CALLS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
 PATIENCE = 300.0
 BIN = Path(sys.executable).parent
@@ -55,12 +56,14 @@ class Module(Classifier):
 
 def where(launcher, strategy):
     """Return the loop's options for a launcher and a strategy."""
-    started_here = {"spawn": "ddp_spawn", "fork": "ddp_fork"}.get(launcher)
     if strategy == "fsdp":
         return {"strategy": sharded_strategy(), "devices": 2}
-    if strategy == "single":
-        return {"devices": 1, **({"strategy": started_here} if started_here else {})}
-    return {"strategy": started_here or "ddp", "devices": 2}
+    options = {"devices": 1 if strategy == "single" else 2}
+    if launcher in FORKED:
+        options["strategy"] = f"ddp_{launcher}"
+    elif strategy == "ddp":
+        options["strategy"] = "ddp"
+    return options
 
 
 def whole(value):
@@ -78,32 +81,21 @@ def work(launcher, strategy, folder):
     found = {}
 
     def train(name, **options):
-        loop, module, _ = fit(
-            folder / name,
-            Module,
-            val=val_loader,
-            monitor="val_loss",
-            **where(launcher, strategy),
-            **options,
-        )
-        weights, moments = (
-            whole(module.state_dict()),
-            whole([one.state_dict()["state"] for one in loop.optimizers]),
-        )
-        if not (table := folder / name / "logs/run/version_0/metrics.csv").exists():
-            return loop, module, None
-        rows = [
-            {k: v for k, v in row.items() if k not in ("time", "waiting")}
-            for row in csv.DictReader(table.open())
-        ]
+        options |= {"monitor": "val_loss", **where(launcher, strategy)}
+        loop, module, _ = fit(folder / name, Module, val=val_loader, **options)
+        results = {"weights": whole(module.state_dict())}
+        moments = whole([one.state_dict()["state"] for one in loop.optimizers])
         # Return no optimizer states if the ranks are forked or
         # spawned, because the calling process then has no optimizers.
-        keeps = launcher not in ("spawn", "fork")
-        return (
-            loop,
-            module,
-            {"weights": weights, "rows": rows, **({"moments": moments} if keeps else {})},
-        )
+        if launcher not in FORKED:
+            results["moments"] = moments
+        table = folder / name / "logs/run/version_0/metrics.csv"
+        if not table.exists():
+            return loop, module, None
+        rows = csv.DictReader(table.open())
+        clocks = ("time", "waiting")
+        results["rows"] = [{k: v for k, v in row.items() if k not in clocks} for row in rows]
+        return loop, module, results
 
     loop, module, found["fit"] = train("fit", max_epochs=2)
     found["validate"] = loop.validate(module, val_loader(), verbose=False)
@@ -128,14 +120,8 @@ def work_slowly():
     """Train for many steps with DDP, so that a signal arrives between two steps."""
     quiet()
     data = TensorDataset(torch.randn(STEPS * 4, 8), torch.randint(0, 3, (STEPS * 4,)))
-    loop, *_ = fit(
-        ".",
-        Slow,
-        lambda: DataLoader(data, batch_size=2),
-        max_epochs=1,
-        strategy="ddp",
-        resume="auto",
-    )
+    options = {"max_epochs": 1, "strategy": "ddp", "resume": "auto"}
+    loop, *_ = fit(".", Slow, lambda: DataLoader(data, batch_size=2), **options)
     Path(f"ended{loop.global_rank}").write_text(str(loop.global_step))
 
 
@@ -149,12 +135,6 @@ def slurm(rank, ranks, port):
         "SLURM_NNODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
         "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def commands(launcher, ranks, script):
@@ -195,9 +175,8 @@ def run(launcher, strategy, folder):
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2
-    codes = wait(
-        [start(command, more, folder) for command, more in commands(launcher, ranks, script)]
-    )
+    processes = [start(*command, folder) for command in commands(launcher, ranks, script)]
+    codes = wait(processes)
     if any(codes) or not (folder / "found").exists():
         return f"it ended with {codes}: {(folder / 'log').read_text()[-500:]}"
     return torch.load(folder / "found", weights_only=False)
@@ -209,9 +188,8 @@ def compare_results(found, expected):
     for method in CALLS:
         one, other = found[method], expected[method]
         if isinstance(one, dict):
-            one, other = (
-                {name: part[name] for name in one if name in other} for part in (one, other)
-            )
+            names = [name for name in one if name in other]
+            one, other = ({name: part[name] for name in names} for part in (one, other))
         if problem := difference(other, one):
             problems[method] = problem
     if problem := difference(found["fit"], found["resume"]):
@@ -225,27 +203,18 @@ def run_table(folder):
     for strategy in STRATEGIES:
         for launcher in LAUNCHERS:
             # Fabric cannot fork or spawn the ranks of FSDP.
-            if strategy == "fsdp" and launcher in (
-                "spawn",
-                "fork",
-            ):
+            if strategy == "fsdp" and launcher in FORKED:
                 cells[f"{launcher}, {strategy}"] = "Fabric has no such"
                 continue
             found = run(launcher, strategy, folder / f"{launcher}-{strategy}".replace(" ", "-"))
             # A spawned or forked single process uses DDP, which draws different random numbers than a run without DDP.
-            is_of_one = strategy == "single" and launcher in (
-                "spawn",
-                "fork",
-            )
+            is_of_one = strategy == "single" and launcher in FORKED
             expected = all_found.setdefault("ddp of one" if is_of_one else strategy, found)
-            problems = (
-                {"all": found} if isinstance(found, str) else compare_results(found, expected)
-            )
-            cells[f"{launcher}, {strategy}"] = problems or "the same"
-            losses += [
-                f"{launcher}, {strategy}, {method}: {problem}"
-                for method, problem in problems.items()
-            ]
+            is_failed = isinstance(found, str)
+            problems = {"all": found} if is_failed else compare_results(found, expected)
+            cell = f"{launcher}, {strategy}"
+            cells[cell] = problems or "the same"
+            losses += [f"{cell}, {method}: {problem}" for method, problem in problems.items()]
             print(launcher, strategy, problems or "the same", file=sys.stderr, flush=True)
     furthest = {}
     for method in ("fit", "accumulate", "clip", "resume"):
@@ -277,34 +246,19 @@ def send_signal(name, folder):
     folder.mkdir(parents=True)
     more = slurm(0, 1, free_port()) if in_slurm else {}
     passing = ["--signals-to-handle", CAUGHT] if is_passed else []
-    rendezvous = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        "--max-restarts",
-        restarts,
-    ]
-    agent = start(
-        [BIN / "torchrun", "--nproc-per-node", 2, *rendezvous, *passing, __file__, "--slowly"],
-        more,
-        folder,
-    )
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    torchrun = [BIN / "torchrun", "--nproc-per-node", 2, "--max-restarts", restarts, *rendezvous]
+    agent = start([*torchrun, *passing, __file__, "--slowly"], more, folder)
     until = time.monotonic() + PATIENCE
     while len(list(folder.glob("trains*"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.5)
-    workers = [
-        int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    ]
-    targets = {
-        "agent": [agent.pid],
-        "one": workers[-1:],
-        "workers": workers,
-        "all": [*workers, agent.pid],
-    }[to]
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text()
+    workers = [int(pid) for pid in children.split()]
+    targets = {"agent": [agent.pid], "one": workers[-1:], "workers": workers}
+    targets["all"] = [*workers, agent.pid]
     started = time.monotonic()
-    for pid in targets:
+    for pid in targets[to]:
         os.kill(pid, number)
     (code,) = wait([agent])
     seconds, continues = time.monotonic() - started, to == "workers" and restarts
