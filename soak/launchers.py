@@ -93,7 +93,7 @@ def work(launcher, strategy, folder):
         if not table.exists():
             return loop, module, None
         rows = csv.DictReader(table.open())
-        clocks = ("time", "waiting")
+        clocks = ("time", "waiting", "samples_per_second")
         results["rows"] = [{k: v for k, v in row.items() if k not in clocks} for row in rows]
         return loop, module, results
 
