@@ -63,13 +63,15 @@ def random_classes(count, classes, seed=1):
     return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def loaders_of(dataset, val_dataset=None, batch_size=4, **options):
-    """Return fit's arguments, with a shuffled training loader."""
-    val_dataset = dataset if val_dataset is None else val_dataset
-    return {
-        "train_dataloaders": DataLoader(dataset, batch_size, shuffle=True, **options),
-        "val_dataloaders": DataLoader(val_dataset, batch_size, **options),
-    }
+def train_loader_of(dataset, batch_size=4, **options):
+    """Return fit's arguments with a shuffled training loader."""
+    return {"train_dataloaders": DataLoader(dataset, batch_size, shuffle=True, **options)}
+
+
+def loaders_of(dataset, batch_size=4, **options):
+    """Return fit's arguments with a shuffled training loader, and a validation loader."""
+    arguments = train_loader_of(dataset, batch_size, **options)
+    return {**arguments, "val_dataloaders": DataLoader(dataset, batch_size, **options)}
 
 
 class Samples(Dataset):
@@ -227,9 +229,7 @@ def build_disent():
         encoder = EncoderLinear((3, 8, 8), z_size, z_multiplier=2 if package is vae else 1)
         model = AutoEncoder(encoder, DecoderLinear((3, 8, 8), z_size))
         dataset = Observations(observations.get(name, 1))
-        arguments = loaders_of(dataset)
-        del arguments["val_dataloaders"]
-        return framework(model=model, cfg=framework.cfg()), arguments
+        return framework(model=model, cfg=framework.cfg()), train_loader_of(dataset)
 
     names = [(vae, n) for n in ("Vae", "BetaVae", "BetaTcVae", "DipVae", "InfoVae", "TripletVae")]
     names += [(vae, "AdaVae"), (vae, "AdaGVaeMinimal"), (vae, "AdaNegTripletVae")]
@@ -510,11 +510,6 @@ def build_lightly():
         model = benchmarking.LinearClassifier(Features(), 4, 0.1, 8, 3, topk=(1, 2))
         return model, loaders_of(images())
 
-    def knn():
-        model = benchmarking.KNNClassifier(Features(), 3, 5, 0.1, topk=(1, 2))
-        train = DataLoader(images(), 4, shuffle=True)
-        return model, {"train_dataloaders": train, "val_dataloaders": [train, train]}
-
     def online():
         return OnlineProbe(), loaders_of(images())
 
@@ -661,25 +656,18 @@ def build_torch_uncertainty():
     def optimizer(model):
         return torch.optim.Adam(model.parameters(), lr=0.01)
 
-    def classification():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(0.2), nn.Linear(8, 3))
-        routine = routines.ClassificationRoutine(
-            model, 3, nn.CrossEntropyLoss(), optim_recipe=optimizer(model)
-        )
+    def classify(*layers, **options):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), *layers, nn.Linear(8, 3))
+        options["optim_recipe"] = optimizer(model)
+        routine = routines.ClassificationRoutine(model, 3, nn.CrossEntropyLoss(), **options)
         dataset = TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
         return routine, loaders_of(dataset)
 
+    def classification():
+        return classify(nn.Dropout(0.2))
+
     def mixup():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 3))
-        routine = routines.ClassificationRoutine(
-            model,
-            3,
-            nn.CrossEntropyLoss(),
-            optim_recipe=optimizer(model),
-            mixup_params={"mixtype": "mixup", "mixup_alpha": 0.5},
-        )
-        dataset = TensorDataset(random_numbers(24, 3, 8, 8), random_classes(24, 3))
-        return routine, loaders_of(dataset)
+        return classify(mixup_params={"mixtype": "mixup", "mixup_alpha": 0.5})
 
     def regression():
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -752,17 +740,10 @@ def build_anomalib():
     def case(name):
         timm.create_model = create_untrained
         kind = getattr(models, name)
-        model = kind(
-            **options[name],
-            **(
-                {"pre_trained": False}
-                if "pre_trained" in inspect.signature(kind).parameters
-                else {}
-            ),
-            pre_processor=kind.configure_pre_processor((size, size)),
-            evaluator=make_evaluator(),
-            visualizer=False,
-        )
+        arguments = {**options[name], "evaluator": make_evaluator(), "visualizer": False}
+        if "pre_trained" in inspect.signature(kind).parameters:
+            arguments["pre_trained"] = False
+        model = kind(pre_processor=kind.configure_pre_processor((size, size)), **arguments)
         dataset = TensorDataset(images, masks)
         return model, loaders_of(dataset, batch_size=2, collate_fn=collate)
 
@@ -781,13 +762,21 @@ class Net(importlib.import_module("lightning.pytorch").LightningModule):
     def make_adam(module):
         return torch.optim.AdamW(module.parameters(), lr=0.01)
 
+    def unpack(self, batch):
+        """Return the inputs and the targets of a batch."""
+        return batch
+
+    def compute_loss(self, batch):
+        inputs, targets = self.unpack(batch)
+        return self.loss(self.network(inputs), targets)
+
     def training_step(self, batch, batch_idx):
-        loss = self.loss(self.network(batch[0]), batch[1])
+        loss = self.compute_loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(self.network(batch[0]), batch[1]))
+        self.log("val_loss", self.compute_loss(batch))
 
     def configure_optimizers(self):
         return self.make_optimizers(self)
@@ -829,12 +818,9 @@ def build_monai():
         def unpack(self, batch):
             return batch["image"], batch["label"]
 
-        def training_step(self, batch, batch_idx):
-            return super().training_step(self.unpack(batch), batch_idx)
-
         def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
             image, label = self.unpack(batch)
-            super().validation_step((image, label), batch_idx)
             self.dice(y_pred=self.network(image).sigmoid() > 0.5, y=label)
 
         def on_validation_epoch_end(self):
@@ -886,12 +872,6 @@ def build_torchio():
 
         def unpack(self, batch):
             return batch["image"][torchio.DATA].float(), batch["label"][torchio.DATA].float()
-
-        def training_step(self, batch, batch_idx):
-            return super().training_step(self.unpack(batch), batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            super().validation_step(self.unpack(batch), batch_idx)
 
     def loaders(dataset, **options):
         val = torchio.SubjectsLoader(torchio.SubjectsDataset(subjects()), batch_size=2)
@@ -945,10 +925,8 @@ def build_pytorch_metric_learning():
     def case(name):
         sampler = samplers.MPerClassSampler(labels, 4, length_before_new_iter=36)
         dataset = TensorDataset(features, labels)
-        arguments = loaders_of(dataset, batch_size=8)
-        arguments["train_dataloaders"] = DataLoader(dataset, 8, sampler=sampler, drop_last=True)
-        del arguments["val_dataloaders"]
-        return Net(network(), makers[name]()), arguments
+        train = DataLoader(dataset, 8, sampler=sampler, drop_last=True)
+        return Net(network(), makers[name]()), {"train_dataloaders": train}
 
     return {name: partial(case, name) for name in makers}
 
@@ -1020,17 +998,11 @@ def build_prototorch():
     features, labels = random_numbers(24, 3), torch.arange(24) % 3
 
     def case(name):
-        class_options = {"distribution": {"num_classes": 3, "per_class": 2}, "lr": 0.05}
-        hparams = {
-            "num_prototypes": 6,
-            "lr": 0.05,
-            "input_dim": 3,
-            "latent_dim": 2,
-            "shape": (2, 3),
-        }
-        hparams |= {"insert_freq": 1, "variance": 1.0, "lambda": 0.1, "transfer_fn": "sigmoid_beta"}
+        hparams = {"num_prototypes": 6, "lr": 0.05, "input_dim": 3, "latent_dim": 2}
+        hparams |= {"shape": (2, 3), "insert_freq": 1, "variance": 1.0, "lambda": 0.1}
+        hparams["transfer_fn"] = "sigmoid_beta"
         if name not in ("NeuralGas", "GrowingNeuralGas", "KohonenSOM"):
-            hparams |= class_options
+            hparams["distribution"] = {"num_classes": 3, "per_class": 2}
             start = pt.initializers.SMCI([features, labels], noise=0.1)
         else:
             start = pt.initializers.ZCI(3) if name == "KohonenSOM" else None
@@ -1040,9 +1012,7 @@ def build_prototorch():
             name, options["lr_scheduler"] = "GMLVQ", torch.optim.lr_scheduler.ExponentialLR
             options["lr_scheduler_kwargs"] = {"gamma": 0.9}
         model = getattr(models, name)(hparams, **options)
-        arguments = loaders_of(TensorDataset(features, labels))
-        del arguments["val_dataloaders"]
-        return model, arguments
+        return model, train_loader_of(TensorDataset(features, labels))
 
     names = ("GLVQ", "GMLVQ", "LGMLVQ", "GTLVQ", "CELVQ", "RSLVQ", "SLVQ", "LVQ21")
     names += ("MedianLVQ", "NeuralGas", "GrowingNeuralGas", "KohonenSOM", "scheduled")
@@ -1073,13 +1043,11 @@ def build_torchgeo():
         batch = {key: [sample[key] for sample in samples] for key in samples[0]}
         return {**batch, "image": torch.stack(batch["image"])}
 
-    def objects(**options):
+    def objects():
         return loaders_of(Objects(image=images[:6]), batch_size=2, collate_fn=collate)
 
     def views():
-        arguments = loaders_of(Samples(image=images))
-        del arguments["val_dataloaders"]
-        return arguments
+        return train_loader_of(Samples(image=images))
 
     small = {"model": "resnet18"}
     bank = {"memory_bank_size": 16, "size": size, "output_dim": 8, "hidden_dim": 16}
