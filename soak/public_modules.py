@@ -18,6 +18,7 @@ from a process that has imported the package. For each module:
 import argparse
 import contextlib
 import csv
+import importlib
 import json
 import logging
 import os
@@ -36,8 +37,7 @@ import search_path  # noqa: F401
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback
 from public_builders import BUILDERS
 
 from fabric_template import FabricLoop
@@ -89,28 +89,22 @@ def options_for(model):
     return {**OPTIONS, **wanted, "max_epochs": OPTIONS["max_epochs"]}
 
 
-def trainer_class(model):
-    """Return the Trainer class from the same package as the module's base class."""
-    if any(base.__module__.startswith("pytorch_lightning.") for base in type(model).__mro__):
-        import pytorch_lightning
-
-        return pytorch_lightning.Trainer
-    return Trainer
+def import_lightning(model):
+    """Return lightning.pytorch or pytorch_lightning, in which the module's base class is defined."""
+    bases = type(model).__mro__
+    is_standalone = any(base.__module__.startswith("pytorch_lightning.") for base in bases)
+    return importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
 
 
 def train_with_trainer(case, folder, ckpt_path=None, seed=None):
     """Train with Trainer, and save a checkpoint at the end of each epoch."""
     seed_everything(1, verbose=False)
     model, arguments = case()
-    kind = trainer_class(model)
-    saver = ModelCheckpoint(folder / "trainer", "{epoch}", save_top_k=-1, monitor=None)
-    if kind is not Trainer:
-        import pytorch_lightning
-
-        saver = pytorch_lightning.callbacks.ModelCheckpoint(
-            folder / "trainer", "{epoch}", save_top_k=-1, monitor=None
-        )
-    trainer = kind(logger=False, callbacks=[saver], default_root_dir=folder, **options_for(model))
+    lightning = import_lightning(model)
+    kind = lightning.callbacks.ModelCheckpoint
+    saver = kind(folder / "trainer", "{epoch}", save_top_k=-1, monitor=None)
+    options = {"logger": False, "callbacks": [saver], "default_root_dir": folder}
+    trainer = lightning.Trainer(**options, **options_for(model))
     if seed is not None:
         set_random_states(seed)
     trainer.fit(model, ckpt_path=ckpt_path, weights_only=False, **arguments)
@@ -122,14 +116,9 @@ def train_with_loop(case, folder, every=1, kill_at=None, resume=None, seed=None,
     seed_everything(1, verbose=False)
     model, arguments = case()
     places = Places(kill_at)
-    loop = FabricLoop(
-        name="run",
-        version=0,
-        default_root_dir=folder,
-        save_every_n_steps=every,
-        callbacks=[places],
-        **options_for(model),
-    )
+    where = {"name": "run", "version": 0, "default_root_dir": folder}
+    options = {**where, **options_for(model), "save_every_n_steps": every}
+    loop = FabricLoop(callbacks=[places], **options)
     if seed is not None:
         set_random_states(seed)
     loop.fit(model, resume=resume, weights_only=weights_only, **arguments)
@@ -179,12 +168,12 @@ def read_rows(path):
 def run_process(folder, function, *args, **options):
     """Run ``function`` in a forked process. Return its numbers, or its error message."""
     folder.mkdir(parents=True, exist_ok=True)
-    result, sys_output = folder / "result", folder / "output.txt"
+    result = folder / "result"
     result.unlink(missing_ok=True)
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        run_child(folder, result, sys_output, function, args, options)
+        run_child(folder, function, args, options)
     _, status = os.waitpid(pid, 0)
     if result.exists():
         return torch.load(result, weights_only=False)
@@ -192,12 +181,12 @@ def run_process(folder, function, *args, **options):
     return "killed" if code == -signal.SIGKILL else f"the process ended with {code}"
 
 
-def run_child(folder, result, output, function, args, options):
+def run_child(folder, function, args, options):
     code = 1
     try:
         signal.alarm(SECONDS_PER_RUN)
         os.chdir(folder)
-        with open(output, "a") as file:
+        with open(folder / "output.txt", "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         try:
@@ -209,7 +198,7 @@ def run_child(folder, result, output, function, args, options):
             text = " ".join(str(error).split())
             numbers = f"{type(error).__name__}: {text[:400]} ({where})"
         torch.save(numbers, folder / "result.part")
-        os.replace(folder / "result.part", result)
+        os.replace(folder / "result.part", folder / "result")
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -224,8 +213,6 @@ def run_child(folder, result, output, function, args, options):
 
 def first_difference(expected, actual, name=""):
     """Return the name of the first value that differs, or None."""
-    if isinstance(expected, str) and isinstance(actual, str) and name == "":
-        return None if expected == actual else actual
     if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
         return compare_tensors(expected, actual, name)
     if isinstance(expected, dict) and isinstance(actual, dict):
@@ -276,10 +263,8 @@ def describe(expected, actual, ignored=()):
     for numbers in (expected, actual):
         if isinstance(numbers, str):
             return numbers
-    expected, actual = (
-        {k: v for k, v in n.items() if k not in ignored} for n in (expected, actual)
-    )
-    return first_difference(expected, actual) or "same"
+    pair = ({k: v for k, v in n.items() if k not in ignored} for n in (expected, actual))
+    return first_difference(*pair) or "same"
 
 
 # Functions that train the modules of each package, kill the runs and resume them
@@ -434,12 +419,9 @@ def main():
             results = try_package(package, root.resolve(), options)
             found |= {f"{package} {name}": result for name, result in results.items()}
         print_summary(found)
-    is_same = all(
-        way.startswith(("same", "refused by name; trusted: same"))
-        for ways in found.values()
-        for way in ways.values()
-    )
-    raise SystemExit(0 if is_same else 1)
+    outcomes = [outcome for findings in found.values() for outcome in findings.values()]
+    as_expected = ("same", "refused by name; trusted: same")
+    raise SystemExit(0 if all(outcome.startswith(as_expected) for outcome in outcomes) else 1)
 
 
 if __name__ == "__main__":
