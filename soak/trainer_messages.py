@@ -17,7 +17,6 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 import search_path  # noqa: F401
@@ -27,6 +26,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from modules import Classifier, make_loader
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric_template import FabricLoop
@@ -45,12 +45,10 @@ def fit(loop_class, model=None, train=None, val=None, call="fit", given=None, **
     """Create a loop and call its method ``call``, such as fit or validate."""
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **SILENT, **options}
     loop = loop_class(**options)
-    model = Classifier() if model is None else model
-    given = {} if given is None else given
+    loaders = [make_loader() if train is None else train]
     if call == "fit":
-        loop.fit(model, make_loader() if train is None else train, val, **given)
-    else:
-        getattr(loop, call)(model, make_loader() if train is None else train, **given)
+        loaders.append(val)
+    getattr(loop, call)(Classifier() if model is None else model, *loaders, **(given or {}))
     return loop
 
 
@@ -119,30 +117,22 @@ def add_models():
     for name, output in outputs.items():
         step = {"training_step": lambda self, batch, batch_idx, o=output: o}
         CASES[f"step returns {name}"] = lambda loop, s=step: fit(loop, changed(**s))
-        manual = {
-            **step,
-            "__init__": lambda self: (
-                Classifier.__init__(self),
-                setattr(self, "automatic_optimization", False),
-            )[0],
-        }
-        CASES[f"manual step returns {name}"] = lambda loop, s=manual: fit(loop, changed(**s))
+        CASES[f"manual step returns {name}"] = lambda loop, s=step: fit(loop, manual(changed(**s)))
 
 
-def manual_module():
-    model = Classifier()
+def manual(model):
     model.automatic_optimization = False
     return model
 
 
 @case
 def manual_clipping(loop):
-    fit(loop, manual_module(), gradient_clip_val=1.0)
+    fit(loop, manual(Classifier()), gradient_clip_val=1.0)
 
 
 @case
 def manual_accumulation(loop):
-    fit(loop, manual_module(), accumulate_grad_batches=2)
+    fit(loop, manual(Classifier()), accumulate_grad_batches=2)
 
 
 @case
@@ -210,12 +200,8 @@ def add_logs():
     for name, (args, kwargs) in LOGGED.items():
         CASES[f"log {name}"] = lambda loop, a=args, k=kwargs: fit(loop, logs(*a, **k))
     hooks = ("setup", "on_fit_start", "on_train_start", "on_train_end", "on_fit_end", "teardown")
-    hooks += (
-        "configure_optimizers",
-        "train_dataloader",
-        "on_train_epoch_end",
-        "on_save_checkpoint",
-    )
+    hooks += ("configure_optimizers", "train_dataloader", "on_train_epoch_end")
+    hooks += ("on_save_checkpoint",)
     for hook in hooks:
         method = getattr(Classifier, hook)
 
@@ -288,6 +274,15 @@ def configured(make):
     return changed(configure_optimizers=lambda self: make(torch.optim.SGD(self.parameters(), 0.1)))
 
 
+def constant(optimizer):
+    return lrs.ConstantLR(optimizer)
+
+
+def one_cycle(optimizer):
+    return lrs.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+
+PLATEAU = lrs.ReduceLROnPlateau
 SCHEDULERS = {
     "None": lambda optimizer: None,
     "number": lambda optimizer: 3,
@@ -295,42 +290,20 @@ SCHEDULERS = {
     "extra scheduler key": lambda o: ([o], [{"scheduler": constant(o), "other": 1}]),
     "no scheduler key": lambda o: ([o], [{"interval": "epoch"}]),
     "unknown interval": lambda o: ([o], [{"scheduler": constant(o), "interval": "other"}]),
-    "plateau without monitor": lambda o: ([o], [torch.optim.lr_scheduler.ReduceLROnPlateau(o)]),
+    "plateau without monitor": lambda o: ([o], [PLATEAU(o)]),
     "plateau of an unknown metric": lambda o: {
-        "optimizer": o,
-        "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-        "monitor": "other",
+        "optimizer": o, "lr_scheduler": PLATEAU(o), "monitor": "other"
     },
     "lenient plateau of an unknown metric": lambda o: (
-        [o],
-        [
-            {
-                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-                "monitor": "other",
-                "strict": False,
-            }
-        ],
+        [o], [{"scheduler": PLATEAU(o), "monitor": "other", "strict": False}]
     ),
-    "one cycle by epoch": lambda o: (
-        [o],
-        [
-            {
-                "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
-                "interval": "epoch",
-            }
-        ],
-    ),
+    "one cycle by epoch": lambda o: ([o], [{"scheduler": one_cycle(o), "interval": "epoch"}]),
     "a scheduler of another class": lambda o: ([o], [{"scheduler": object()}]),
     "several optimizers": lambda o: [o, torch.optim.SGD(o.param_groups[0]["params"], 0.1)],
     "a scheduler of another optimizer": lambda o: (
-        [o],
-        [constant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1))],
+        [o], [constant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1))]
     ),
-}
-
-
-def constant(optimizer):
-    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+}  # fmt: skip
 
 
 def add_optimizers():
@@ -361,17 +334,14 @@ DATA = {
     "no length and a limit": lambda: (DataLoader(Stream(), 2), {"limit_train_batches": 0.5}),
     "interval over the length": lambda: (make_loader(), {"val_check_interval": 1000}),
     "a stream with a length": lambda: (DataLoader(StreamWithLength(), 2), {}),
-    "a stream with a length and workers": lambda: (
-        DataLoader(StreamWithLength(), 2, num_workers=2),
-        {},
-    ),
+    "a stream with a length and workers": lambda: (DataLoader(StreamWithLength(), 2, num_workers=2), {}),
     "sequential": lambda: (CombinedLoader([make_loader()], "sequential"), {}),
     "empty": lambda: (DataLoader(TensorDataset(torch.zeros(0, 8))), {}),
     "a number": lambda: (3, {}),
     "None": lambda: ([None, None], {}),
     "shuffled overfit": lambda: (make_loader(shuffle=True), {"overfit_batches": 2}),
     "too few for a row": lambda: (make_loader(), {"log_every_n_steps": 1000, "logger": True}),
-}
+}  # fmt: skip
 
 
 def add_data():
@@ -424,9 +394,8 @@ def datamodule_and_module_have_hook(loop):
             return batch
 
     model = changed(on_after_batch_transfer=Data.on_after_batch_transfer)
-    loop(max_epochs=1, logger=False, enable_checkpointing=False, **SILENT).fit(
-        model, datamodule=Data()
-    )
+    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **SILENT}
+    loop(**options).fit(model, datamodule=Data())
 
 
 # Cases about callbacks and checkpoints
@@ -436,13 +405,11 @@ CALLBACKS = {
     "a bar that is disabled": lambda: [callbacks.TQDMProgressBar()],
     "two of a kind with state": lambda: [Counter(), Counter()],
     "early stopping of an unknown metric": lambda: [callbacks.EarlyStopping("other")],
-    "early stopping of an unknown metric, lenient": lambda: [
-        callbacks.EarlyStopping("other", strict=False)
-    ],
+    "early stopping of an unknown metric, lenient": lambda: [callbacks.EarlyStopping("other", strict=False)],
     "a checkpoint of an unknown metric": lambda: [callbacks.ModelCheckpoint(monitor="other")],
     "a learning rate monitor without a logger": lambda: [callbacks.LearningRateMonitor()],
     "a timer and max_time": lambda: [callbacks.Timer("00:00:01:00")],
-}
+}  # fmt: skip
 
 
 class Counter(callbacks.Callback):
@@ -452,10 +419,13 @@ class Counter(callbacks.Callback):
 
 def add_callbacks():
     for name, make in CALLBACKS.items():
-        options = {"enable_checkpointing": True} if "checkpoint" in name else {}
-        options |= {"enable_progress_bar": True} if name == "two bars" else {}
-        options |= {"max_time": "00:00:01:00"} if "timer" in name else {}
-        options |= {"enable_checkpointing": True} if "two of" in name else {}
+        options = {}
+        if "checkpoint" in name or "two of" in name:
+            options["enable_checkpointing"] = True
+        if name == "two bars":
+            options["enable_progress_bar"] = True
+        if "timer" in name:
+            options["max_time"] = "00:00:01:00"
         CASES[f"callbacks {name}"] = lambda loop, m=make, o=options: fit(
             loop, val=make_loader(), callbacks=m(), **o
         )
@@ -477,8 +447,7 @@ def missing_checkpoint(loop):
 
 
 def saved(loop, **options):
-    trained = fit(loop, **options)
-    trained.save_checkpoint("saved.ckpt", weights_only=options.get("weights_only", False))
+    fit(loop, **options).save_checkpoint("saved.ckpt")
     return "saved.ckpt"
 
 
@@ -489,8 +458,7 @@ def checkpoint_of_a_longer_run(loop):
 
 @case
 def checkpoint_of_weights(loop):
-    trained = fit(loop)
-    trained.save_checkpoint("weights.ckpt", weights_only=True)
+    fit(loop).save_checkpoint("weights.ckpt", weights_only=True)
     fit(loop, max_epochs=2, given={"ckpt_path": "weights.ckpt"})
 
 
@@ -512,8 +480,7 @@ def checkpoint_with_a_missing_callback(loop):
 
 @case
 def best_without_checkpoints(loop):
-    trained = fit(loop)
-    trained.validate(Classifier(), make_loader(), ckpt_path="best")
+    fit(loop).validate(Classifier(), make_loader(), ckpt_path="best")
 
 
 @case
@@ -568,14 +535,6 @@ ON_PURPOSE = [
 NOISE = re.compile(r"`isinstance\(treespec|GPU available|TPU available|HPU available|💡|Handling")
 
 
-@dataclass
-class Messages:
-    """The error and the warnings of a call."""
-
-    error: BaseException | None = None
-    warnings: list[str] = field(default_factory=list)
-
-
 class Records(logging.Handler):
     """Collects the messages that Lightning logs."""
 
@@ -588,17 +547,14 @@ class Records(logging.Handler):
 
 
 def listen(run, loop):
-    found, records = Messages(), Records()
+    """Run a case with a loop. Return its error or None, and its warnings."""
+    problem, records = None, Records()
     for module in list(sys.modules.values()):
         # Clear Lightning's caches of warnings, because Lightning shows some warnings only once per process.
         if isinstance(vars(module).get("warning_cache"), WarningCache):
             module.warning_cache.clear()
-    names = (
-        "lightning.pytorch",
-        "lightning.fabric",
-        "fabric_template",
-        "lightning.pytorch.utilities.rank_zero",
-    )
+    names = ("lightning.pytorch", "lightning.fabric", "fabric_template")
+    names += ("lightning.pytorch.utilities.rank_zero",)
     for name in names:
         logging.getLogger(name).addHandler(records)
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
@@ -606,19 +562,16 @@ def listen(run, loop):
         place = os.getcwd()
         os.chdir(folder)
         try:
-            with (
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(io.StringIO()),
-            ):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 run(loop)
         except (Exception, SystemExit) as error:
-            found.error = error
+            problem = error
         finally:
             os.chdir(place)
             for name in names:
                 logging.getLogger(name).removeHandler(records)
-    found.warnings = list(dict.fromkeys([*(str(w.message) for w in caught), *records.lines]))
-    return found
+    return problem, list(dict.fromkeys([*(str(w.message) for w in caught), *records.lines]))
 
 
 def start_of(text, number):
@@ -627,30 +580,29 @@ def start_of(text, number):
 
 def compare(name, show=False):
     """Print and return the differences between the messages of Trainer and FabricLoop."""
-    trainer, ours = (listen(CASES[name], loop) for loop in (pl.Trainer, FabricLoop))
+    expected, wanted = listen(CASES[name], pl.Trainer)
+    error, given = listen(CASES[name], FabricLoop)
     found = []
-    if ours.error is None or trainer.error is None:
-        if ours.error is not trainer.error:
-            found.append(
-                f"only {'Trainer' if ours.error is None else 'FabricLoop'} raises an error"
-            )
-    elif not isinstance(ours.error, type(trainer.error)):
+    if error is None or expected is None:
+        if error is not expected:
+            found.append(f"only {'Trainer' if error is None else 'FabricLoop'} raises an error")
+    elif not isinstance(error, type(expected)):
         found.append("the class of the error")
-    elif start_of(str(ours.error), 4) != start_of(str(trainer.error), 4):
+    elif start_of(str(error), 4) != start_of(str(expected), 4):
         found.append("the text of the error")
-    texts = [start_of(text, 5) for text in ours.warnings]
-    if ours.error is None:
+    texts = [start_of(text, 5) for text in given]
+    if error is None:
         # After an error, warnings are not compared, because FabricLoop may raise the error earlier.
-        missing = [text for text in trainer.warnings if start_of(text, 5) not in texts]
+        missing = [text for text in wanted if start_of(text, 5) not in texts]
         found += [f"without the warning: {text}" for text in missing if not NOISE.match(text)]
     reason = next((why for names, why in ON_PURPOSE if re.fullmatch(names, name)), "")
-    if name.startswith("option ") and str(ours.error).startswith(name[7:].split("=")[0] + ": got"):
+    if name.startswith("option ") and str(error).startswith(name[7:].split("=")[0] + ": got"):
         reason = "an error of an option names the option, the value and what is expected"
     if show or (found and not reason):
         print(f"\n{name}: {' '.join('; '.join(found).split())[:200] or 'the same'}")
         print(f"  reason:  {reason}" if reason else "")
-        for loop, messages in (("Trainer", trainer), ("ours", ours)):
-            print(f"  {loop:8}{type(messages.error).__name__}: {start_of(str(messages.error), 20)}")
+        for loop, problem in (("Trainer", expected), ("ours", error)):
+            print(f"  {loop:8}{type(problem).__name__}: {start_of(str(problem), 20)}")
     return found, reason
 
 
