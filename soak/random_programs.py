@@ -16,14 +16,8 @@ RANDOM_NETS = ("dropout", "library_noise", "eval_mode", "random_activation", "re
 # Training changes attributes of these networks. Trainer does not save them, so it cannot resume exactly.
 NETS_WITH_ATTRIBUTES = ("memory_bank", "hidden_state", "running_mean", "deque", "array", "counts")
 NETS_WITH_ATTRIBUTES += ("recurrent_state", "schedule")
-HOOKS_WITH_ATTRIBUTES = {
-    "plain_state",
-    "keeps_outputs",
-    "follows_best",
-    "draws_orders",
-    "adds_noise",
-}
-HOOKS_WITH_ATTRIBUTES |= {"captures_activations"}
+HOOKS_WITH_ATTRIBUTES = {"plain_state", "keeps_outputs", "follows_best", "draws_orders"}
+HOOKS_WITH_ATTRIBUTES |= {"adds_noise", "captures_activations"}
 PLAIN_ORDERS = ("in_order", "sequential", "own_set_epoch", "distributed")
 
 # ---- Functions that draw the description of a random program
@@ -161,7 +155,7 @@ def draw_options(generator, description, killed):
     return options
 
 
-# Map each event to its relative frequency. The last five events
+# Map each event to its relative frequency. The events in CHANGES
 # change something between two runs, such as the batch size.
 EVENTS = {
     "SIGKILL": 8,
@@ -175,6 +169,8 @@ EVENTS = {
     "to_Trainer": 1,
     "from_Trainer": 1,
 }
+CROSSINGS = ("to_Trainer", "from_Trainer")
+CHANGES = ("more_epochs", "new_monitor", "other_batch_size", *CROSSINGS)
 POINTS = ("backward", "step", "batch", "hook")
 
 
@@ -187,7 +183,7 @@ def draw_event(generator, description):
         "part": round(generator.random(), 4),
         "rank": generator.randrange(description["ranks"]),
         "is_repeated": generator.random() < 0.2,
-        "crosses": kind not in ("to_Trainer", "from_Trainer") and generator.random() < 0.2,
+        "crosses": kind not in CROSSINGS and generator.random() < 0.2,
     }
 
 
@@ -218,6 +214,11 @@ FOLLOWERS = {"early_stopping", "early_stopping_in_training", "best_checkpoint"}
 
 def event_kind(d):
     return d["event"]["kind"] if d["event"] else None
+
+
+def runs_with_trainer(d):
+    """Return whether Trainer runs a program with a LightningModule, as the oracle or before or after an event."""
+    return not d["event"] or event_kind(d) in CROSSINGS
 
 
 # Never draw a program that makes no sense. Each entry is (reason, condition on the description).
@@ -320,7 +321,7 @@ INVALID = [
     (
         "Trainer has neither validate_every_n_steps nor seed",
         lambda d: is_lightning(d)
-        and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+        and runs_with_trainer(d)
         and {"validate_every_n_steps", "seed"} & set(d["options"]),
     ),
     (
@@ -399,7 +400,7 @@ INVALID = [
     ),
     (
         "Trainer continues only a LightningModule without randomness exactly",
-        lambda d: event_kind(d) in ("to_Trainer", "from_Trainer")
+        lambda d: event_kind(d) in CROSSINGS
         and not (d["style"] == "lightning" and is_complete_in_trainer(d)),
     ),
     (
@@ -437,8 +438,7 @@ INVALID = [
         lambda d: d["ranks"] > 1 and d["sampler"].startswith("own_batches") and not is_lightning(d),
     ),
     ("a change between epochs cannot be combined with max_steps",
-     lambda d: event_kind(d) in ("more_epochs", "new_monitor", "other_batch_size", "to_Trainer", "from_Trainer")
-     and "max_steps" in d["options"]),
+     lambda d: event_kind(d) in CHANGES and "max_steps" in d["options"]),
 ]  # fmt: skip
 
 # Never draw a program in which torch or Lightning is inexact. Each entry is (reason, condition on the description).
@@ -452,7 +452,7 @@ EXCLUDED = [
         lambda d: (
             "early_stopping" in d["callbacks"]
             and isinstance(d["options"].get("val_check_interval"), dict)
-            and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+            and runs_with_trainer(d)
         ),
     ),
     (
@@ -469,16 +469,12 @@ EXCLUDED = [
             d["ranks"] > 1
             and "batches" in d["sampler"]
             and is_lightning(d)
-            and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+            and runs_with_trainer(d)
         ),
     ),
     (
         "StochasticWeightAveraging ends with the last epoch, so a run with fewer epochs gives different results",
-        lambda d: (
-            "swa" in d["callbacks"]
-            and event_kind(d)
-            in ("more_epochs", "new_monitor", "other_batch_size", "to_Trainer", "from_Trainer")
-        ),
+        lambda d: "swa" in d["callbacks"] and event_kind(d) in CHANGES,
     ),
     (
         "WeightAveraging copies the module before its setup, so its file lacks what setup adds",
@@ -494,14 +490,11 @@ EXCLUDED = [
     ),
     (
         "torch refuses a frozenset with weights_only, as Trainer reads files",
-        lambda d: d["hyperparameters"] == "set" and event_kind(d) in ("to_Trainer", "from_Trainer"),
+        lambda d: d["hyperparameters"] == "set" and event_kind(d) in CROSSINGS,
     ),
     (
         "Trainer does not save the attributes of a module",
-        lambda d: (
-            HOOKS_WITH_ATTRIBUTES & set(d["hooks"])
-            and event_kind(d) in ("to_Trainer", "from_Trainer")
-        ),
+        lambda d: HOOKS_WITH_ATTRIBUTES & set(d["hooks"]) and event_kind(d) in CROSSINGS,
     ),
     (
         "attributes of a dataset in a worker are not saved",
@@ -522,7 +515,7 @@ EXCLUDED = [
                 or (d["val"] == "tensor_loader" and d["ranks"] > 1)
             )
             and is_lightning(d)
-            and (not d["event"] or event_kind(d) in ("to_Trainer", "from_Trainer"))
+            and runs_with_trainer(d)
         ),
     ),
     (
@@ -625,13 +618,9 @@ def style_code(d):
     for name in d["hooks"]:
         start, methods = pieces.HOOKS[name]
         if start:
-            code = code.replace(
-                "        self.net = make_net()\n",
-                f"        self.net = make_net()\n        {start}\n",
-            )
-        code = code.replace(
-            "    def configure_optimizers", f"{methods[1:]}    def configure_optimizers"
-        )
+            code = code.replace("make_net()\n", f"make_net()\n        {start}\n")
+        next_method = "    def configure_optimizers"
+        code = code.replace(next_method, f"{methods[1:]}{next_method}")
     if "adds_group" in d["hooks"]:
         code = code.replace("make_optimizer(self)", "make_optimizer(self.net)")
     if d["given"] == "datamodule":

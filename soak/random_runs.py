@@ -80,9 +80,8 @@ class Check:
         shutil.rmtree(folder, ignore_errors=True)
 
     def run(self, loop, name=None, **options):
-        return Run(
-            self.source, loop, self.folder / (name or loop), ranks=self.ranks, **options
-        ).run()
+        root = self.folder / (name or loop)
+        return Run(self.source, loop, root, ranks=self.ranks, **options).run()
 
     def check(self):
         kind = self.event["kind"] if self.event else None
@@ -168,16 +167,14 @@ class Check:
     def finish_interrupted(self, loop, name, whole, oracle):
         """End a run at a point, once or twice, and resume it with a fresh model."""
         visits = whole["counts"].get(self.event["at"], 0)
-        n = 1 + int(self.event["part"] * visits)
-        numbers = (
-            [n, 1 + int(self.event["part"] * (visits - n))] if self.event["is_repeated"] else [n]
-        )
         if not visits:
             return None
+        numbers = [1 + int(self.event["part"] * visits)]
+        if self.event["is_repeated"]:
+            numbers.append(1 + int(self.event["part"] * (visits - numbers[0])))
         for n in numbers:
-            end = self.run(
-                loop, name, event={**self.event, "n": n}, resume="auto", seed=self.seed_of(name)
-            )
+            event, seed = {**self.event, "n": n}, self.seed_of(name)
+            end = self.run(loop, name, event=event, resume="auto", seed=seed)
             is_of_first = self.event["kind"] == "error" and self.event["rank"] == 0
             if is_of_first and "error" in end and not end["is_planned"]:
                 self.outcome.add_failure(f"{loop} raised a different error from the program", end)
@@ -200,8 +197,7 @@ class Check:
         return end, ALL_ENDS if finisher == loop else ENDS
 
     def fewer_epochs(self):
-        module_options = build_options(self.source)
-        return {"max_epochs": module_options["max_epochs"] - 1}
+        return {"max_epochs": build_options(self.source)["max_epochs"] - 1}
 
     def finish_more_epochs(self, loop, name, whole, oracle):
         self.run(loop, name, options=self.fewer_epochs())
@@ -242,10 +238,8 @@ class Check:
 def is_allowed_after_resume(line, end):
     """Return whether a resumed run's files may have this difference."""
     last = "logs/run/checkpoints/last.ckpt"
-    if (
-        line.startswith("files/checkpoints/run/last.ckpt")
-        and end["options"].get("save_last") is False
-    ):
+    is_without_last = end["options"].get("save_last") is False
+    if line.startswith("files/checkpoints/run/last.ckpt") and is_without_last:
         # Even with save_last=False, an interrupted run saves last.ckpt, and the resumed run does not remove this file.
         return True
     if line.startswith(f"files/{last}"):
@@ -259,10 +253,8 @@ def is_allowed_after_resume(line, end):
     if line.endswith("/callbacks/callbacks.VisitsHooks: more"):
         # The callback VisitsHooks counts hooks. Only runs that an event ends have it.
         return True
-    if re.search(
-        r"/((plain_state|model)/attributes/\(.*\)|flags/(requires_grad|training)/.*): more$",
-        line,
-    ):
+    state = r"(plain_state|model)/attributes/\(.*\)|flags/(requires_grad|training)/.*"
+    if re.search(rf"/({state}): more$", line):
         # A resumed run also saves an attribute or flag that has changed and then returned to its first value.
         return True
     if line == "schedulers: 0 items instead of 1":
@@ -364,15 +356,9 @@ class Report:
         for loop, message in outcome.refusals.items():
             self.refused[loop][re.sub(r"\d+", "N", message)[:200]] += 1
         for kind, details in outcome.differences:
-            self.differences.append(
-                {
-                    "number": description["number"],
-                    "kind": kind,
-                    "details": [first_line([line]) for line in details],
-                    "script": script_path,
-                    "shapes": shapes,
-                }
-            )
+            found = {"number": description["number"], "kind": kind, "script": script_path}
+            found |= {"details": [first_line([line]) for line in details], "shapes": shapes}
+            self.differences.append(found)
 
     def text(self):
         lines = [f"{self.programs} programs, {self.invalid} refused by the oracle, too"]
@@ -475,10 +461,8 @@ def warm_up(folder):
 
 def campaign(options):
     """Check all programs in several processes. Return the report."""
-    report, folder = (
-        Report(),
-        Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)),
-    )
+    report = Report()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     numbers = range(options.first, options.first + options.count)
     pipes, pids = [], []
     for job in range(options.jobs):
@@ -521,11 +505,8 @@ def read_results(pipes, report, options):
             report.add(*result)
             description, outcome = result[:2]
             for kind, details in outcome.differences:
-                print(
-                    f"number {description['number']}: {kind}: {first_line(details)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"number {description['number']}: {kind}: {first_line(details)}"
+                print(text, file=sys.stderr, flush=True)
 
 
 def parse_options(arguments=None):
