@@ -71,30 +71,14 @@ def campaign(count, seed):
     # Load the library that preload() has preloaded, to call its functions.
     library = ctypes.CDLL(os.environ[READY])
     library.faults_disarm.restype, library.faults_hit.restype = ctypes.c_long, ctypes.c_char_p
-    library.faults_arm.argtypes = (
-        ctypes.c_char_p,
-        ctypes.c_long,
-        ctypes.c_long,
-        ctypes.c_int,
-        ctypes.c_int,
-    )
-    workspace = Path(
-        tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    ).resolve()
-    root, report, draw, started = (
-        workspace / "run",
-        workspace / "report",
-        random.Random(seed),
-        time.monotonic(),
-    )
-    figures = {
-        "seed": seed,
-        "faults": 0,
-        "hits": Counter(),
-        "ends": Counter(),
-        "calls": {},
-        "losses": [],
-    }
+    long, number = ctypes.c_long, ctypes.c_int
+    library.faults_arm.argtypes = ctypes.c_char_p, long, long, number, number
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    workspace = Path(tempfile.mkdtemp(dir=memory)).resolve()
+    root, report = workspace / "run", workspace / "report"
+    draw, started = random.Random(seed), time.monotonic()
+    figures = {"seed": seed, "faults": 0, "calls": {}, "losses": []}
+    figures |= {"hits": Counter(), "ends": Counter()}
 
     def run_with_faults(faults):
         """Train with faults in this process. Write the saved step and the run's outcome to the report."""
@@ -111,33 +95,23 @@ def campaign(count, seed):
         try:
             train(root)
         except Exception as error:
-            result["end"] = (
-                "a line"
-                if isinstance(error, ValueError) and "\n" not in str(error)
-                else "a traceback"
-            )
-            result["options"] = (
-                "".join(traceback.format_exception(error))
-                if result["end"] != "a line"
-                else str(error)
-            )
+            if isinstance(error, ValueError) and "\n" not in str(error):
+                result |= {"end": "a line", "options": str(error)}
+            else:
+                text = "".join(traceback.format_exception(error))
+                result |= {"end": "a traceback", "options": text}
         result["calls"], result["hit"] = library.faults_disarm(), library.faults_hit().decode()
         report.write_text(json.dumps(result))
 
-    def prepared(previous):
+    def run(previous, faults):
         shutil.rmtree(root, ignore_errors=True)
         report.unlink(missing_ok=True)
         if previous is not None:
             shutil.copytree(previous, root)
-
-    def run(previous, faults):
-        prepared(previous)
         (exit_code,) = end([fork(run_with_faults, faults)])
-        result = (
-            json.loads(report.read_text())
-            if report.exists()
-            else {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
-        )
+        result = {"saved": 0, "end": "SIGKILL", "hit": "SIGKILL"}
+        if report.exists():
+            result = json.loads(report.read_text())
         if exit_code not in (0, -signal.SIGKILL):
             result = {**result, "end": f"exit code {exit_code}"}
         return result
@@ -151,17 +125,14 @@ def campaign(count, seed):
                 continue
 
     def problem_of(previous, result, whole):
-        damaged = (
-            {p.read_bytes() for p in previous.rglob("last.ckpt")}
-            if previous is not None and "damaged" in previous.name
-            else ()
-        )
+        damaged = set()
+        if previous is not None and "damaged" in previous.name:
+            damaged = {path.read_bytes() for path in previous.rglob("last.ckpt")}
         if result["end"] not in ("well", "a line", "SIGKILL"):
             return result.get("options", result["end"])
         files = contents(root)
-        if wrong := [
-            name for name, data in files.items() if ".damaged" in name and data not in damaged
-        ]:
+        renamed = {name: data for name, data in files.items() if ".damaged" in name}
+        if wrong := [name for name, data in renamed.items() if data not in damaged]:
             return f"intact but renamed: {wrong}"
         if previous is not None and (wrong := [name for name in files if ".before" in name]):
             return f"started from scratch: {wrong}"
@@ -203,15 +174,10 @@ def campaign(count, seed):
             except Exception as error:
                 problem = "".join(traceback.format_exception(error))
             if problem:
-                fault = f"{kind} {code}: {result['hit']}"
-                plan = {
-                    "files": name,
-                    "calls": [first, second],
-                    "fault": fault,
-                    "line": result.get("options"),
-                }
-                figures["losses"].append({**plan, "problem": problem})
-                print(json.dumps(figures["losses"][-1]), file=sys.stderr, flush=True)
+                loss = {"files": name, "calls": [first, second], "line": result.get("options")}
+                loss |= {"fault": f"{kind} {code}: {result['hit']}", "problem": problem}
+                figures["losses"].append(loss)
+                print(json.dumps(loss), file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
     return {**figures, "seconds": time.monotonic() - started}
