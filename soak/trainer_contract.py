@@ -17,68 +17,35 @@ import re
 import sys
 import tempfile
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import search_path  # noqa: F401
+
+# isort: split
+import parity_modules
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-import parity_modules
 from modules import Classifier, by_step, make_loader, quiet
 
 from fabric_template import FabricLoop
 
-HOOKS = [
-    name for name in dir(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown")
-]
+HOOKS = [name for name in dir(pl.Callback) if name.startswith("on_")] + ["setup", "teardown"]
 MODULE_HOOKS = [
-    "backward",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "configure_model",
-    "configure_optimizers",
-    "lr_scheduler_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "predict_step",
-    "prepare_data",
-    "setup",
-    "teardown",
-    "test_step",
-    "train_dataloader",
-    "training_step",
-    "transfer_batch_to_device",
-    "val_dataloader",
-    "validation_step",
-]
-MODULE_HOOKS += [
-    name for name in dir(pl.LightningModule) if name.startswith("on_") and name != "on_gpu"
-]
-# Do not read methods or estimated_stepping_batches. Without a
-# training loader, reading the latter leaves DataLoader patched.
-NOT_READ = [
-    "fit",
-    "validate",
-    "test",
-    "predict",
-    "print",
-    "save_checkpoint",
-    "init_module",
-    "estimated_stepping_batches",
-]
+    "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model", "configure_optimizers",
+    "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "predict_step", "prepare_data", "setup", "teardown",
+    "test_step", "train_dataloader", "training_step", "transfer_batch_to_device", "val_dataloader", "validation_step",
+]  # fmt: skip
+MODULE_HOOKS += [name for name in dir(pl.LightningModule) if name.startswith("on_")]
+MODULE_HOOKS.remove("on_gpu")
 
 # Trainer and FabricLoop use different classes for these objects. Compare only their purpose.
 OWN_CLASSES = dict.fromkeys(("FabricLoop", "Trainer"), "trainer")
-OWN_CLASSES |= dict.fromkeys(
-    ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop"), "a loop"
-)
-OWN_CLASSES |= dict.fromkeys(("_AutomaticOptimization", "_ManualOptimization", "LoopAPI"), "a loop")
+LOOPS = ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop")
+LOOPS += ("_AutomaticOptimization", "_ManualOptimization", "LoopAPI")
+OWN_CLASSES |= dict.fromkeys(LOOPS, "a loop")
 OWN_CLASSES |= dict.fromkeys(("SingleDeviceStrategy", "DDPStrategy", "StrategyAPI"), "a strategy")
-OWN_CLASSES |= dict.fromkeys(
-    ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace"), "counters"
-)
+COUNTERS = ("_Progress", "_BatchProgress", "_SchedulerProgress", "SimpleNamespace")
+OWN_CLASSES |= dict.fromkeys(COUNTERS, "counters")
 
 # These attributes differ on purpose: (attribute, moments, reason). docs/differences.md also lists them.
 ON_PURPOSE = [
@@ -89,16 +56,8 @@ ON_PURPOSE = [
     (r"(validate|test|predict)_loop\.max_batches", ".*", "one limit for the current evaluation"),
     (r"\w+_loop\.batch_idx", ".*", "-1 outside an epoch"),
     (r"fit_loop\.max_batches", ".*", "an evaluation has no training batches"),
-    (
-        r"predict_loop\.\w*(indices|predictions)",
-        ".*",
-        "kept for callbacks even if no callback needs them",
-    ),
-    (
-        r"strategy\.(handles|lightning_restore|restore_checkpoint|strategy_name)\w*",
-        ".*",
-        "Trainer's",
-    ),
+    (r"predict_loop\.\w*(indices|predictions)", ".*", "kept even if no callback needs them"),
+    (r"strategy\.(handles|lightning_rest|restore_check|strategy_name)\w*", ".*", "Trainer's"),
     (r"trainer\.(callback|logged|progress_bar)_metrics", "setup", "a call starts without metrics"),
     (r"trainer\.num_(val|predict)_batches", "setup", "a call starts without limits"),
     (r"trainer\.is_last_batch", ".*", "False when there is no batch"),
@@ -176,9 +135,8 @@ def described(value, depth=0):
     if isinstance(value, float):
         return f"float {value:.9g}"
     if isinstance(value, dict) and depth < 3:
-        return str(
-            {name: described(part, depth + 1) for name, part in sorted(value.items(), key=str)}
-        )
+        items = sorted(value.items(), key=str)
+        return str({name: described(part, depth + 1) for name, part in items})
     if isinstance(value, list | tuple) and depth < 3:
         return f"{type(value).__name__} {[described(part, depth + 1) for part in value]}"
     return OWN_CLASSES.get(type(value).__name__, type(value).__name__)
@@ -205,10 +163,9 @@ class Recorder(pl.Callback):
             found[part] = getattr(trainer, part)
         found["epoch_loop"] = getattr(found["fit_loop"], "epoch_loop", None)
         for part, names in self.names.items():
-            if found[part] is not None:
-                self.values += [
-                    (self.call, moment, f"{part}.{name}", read(found[part], name)) for name in names
-                ]
+            for name in names if found[part] is not None else ():
+                value = read(found[part], name)
+                self.values.append((self.call, moment, f"{part}.{name}", value))
         arguments = [described(argument) for argument in arguments]
         self.values.append((self.call, moment, f"arguments of {moment}", str(arguments)))
 
@@ -242,8 +199,11 @@ def record_module_hooks(module, recorder):
 
 def names_of_trainer():
     trainer = pl.Trainer(**quiet())
+    names = public_names(pl.Trainer, trainer)
+    # Reading this attribute without a training loader would leave DataLoader patched.
+    names.remove("estimated_stepping_batches")
     return {
-        "trainer": [name for name in public_names(pl.Trainer, trainer) if name not in NOT_READ],
+        "trainer": names,
         "module": public_names(pl.LightningModule),
         "strategy": public_names(SingleDeviceStrategy, trainer.strategy),
         "epoch_loop": public_names(type(trainer.fit_loop.epoch_loop), trainer.fit_loop.epoch_loop),
@@ -295,9 +255,8 @@ def record_call(trainer, recorder, call):
     try:
         call()
     except Exception as error:  # noqa: BLE001
-        recorder.values.append(
-            (recorder.call, "after", "error", f"{type(error).__name__}: {str(error)[:40]}")
-        )
+        text = f"{type(error).__name__}: {str(error)[:40]}"
+        recorder.values.append((recorder.call, "after", "error", text))
     recorder.record(trainer, "after")
 
 
@@ -329,9 +288,8 @@ def main():
         if not places:
             continue
         module, call, moment, _, _, expected, found = places[0]
-        print(
-            f"{attribute}: {len(places)}, first in {module}, {call}, {moment}: {expected} | {found}"
-        )
+        first = f"first in {module}, {call}, {moment}: {expected} | {found}"
+        print(f"{attribute}: {len(places)}, {first}")
         if options.details:
             for place in places[1:]:
                 print("   ", *place)
