@@ -20,11 +20,8 @@ PER_KIND = 12
 def split_sentences(text):
     """Return the sentences that are long enough to be judged."""
     text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
-    return [
-        sentence
-        for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z`])", text)
-        if len(sentence.split()) >= 4
-    ]
+    sentences = re.split(r"(?<=[.!?]) +(?=[A-Z`])", text)
+    return [sentence for sentence in sentences if len(sentence.split()) >= 4]
 
 
 def docstrings(source):
@@ -39,11 +36,7 @@ def comments(source):
     """Yield each comment at the end of a code line, and each block of other comment lines."""
     block, last = [], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if (
-            token.type == tokenize.COMMENT
-            and "noqa" not in token.string
-            and "type:" not in token.string
-        ):
+        if token.type == tokenize.COMMENT and not re.search("noqa|type:", token.string):
             is_beside_code = not token.line.lstrip().startswith("#")
             if token.start[0] != last + 1 or is_beside_code:
                 yield " ".join(block)
@@ -63,9 +56,10 @@ def prose(source):
     text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for block in re.split(r"\n\n|\n(?=[-|#\d])", text):
-        for cell in (
-            block.lstrip("- ").split(" | ") if block.startswith("|") else [block.lstrip("#- ")]
-        ):
+        cells = [block.lstrip("#- ")]
+        if block.startswith("|"):
+            cells = block.lstrip("- ").split(" | ")
+        for cell in cells:
             yield from (text for text in split_sentences(cell.strip("| \n")) if text[-1] in ".:?!")
 
 
@@ -81,12 +75,10 @@ def draw(seed):
     }
     generator, drawn = random.Random(seed), []
     for kind, (files, find) in sources.items():
-        found = [
-            (kind, path.name, text)
-            for path in files
-            for text in find(path.read_text(encoding="utf-8"))
-        ]
-        found = [unit for unit in found if len(unit[2].split()) >= 4]
+        found = []
+        for path in files:
+            texts = find(path.read_text(encoding="utf-8"))
+            found += [(kind, path.name, text) for text in texts if len(text.split()) >= 4]
         drawn += generator.sample(found, PER_KIND)
     return drawn
 

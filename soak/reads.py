@@ -105,9 +105,8 @@ def prepare(folder, at=110, **options):
     """Write the files of a run that was killed in its second epoch, and a copy in which last.ckpt is damaged."""
     (code,) = end([fork(_train_until, folder / "run", at, options)])
     if code != -signal.SIGKILL or len(list((folder / "run").rglob("*.ckpt"))) < 2:
-        raise RuntimeError(
-            f"the run that was to be killed ended with {code}, and left {list(contents(folder / 'run'))}"
-        )
+        files = list(contents(folder / "run"))
+        raise RuntimeError(f"the run to be killed ended with {code}, and left {files}")
     (folder / "run").rename(folder / "killed")
     shutil.copytree(folder / "killed", folder / "damaged")
     (last,) = (folder / "damaged").rglob("last.ckpt")
@@ -169,12 +168,8 @@ def sweep(every, names):
                 kind = KINDS[n // every % len(KINDS)]
                 figures["faults"] += 1
                 if problem := check(folder, files, whole, n, kind):
-                    where = " ".join(layer.recorded[n - 1])
-                    loss = {
-                        "files": files.name,
-                        "fault": f"{n} {kind}: {where}",
-                        "problem": problem,
-                    }
+                    fault = f"{n} {kind}: {' '.join(layer.recorded[n - 1])}"
+                    loss = {"files": files.name, "fault": fault, "problem": problem}
                     figures["losses"].append(loss)
                     print(loss, file=sys.stderr, flush=True)
     finally:

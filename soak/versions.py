@@ -17,17 +17,8 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TOOLS = [
-    "pytest>=8",
-    "pytest-timeout",
-    "hypothesis",
-    "tensorboard",
-    "torchdata",
-    "click",
-    "safetensors",
-    "rich",
-]
-NOTEBOOKS = ["nbmake", "nbclient", "ipykernel"]
+TOOLS = ["pytest>=8", "pytest-timeout", "hypothesis", "tensorboard", "torchdata"]
+TOOLS += ["click", "safetensors", "rich", "nbmake", "nbclient", "ipykernel"]
 
 # Map each row's name to (pip's arguments for torch, pip's arguments for the other packages).
 ROWS = {
@@ -68,9 +59,8 @@ def make_environment(folder, interpreter, torch, packages):
         subprocess.run([interpreter, "-m", "venv", folder], check=True)
         pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([*pip, torch], check=True, cwd=REPOSITORY)
-        subprocess.run(
-            [*pip, *packages, *TOOLS, *NOTEBOOKS, "--editable", "."], check=True, cwd=REPOSITORY
-        )
+        others = [*packages, *TOOLS, "--editable", "."]
+        subprocess.run([*pip, *others], check=True, cwd=REPOSITORY)
         (folder / "is_complete").touch()
     return python
 
@@ -79,33 +69,19 @@ def run_tests(python, tests):
     """Return the versions, pytest's last line and the failed tests."""
     code = (
         "import platform, torch, lightning, numpy, pandas;"
-        "print(platform.python_version(), *(m.__version__ for m in (torch, lightning, numpy, pandas)))"
+        "modules = (torch, lightning, numpy, pandas);"
+        "versions = (f'{module.__name__} {module.__version__}' for module in modules);"
+        "print(f'python {platform.python_version()}', *versions, sep=', ')"
     )
-    versions = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     # Do not turn warnings into errors, because other versions give different deprecation warnings.
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "filterwarnings=",
-        *tests,
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "filterwarnings="]
+    command = [python, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     lines = run.stdout.splitlines() or ["no output"]
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
-    names = ("python", "torch", "lightning", "numpy", "pandas")
-    return (
-        ", ".join(f"{name} {version}" for name, version in zip(names, versions, strict=True)),
-        lines[-1],
-        failed,
-    )
+    return shown.stdout.strip(), lines[-1], failed
 
 
 if __name__ == "__main__":
