@@ -16,6 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler
+from torch.utils.data import RandomSampler
+from torch.utils.data import SequentialSampler
+from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 X = torch.randn($samples, 8, generator=torch.Generator().manual_seed(5))
 Y = X[:, :3].argmax(1)
 """
@@ -125,7 +131,6 @@ make_data = Points
 
 # ---- Source code of samplers: (definitions, arguments of the DataLoader)
 
-_IMPORT = "from torch.utils.data import $name\n"
 _SEEDED = "torch.Generator().manual_seed(7)"
 
 
@@ -148,38 +153,17 @@ SAMPLERS = {
     "in_order": ("", "shuffle=False"),
     "shuffle": ("", "shuffle=True"),
     "shuffle_generator": ("", f"shuffle=True, generator={_SEEDED}"),
-    "replacement": (
-        fill(_IMPORT, name="RandomSampler"),
-        "sampler=RandomSampler(data, replacement=True, num_samples=22)",
-    ),
-    "random_generator": (
-        fill(_IMPORT, name="RandomSampler"),
-        f"sampler=RandomSampler(data, generator={_SEEDED})",
-    ),
-    "weighted": (
-        fill(_IMPORT, name="WeightedRandomSampler"),
-        "sampler=WeightedRandomSampler(torch.arange(len(X)) + 1.0, len(X))",
-    ),
+    "replacement": ("", "sampler=RandomSampler(data, replacement=True, num_samples=22)"),
+    "random_generator": ("", f"sampler=RandomSampler(data, generator={_SEEDED})"),
+    "weighted": ("", "sampler=WeightedRandomSampler(torch.arange(len(X)) + 1.0, len(X))"),
     "weighted_generator": (
-        fill(_IMPORT, name="WeightedRandomSampler"),
+        "",
         f"sampler=WeightedRandomSampler(torch.arange(len(X)) + 1.0, len(X), generator={_SEEDED})",
     ),
-    "subset": (
-        fill(_IMPORT, name="SubsetRandomSampler"),
-        "sampler=SubsetRandomSampler(range(0, len(X), 2))",
-    ),
-    "subset_generator": (
-        fill(_IMPORT, name="SubsetRandomSampler"),
-        f"sampler=SubsetRandomSampler(range(20), generator={_SEEDED})",
-    ),
-    "sequential": (
-        fill(_IMPORT, name="SequentialSampler"),
-        "sampler=SequentialSampler(data)",
-    ),
-    "distributed": (
-        fill(_IMPORT, name="DistributedSampler"),
-        "sampler=DistributedSampler(data, 1, 0, seed=4)",
-    ),
+    "subset": ("", "sampler=SubsetRandomSampler(range(0, len(X), 2))"),
+    "subset_generator": ("", f"sampler=SubsetRandomSampler(range(20), generator={_SEEDED})"),
+    "sequential": ("", "sampler=SequentialSampler(data)"),
+    "distributed": ("", "sampler=DistributedSampler(data, 1, 0, seed=4)"),
     "own": own_sampler("pass", "return iter(torch.randperm(self.num).tolist())"),
     "own_torch": own_sampler(
         f"self.generator = {_SEEDED}",
@@ -233,12 +217,9 @@ class Batches:
 
 
 BATCH_SAMPLERS = {
-    "batches": (
-        fill(_IMPORT, name="BatchSampler, RandomSampler"),
-        "batch_sampler=BatchSampler(RandomSampler(data), 4, False)",
-    ),
+    "batches": ("", "batch_sampler=BatchSampler(RandomSampler(data), 4, False)"),
     "batches_generator": (
-        fill(_IMPORT, name="BatchSampler, RandomSampler"),
+        "",
         f"batch_sampler=BatchSampler(RandomSampler(data, generator={_SEEDED}), 4, True)",
     ),
     "own_batches": own_batch_sampler("pass", "torch.randperm(self.num).tolist()"),
@@ -824,19 +805,14 @@ for _kind, _nets, _first, _second, _all in (
         )
     )
 
-# Source code of a LightningModule's hooks: (lines of __init__, methods).
+# Source code of a LightningModule's hooks, and the lines of __init__ that some hooks need
 HOOKS = {
-    "freezes": (
-        "",
-        """
+    "freezes": """
     def on_train_epoch_start(self):
         for q in next(m for m in self.net.modules() if isinstance(m, nn.Linear)).parameters():
             q.requires_grad = self.current_epoch > 0
 """,
-    ),
-    "freezes_once": (
-        "",
-        """
+    "freezes_once": """
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             next(m for m in self.net.modules() if isinstance(m, nn.Linear)).requires_grad_(False)
@@ -844,68 +820,44 @@ HOOKS = {
                 if isinstance(part, nn.Dropout):
                     part.eval()
 """,
-    ),
-    "adds_group": (
-        "self.extra = nn.Parameter(torch.ones(3))",
-        """
+    "adds_group": """
     def on_train_epoch_start(self):
         if self.current_epoch == 1 and len(self.trainer.optimizers[0].param_groups) == 1:
             self.trainer.optimizers[0].add_param_group({"params": [self.extra], "lr": 0.01})
 """,
-    ),
-    "ends_epoch": (
-        "",
-        """
+    "ends_epoch": """
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 4 else None
 """,
-    ),
-    "clips": (
-        "",
-        """
+    "clips": """
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, 0.2, "norm")
 """,
-    ),
-    "warms_up": (
-        "",
-        """
+    "warms_up": """
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * min(1, (self.global_step + 1) / 5)
         optimizer.step(closure=optimizer_closure)
 """,
-    ),
-    "clears_gradients": (
-        "",
-        """
+    "clears_gradients": """
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
 """,
-    ),
-    "averages": (
-        "",
-        """
+    "averages": """
     def setup(self, stage):
         self.average = torch.optim.swa_utils.AveragedModel(self.net)
         self.average.requires_grad_(False)
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.average.update_parameters(self.net)
 """,
-    ),
-    "averages_late": (
-        "",
-        """
+    "averages_late": """
     def on_fit_start(self):
         self.average = torch.optim.swa_utils.AveragedModel(self.net)
         self.average.requires_grad_(False)
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.average.update_parameters(self.net)
 """,
-    ),
-    "saves_own": (
-        "self.calls = 0",
-        """
+    "saves_own": """
     def on_train_batch_start(self, batch, batch_idx):
         self.calls += 1
         self.net.requires_grad_(self.calls % 3 != 0)
@@ -915,36 +867,24 @@ HOOKS = {
     def on_load_checkpoint(self, checkpoint):
         self.calls = checkpoint["calls"]
 """,
-    ),
-    "plain_state": (
-        "self.calls, self.hidden, self.seen = 0, torch.zeros(3), []",
-        """
+    "plain_state": """
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.calls, self.seen = self.calls + 1, [*self.seen, self.calls][-3:]
         self.hidden = 0.5 * self.hidden + self.calls
         with torch.no_grad():
             next(q for q in self.parameters() if q.requires_grad).add_(0.001 * self.hidden.mean() / sum(self.seen))
 """,
-    ),
-    "own_generators": (
-        "self.rng, self.generator = np.random.default_rng(3), torch.Generator().manual_seed(3)",
-        """
+    "own_generators": """
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
             noise = self.rng.random() + torch.rand((), generator=self.generator)
             next(q for q in self.parameters() if q.requires_grad).add_(0.001 * noise)
 """,
-    ),
-    "own_loader": (
-        "",
-        """
+    "own_loader": """
     def train_dataloader(self):
         return make_train()
 """,
-    ),
-    "keeps_outputs": (
-        "self.outputs = []",
-        """
+    "keeps_outputs": """
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if outputs and outputs["loss"] is not None:
             self.outputs.append(outputs["loss"])
@@ -954,19 +894,13 @@ HOOKS = {
             next(q for q in self.parameters() if q.requires_grad).mul_(1 - 0.001 * len(self.outputs))
         self.outputs.clear()
 """,
-    ),
-    "adds_noise": (
-        "",
-        """
+    "adds_noise": """
     def on_before_optimizer_step(self, optimizer):
         for q in self.parameters():
             if q.grad is not None and not q.grad.is_sparse:
                 q.grad.add_(0.01 * torch.randn_like(q.grad) * random.random())
 """,
-    ),
-    "follows_best": (
-        "self.best, self.waited = float('inf'), 0",
-        """
+    "follows_best": """
     def on_validation_epoch_end(self):
         value = float(self.trainer.callback_metrics.get("val_loss", 0.0))
         self.waited = 0 if value < self.best - 0.2 else self.waited + 1
@@ -975,19 +909,13 @@ HOOKS = {
             for group in self.trainer.optimizers[0].param_groups:
                 group["lr"] = group["lr"] * 0.9
 """,
-    ),
-    "follows_counters": (
-        "",
-        """
+    "follows_counters": """
     def on_train_batch_start(self, batch, batch_idx):
         with torch.no_grad():
             move = 1e-3 * self.global_step + 1e-2 * self.current_epoch + 1e-4 * batch_idx
             next(q for q in self.parameters() if q.requires_grad).add_(move)
 """,
-    ),
-    "draws_orders": (
-        "self.order = [0, 1, 2]",
-        """
+    "draws_orders": """
     def on_train_epoch_start(self):
         random.shuffle(self.order)
         self.scale = np.random.permutation(3)
@@ -996,40 +924,37 @@ HOOKS = {
             move = 1e-3 * (self.order[0] + int(self.scale[1]))
             next(q for q in self.parameters() if q.requires_grad).add_(move)
 """,
-    ),
-    "restarts_optimizer": (
-        "",
-        """
+    "restarts_optimizer": """
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.trainer.optimizers[0].state.clear()
 """,
-    ),
-    "decays_weights": (
-        "",
-        """
+    "decays_weights": """
     def on_train_epoch_start(self):
         for group in self.trainer.optimizers[0].param_groups:
             group["weight_decay"] = 0.01 * (1 + self.current_epoch)
 """,
-    ),
-    "stops_itself": (
-        "",
-        """
+    "stops_itself": """
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_step >= 8:
             self.trainer.should_stop = True
 """,
-    ),
-    "captures_activations": (
-        "self.seen = []; self.net.register_forward_hook(lambda m, i, o: self.seen.append(float(o.detach().float().mean())))",
-        """
+    "captures_activations": """
     def on_train_batch_end(self, outputs, batch, batch_idx):
         del self.seen[:-3]
         with torch.no_grad():
             next(q for q in self.parameters() if q.requires_grad).add_(0.001 * sum(self.seen))
 """,
-    ),
+}
+HOOK_ATTRIBUTES = {
+    "adds_group": "self.extra = nn.Parameter(torch.ones(3))",
+    "saves_own": "self.calls = 0",
+    "plain_state": "self.calls, self.hidden, self.seen = 0, torch.zeros(3), []",
+    "own_generators": "self.rng, self.generator = np.random.default_rng(3), torch.Generator().manual_seed(3)",
+    "keeps_outputs": "self.outputs = []",
+    "follows_best": "self.best, self.waited = float('inf'), 0",
+    "draws_orders": "self.order = [0, 1, 2]",
+    "captures_activations": "self.seen = []; self.net.register_forward_hook(lambda m, i, o: self.seen.append(float(o.detach().float().mean())))",
 }
 
 RETURNED = {

@@ -204,7 +204,7 @@ def is_complete_in_trainer(d):
 
 
 def has_repeated_method(hooks):
-    methods = [name for hook in hooks for name in re.findall(r"def (\w+)", pieces.HOOKS[hook][1])]
+    methods = [name for hook in hooks for name in re.findall(r"def (\w+)", pieces.HOOKS[hook])]
     return len(set(methods)) < len(methods)
 
 
@@ -458,7 +458,7 @@ EXCLUDED = [
     (
         "ModelCheckpoint saves before the module's on_train_batch_end",
         lambda d: (
-            any("def on_train_batch_end" in pieces.HOOKS[name][1] for name in d["hooks"])
+            any("def on_train_batch_end" in pieces.HOOKS[name] for name in d["hooks"])
             and "model_checkpoint" in d["callbacks"]
             and d["event"]
         ),
@@ -616,11 +616,11 @@ def style_code(d):
     """Return the code of the model and of build(), with the drawn hooks and without unused lines."""
     code = pieces.STYLES[d["style"]]
     for name in d["hooks"]:
-        start, methods = pieces.HOOKS[name]
-        if start:
-            code = code.replace("make_net()\n", f"make_net()\n        {start}\n")
+        if name in pieces.HOOK_ATTRIBUTES:
+            attributes = pieces.HOOK_ATTRIBUTES[name]
+            code = code.replace("make_net()\n", f"make_net()\n        {attributes}\n")
         next_method = "    def configure_optimizers"
-        code = code.replace(next_method, f"{methods[1:]}{next_method}")
+        code = code.replace(next_method, f"{pieces.HOOKS[name][1:]}{next_method}")
     if "adds_group" in d["hooks"]:
         code = code.replace("make_optimizer(self)", "make_optimizer(self.net)")
     if d["given"] == "datamodule":
