@@ -36,6 +36,7 @@ import search_path  # noqa: F401
 # isort: split
 import numpy as np
 import torch
+from kills import fork
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Callback
 from public_builders import BUILDERS
@@ -170,11 +171,7 @@ def run_process(folder, function, *args, **options):
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result"
     result.unlink(missing_ok=True)
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        run_child(folder, function, args, options)
-    _, status = os.waitpid(pid, 0)
+    _, status = os.waitpid(fork(run_child, folder, function, args, options), 0)
     if result.exists():
         return torch.load(result, weights_only=False)
     code = os.waitstatus_to_exitcode(status)
@@ -182,30 +179,22 @@ def run_process(folder, function, *args, **options):
 
 
 def run_child(folder, function, args, options):
-    code = 1
+    signal.alarm(SECONDS_PER_RUN)
+    os.chdir(folder)
+    with open(folder / "output.txt", "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
-        signal.alarm(SECONDS_PER_RUN)
-        os.chdir(folder)
-        with open(folder / "output.txt", "a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        try:
-            numbers = function(*args, **options)
-        except BaseException as error:
-            traceback.print_exc()
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            text = " ".join(str(error).split())
-            numbers = f"{type(error).__name__}: {text[:400]} ({where})"
-        torch.save(numbers, folder / "result.part")
-        os.replace(folder / "result.part", folder / "result")
-        code = 0
-    except BaseException:
+        numbers = function(*args, **options)
+    except BaseException as error:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        text = " ".join(str(error).split())
+        numbers = f"{type(error).__name__}: {text[:400]} ({where})"
+    torch.save(numbers, folder / "result.part")
+    os.replace(folder / "result.part", folder / "result")
+    sys.stdout.flush()
 
 
 # Functions that compare the results of two runs

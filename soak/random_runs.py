@@ -22,7 +22,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 import search_path  # noqa: F401
 import torch
+from kills import fork
 from program_runs import LOOPS, MINI_OPTIONS, NEUTRAL_OPTIONS, Run, differences
 from random_programs import (
     SIMPLEST,
@@ -394,8 +394,10 @@ def draw_program(options, number):
     return {**description, "callbacks": [], "options": {**kept, "num_sanity_val_steps": 0}}
 
 
-def run_numbers(numbers, options, folder, pipe):
+def run_numbers(numbers, options, folder, reader, writer):
     """Check the programs with these numbers, and write each result to a pipe."""
+    os.close(reader)
+    pipe = os.fdopen(writer, "wb")
     warm_up(folder / "warm")
     # Remember (cause, pieces of the reduced program), so that each cause is reduced only once.
     causes = []
@@ -467,21 +469,10 @@ def campaign(options):
     pipes, pids = [], []
     for job in range(options.jobs):
         reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(reader)
-                with os.fdopen(writer, "wb") as pipe:
-                    run_numbers(numbers[job :: options.jobs], options, folder / str(job), pipe)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
+        own_numbers, own_folder = numbers[job :: options.jobs], folder / str(job)
+        pids.append(fork(run_numbers, own_numbers, options, own_folder, reader, writer))
         os.close(writer)
         pipes.append(os.fdopen(reader, "rb"))
-        pids.append(pid)
     try:
         read_results(pipes, report, options)
     finally:
