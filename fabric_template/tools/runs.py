@@ -312,19 +312,6 @@ def find_recorded(about: dict[str, Any], options: dict[str, Any]) -> dict[str, A
     return {name: entry for name, entry in found.items() if name not in options}
 
 
-def parse_section(text: str) -> Any:
-    """Parse a top-level section of config.yaml or hparams.yaml."""
-    if not text.startswith("about:\n"):
-        return parse_yaml(text)
-    # Many runs contain the same entries, so parse each entry of the "about" section separately. For
-    # a repeated entry, parse_yaml() returns the cached result.
-    about: dict[str, Any] = {}
-    for part in re.split(r"(?m)^  (?=\w)", text)[1:]:
-        entry = parse_yaml(part)
-        about |= entry if isinstance(entry, dict) else {}
-    return {"about": about}
-
-
 def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options in config.yaml and hparams.yaml, and the "about" section of config.yaml.
 
@@ -339,7 +326,9 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in ("config.yaml", "hparams.yaml"):
         try:
             text = (folder / name).read_text("utf-8")
-            parts = [parse_section(part) for part in re.split(r"(?m)^(?=\w)", text) if part]
+            # Many runs contain the same sections, so parse each top-level section separately. For a
+            # repeated section, parse_yaml() returns the cached result.
+            parts = [parse_yaml(part) for part in re.split(r"(?m)^(?=\w)", text) if part]
         except (OSError, ValueError, yaml.YAMLError):
             continue
         contents = [part for part in parts if isinstance(part, dict)]
