@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import itertools
 import os
+from functools import partial
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -49,19 +50,11 @@ def modules_of(value):
 
 def find_step(program, name):
     """Return a step as a function of (batch, batch_idx), or None."""
-    function = program.get("fit", {}).get(name)
-    if function is None:
-        step = getattr(program["model"], name, None)
-    else:
-        model = program["model"]
-
-        def step(*args):
-            return function(model, *args)
-
-    if step is None:
-        return None
-    number = len(inspect.signature(function or step).parameters) - (function is not None)
-    return step if number > 1 else lambda batch, batch_idx: step(batch)
+    model, function = program["model"], program.get("fit", {}).get(name)
+    step = getattr(model, name, None) if function is None else partial(function, model)
+    if step is None or len(inspect.signature(step).parameters) > 1:
+        return step
+    return lambda batch, batch_idx: step(batch)
 
 
 def parse_optimizer(value):
@@ -95,12 +88,8 @@ def set_epoch(loader, epoch):
             set_epoch(part, epoch)
         return
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = [
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
-    for part in {id(part): part for part in (loader, *samplers)}.values():
+    samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+    for part in {id(part): part for part in (loader, batch_sampler, *samplers)}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
