@@ -76,15 +76,12 @@ def main():
         f"torch {torch.__version__}, {arguments.megabytes} MB of weights, {arguments.pairs} pairs, medians"
     )
     for save, spent in times.items():
-        print(
-            f"{save.__name__:6}{size / 1e6 / statistics.median(spent):8.0f} MB/s, {size / 1e6 / min(spent):.0f} at best"
-        )
-    print(
-        f"ours has {speed:.2f} of the plain speed (goal {SPEED}): {'met' if speed >= SPEED else 'missed'}"
-    )
-    print(
-        f"peak memory {memory:.2f} x the weights (goal {MEMORY}): {'met' if memory <= MEMORY else 'missed'}"
-    )
+        middle, best = size / 1e6 / statistics.median(spent), size / 1e6 / min(spent)
+        print(f"{save.__name__:6}{middle:8.0f} MB/s, {best:.0f} at best")
+    verdict = "met" if speed >= SPEED else "missed"
+    print(f"ours has {speed:.2f} of the plain speed (goal {SPEED}): {verdict}")
+    verdict = "met" if memory <= MEMORY else "missed"
+    print(f"peak memory {memory:.2f} x the weights (goal {MEMORY}): {verdict}")
 
 
 if __name__ == "__main__":

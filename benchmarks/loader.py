@@ -127,28 +127,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--toy", action="store_true", help="500 samples, one round, no workers")
     given = parser.parse_args()
-    samples, rounds, workers = (
-        (500, 1, [0]) if given.toy else (given.samples, given.rounds, given.workers)
-    )
+    samples, rounds, workers = given.samples, given.rounds, given.workers
+    if given.toy:
+        samples, rounds, workers = 500, 1, [0]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    x, y = (
-        torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8),
-        torch.randint(10, (samples,)),
-    )
+    x = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
+    y = torch.randint(10, (samples,))
     print(f"torch {torch.__version__}, {platform.system()}, {os.cpu_count()} cores, CPU, 1 thread")
-    print(
-        f"{samples:,} images of 28 x 28 bytes, batches of {BATCH}, shuffled; {rounds} rounds, medians"
-    )
+    images = f"{samples:,} images of 28 x 28 bytes, batches of {BATCH}, shuffled"
+    print(f"{images}; {rounds} rounds, medians")
     for transform in (False, True):
         loaders = contestants(x, y, transform, workers)
         for loader in loaders.values():
             check(loader, x, y, transform)
         found = measure(loaders, rounds)
-        print(
-            f"\n{'with a transform' if transform else 'as they are':24}{'samples/s':>12}{'TensorLoader is faster':>26}"
-        )
+        title = "with a transform" if transform else "as they are"
+        print(f"\n{title:24}{'samples/s':>12}{'TensorLoader is faster':>26}")
         for name, times in found.items():
             ratios = sorted(theirs / ours for theirs, ours in zip(times, found[OURS], strict=True))
             middle = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"

@@ -60,12 +60,11 @@ def table(measured: dict[str, list[list[float]]]) -> str:
     ]
     for name, rounds in measured.items():
         tenth, quarter, half = (statistics.median(column) for column in zip(*rounds, strict=True))
-        plain, same = (
-            statistics.median(
-                own[0] / other[0] for own, other in zip(rounds, measured[base], strict=True)
-            )
-            for base in (PLAIN, PLAIN_METRICS)
-        )
+        ratios = []
+        for base in (PLAIN, PLAIN_METRICS):
+            pairs = zip(rounds, measured[base], strict=True)
+            ratios.append(statistics.median(own[0] / other[0] for own, other in pairs))
+        plain, same = ratios
         lines.append(f"{name:26}{tenth:8.1f}{quarter:9.1f}{half:7.1f}{plain:10.3f}{same:16.3f}")
     return "\n".join(lines)
 
@@ -89,9 +88,8 @@ def main() -> None:
             if turn:
                 measured[name].append(found)
     overhead.Batches = kept  # type: ignore[misc]
-    print(
-        f"torch {torch.__version__}, CPU, 1 thread; tiny; {arguments.rounds} rounds of {arguments.steps} steps, medians"
-    )
+    rounds = f"{arguments.rounds} rounds of {arguments.steps} steps, medians"
+    print(f"torch {torch.__version__}, CPU, 1 thread; tiny; {rounds}")
     print(table(measured))
 
 
