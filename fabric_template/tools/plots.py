@@ -176,7 +176,8 @@ def draw_panels(
     for metric in metrics:
         panels.setdefault(metric.quantity.lower(), []).append(metric)
     drawn = [*panels.values()][:most]
-    axes = make_axes([found[0].quantity for found in drawn], name_axis(runs, x))
+    tables = [table for run in runs for table in run.tables]
+    axes = make_axes([found[0].quantity for found in drawn], name_axis(tables, x))
     choose_colors(runs, metrics)
     for panel, found in zip(axes, drawn, strict=True):
         for run in runs:
@@ -340,15 +341,14 @@ def prepare_table(table: pd.DataFrame, x: str) -> pd.DataFrame:
     return rows
 
 
-def name_axis(runs: list[Run], x: str) -> str:
+def name_axis(tables: list[pd.DataFrame], x: str) -> str:
     """Return the label of the x axis, such as "epoch" or "seconds of training"."""
-    names = {table.attrs.get("x", x) for run in runs for table in run.tables}
+    names = {table.attrs.get("x", x) for table in tables}
     return "seconds of training" if x == "time" else names.pop() if len(names) == 1 else x
 
 
-def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
+def find_metrics(tables: list[pd.DataFrame], x: str) -> tuple[list[Metric], list[Metric]]:
     """Return a list of all numeric columns, and a list of the columns that contain metrics."""
-    tables = [table for run in runs for table in run.tables]
     names = dict.fromkeys(str(name) for table in tables for name in table)
     numeric = {
         name for table in tables for name in table.select_dtypes("number").dropna(axis=1, how="all")
@@ -363,7 +363,7 @@ def find_metrics(runs: list[Run], x: str) -> tuple[list[Metric], list[Metric]]:
 
 def choose_metrics(runs: list[Run], x: str, wanted: Sequence[str] | None) -> list[Metric]:
     """Return the metrics to draw, with losses and accuracies first and learning rates last."""
-    columns, metrics = find_metrics(runs, x)
+    columns, metrics = find_metrics([table for run in runs for table in run.tables], x)
     names = ", ".join(metric.column for metric in columns)
     known = f"expected one of the numeric columns {names or '(none)'}"
     chosen = [metric for metric in metrics if metric.kind in ("loss", "accuracy")]

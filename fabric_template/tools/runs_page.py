@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..metric_names import Metric
 from . import plots
 from .runs import Run, best_mode
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 TEMPLATE = Path(__file__).with_name("runs_page.html")
 # The maximum number of points on a page. With 60,000 points, the file size is about 1 MB.
@@ -136,10 +139,7 @@ def make_cell(column: str, value: Any, order: Any) -> str:
 
 def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     """Return the panels and curves of the page as a JSON-serializable dict."""
-    drawn: dict[int, plots.Run] = {}
-    for number, table in enumerate(plots.make_tables(runs)):
-        if len(table):
-            drawn[number] = plots.Run("", [table], runs[number]["options"])
+    tables = {i: table for i, table in enumerate(plots.make_tables(runs)) if len(table)}
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
         # There are not enough colors for all runs, so color only the best runs.
@@ -147,22 +147,22 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
     data["labels"] = [run["label"] for run in runs]
-    if not drawn:
+    if not tables:
         return data
-    x = plots.choose_x([run.tables[0] for run in drawn.values()], None)
-    for run in drawn.values():
-        run.tables = [plots.prepare_table(run.tables[0], x)]
-    metrics = plots.sort_metrics(plots.find_metrics([*drawn.values()], x)[1])
+    x = plots.choose_x([*tables.values()], None)
+    tables = {number: plots.prepare_table(table, x) for number, table in tables.items()}
+    metrics = plots.sort_metrics(plots.find_metrics([*tables.values()], x)[1])
     panels: dict[str, dict[str, Any]] = {}
     for found in metrics:
         new = {"title": found.quantity, "is_main": False, "curves": []}
         panel = panels.setdefault(found.quantity.lower(), new)
-        for number, run in drawn.items():
-            panel["curves"] += make_curves(number, run, found, x)
+        for number, table in tables.items():
+            mode = best_mode(found.column, runs[number]["options"])
+            panel["curves"] += make_curves(number, table, found, x, mode)
     ranking = {run["metric"] for run in runs} if metric is None else {metric}
     for key in choose_main(metrics, ranking):
         panels[key]["is_main"] = True
-    data |= {"x": plots.name_axis([*drawn.values()], x), "panels": [*panels.values()]}
+    data |= {"x": plots.name_axis([*tables.values()], x), "panels": [*panels.values()]}
     data["thinned"] = thin_curves([curve for panel in panels.values() for curve in panel["curves"]])
     return data
 
@@ -174,12 +174,13 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
     return list(dict.fromkeys(metric.quantity.lower() for metric in ranked + usual))[:MOST_MAIN]
 
 
-def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dict[str, Any]]:
+def make_curves(
+    number: int, table: pd.DataFrame, metric: Metric, x: str, mode: str | None
+) -> list[dict[str, Any]]:
     """Return a metric's curve and, for more than 50 training steps, its moving average."""
     import numpy as np
     import pandas as pd
 
-    (table,) = run.tables
     if not {x, metric.column} <= set(table):
         return []
     columns = [pd.to_numeric(table[name], errors="coerce") for name in (x, metric.column)]
@@ -190,7 +191,6 @@ def make_curves(number: int, run: plots.Run, metric: Metric, x: str) -> list[dic
         return []
     curve = {"run": number, "column": metric.column, "split": metric.split or "validation"}
     curves = [curve | {"x": xs, "y": values}]
-    mode = best_mode(metric.column, run.options)
     if len(values) > 50 and plots.has_raw_steps(table, metric, x):
         average = {"x": xs, "y": plots.average_steps(pd.Series(values)), "is_average": True}
         curves.append(curve | average)
