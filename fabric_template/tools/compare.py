@@ -372,10 +372,10 @@ class Recorder:
         self.limit, self.stop = limit, stop
         self.steps: list[Record] = []
         self.has_ended = False
-        self.modules: dict[int, torch.nn.Module] = {}
-        self.module_names: dict[int, str] = {}
-        # Maps the id of a module to fingerprints of its buffers before the first forward pass.
-        self.initial_buffers: dict[int, dict[str, list[Any]]] = {}
+        # Maps each module to its name in the first module that contains it.
+        self.names: dict[torch.nn.Module, str] = {}
+        # Maps each module to fingerprints of its buffers before the first forward pass.
+        self.initial_buffers: dict[torch.nn.Module, dict[str, list[Any]]] = {}
         self.optimizers: list[Any] = []
         self.parameters: list[torch.Tensor] = []
         self.start_step()
@@ -397,7 +397,7 @@ class Recorder:
         self.start_forward()
 
     def start_forward(self) -> None:
-        self.inputs: dict[int, list[str]] = {}
+        self.inputs: dict[torch.nn.Module, list[str]] = {}
         self.batch_size = 0
 
     def before_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -407,22 +407,21 @@ class Recorder:
         if len(self.steps) == self.limit and module.training:
             self.stop_recording()
             return
-        if id(module) not in self.modules:
+        if module not in self.names:
             for name, child in module.named_modules():
-                self.modules[id(child)] = child
-                self.module_names.setdefault(id(child), name)
+                self.names.setdefault(child, name)
         # In a compiled module, this hook does not run for submodules, so visit all submodules here.
         called = module.modules() if hasattr(module, "_orig_mod") else [module]
         for owner in called:
-            if id(owner) not in self.initial_buffers:
+            if owner not in self.initial_buffers:
                 buffers = find_float_buffers(owner).items()
-                self.initial_buffers[id(owner)] = {name: fingerprint(x) for name, x in buffers}
+                self.initial_buffers[owner] = {name: fingerprint(x) for name, x in buffers}
         data = [tensor for tensor in find_tensors(args) if not tensor.requires_grad]
         if data and next(module.parameters(recurse=False), None) is not None:
             rows = [list(torch.atleast_1d(tensor)) for tensor in data]
             # If a module runs several times before a backward pass, keep only the inputs of its
             # last call.
-            self.inputs[id(module)] = [digest(row) for tensor in rows for row in tensor]
+            self.inputs[module] = [digest(row) for tensor in rows for row in tensor]
             self.batch_size = len(rows[0])
 
     def before_backward(self, loss: Any) -> None:
@@ -430,7 +429,7 @@ class Recorder:
         if not self.step:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.step["has old gradients"] = any(bool(gradient.any()) for gradient in gradients)
-        leaves = [module for module in self.modules.values() if not list(module.children())]
+        leaves = [module for module in self.names if not list(module.children())]
         self.step["eval modules"] = [type(leaf).__name__ for leaf in leaves if not leaf.training]
         for samples in self.inputs.values():
             self.data["digest of a sample"] += samples
@@ -480,7 +479,7 @@ class Recorder:
             self.steps[-1]["names"][name + AFTER_THE_LAST_STEP] = names_of_values[name]
 
     def name_parameters(self, parameters: list[torch.Tensor]) -> list[str]:
-        named = [pair for module in self.modules.values() for pair in module.named_parameters()]
+        named = [pair for module in self.names for pair in module.named_parameters()]
         # If a parameter has names in several modules, use its name in the first module, which is
         # usually the whole model.
         names = {id(parameter): name for name, parameter in reversed(named)}
@@ -492,13 +491,13 @@ class Recorder:
         Also return the names of these buffers, keyed by quantity.
         """
         entries = []
-        for key, initial in self.initial_buffers.items():
-            for name, buffer in find_float_buffers(self.modules[key]).items():
+        for module, initial in self.initial_buffers.items():
+            for name, buffer in find_float_buffers(module).items():
                 now, before = fingerprint(buffer), initial.get(name, [])
                 # Skip constant buffers, because the model of the other run may not store its
                 # constants in buffers.
                 if now != before:
-                    full_name = f"{self.module_names[key]}.{name}".lstrip(".")
+                    full_name = f"{self.names[module]}.{name}".lstrip(".")
                     entries.append((list(buffer.shape), before, now, str(buffer.dtype), full_name))
         # The order of the modules may differ between the runs.
         entries.sort(key=lambda entry: entry[:2])
