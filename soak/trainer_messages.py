@@ -126,31 +126,6 @@ def manual(model):
 
 
 @case
-def manual_clipping(loop):
-    fit(loop, manual(Classifier()), gradient_clip_val=1.0)
-
-
-@case
-def manual_accumulation(loop):
-    fit(loop, manual(Classifier()), accumulate_grad_batches=2)
-
-
-@case
-def val_loader_without_step(loop):
-    fit(loop, without("validation_step"), val=make_loader())
-
-
-@case
-def val_step_without_loader(loop):
-    fit(loop)
-
-
-@case
-def val_step_needs_dataloader_idx(loop):
-    fit(loop, val=[make_loader(), make_loader()])
-
-
-@case
 def val_step_has_needless_dataloader_idx(loop):
     def validation_step(self, batch, batch_idx, dataloader_idx):
         return None
@@ -163,11 +138,6 @@ def model_in_eval_mode(loop):
     model = Classifier()
     model.eval()
     fit(loop, model)
-
-
-@case
-def model_is_no_module(loop):
-    loop(**SILENT).fit(3)
 
 
 # Cases about self.log and self.log_dict
@@ -211,11 +181,6 @@ def add_logs():
 
         model = {hook: logging_hook}
         CASES[f"log in {hook}"] = lambda loop, m=model: fit(loop, changed(**m))
-
-
-@case
-def log_without_trainer(loop):
-    Classifier().log("a", 1.0)
 
 
 @case
@@ -311,11 +276,6 @@ def add_optimizers():
         CASES[f"optimizer {name}"] = lambda loop, m=make: fit(loop, configured(m))
 
 
-@case
-def optimizer_step_without_closure(loop):
-    fit(loop, changed(optimizer_step=lambda self, *args: None))
-
-
 # Cases about loaders and datamodules
 
 
@@ -352,36 +312,6 @@ def add_data():
             fit(loop, train=train, val=make_loader(), **options)
 
         CASES[f"data {name}"] = run
-
-
-@case
-def shuffled_validation(loop):
-    fit(loop, val=make_loader(shuffle=True))
-
-
-@case
-def loader_and_datamodule(loop):
-    fit(loop, given={"datamodule": pl.LightningDataModule()})
-
-
-@case
-def no_loader(loop):
-    loop(max_epochs=1, **SILENT).fit(Classifier())
-
-
-@case
-def no_predict_step(loop):
-    fit(loop, without("predict_step"), call="predict")
-
-
-@case
-def validate_without_model(loop):
-    loop(**SILENT).validate(dataloaders=make_loader())
-
-
-@case
-def predict_returns_none(loop):
-    fit(loop, changed(predict_step=lambda self, batch, batch_idx: None), call="predict")
 
 
 @case
@@ -431,29 +361,9 @@ def add_callbacks():
         )
 
 
-@case
-def checkpoint_callback_that_is_disabled(loop):
-    fit(loop, callbacks=[callbacks.ModelCheckpoint()], enable_checkpointing=False)
-
-
-@case
-def save_before_fit(loop):
-    loop(**SILENT).save_checkpoint("a.ckpt")
-
-
-@case
-def missing_checkpoint(loop):
-    fit(loop, given={"ckpt_path": "missing.ckpt"})
-
-
 def saved(loop, **options):
     fit(loop, **options).save_checkpoint("saved.ckpt")
     return "saved.ckpt"
-
-
-@case
-def checkpoint_of_a_longer_run(loop):
-    fit(loop, given={"ckpt_path": saved(loop, max_epochs=3)})
 
 
 @case
@@ -479,11 +389,6 @@ def checkpoint_with_a_missing_callback(loop):
 
 
 @case
-def best_without_checkpoints(loop):
-    fit(loop).validate(Classifier(), make_loader(), ckpt_path="best")
-
-
-@case
 def min_epochs_are_not_met(loop):
     class Stops(callbacks.Callback):
         def on_train_batch_end(self, trainer, *args):
@@ -493,25 +398,49 @@ def min_epochs_are_not_met(loop):
 
 
 @case
-def max_epochs_are_not_given(loop):
-    fit(loop, max_epochs=None, max_time={"seconds": 0})
-
-
-@case
 def deterministic_and_benchmark(loop):
     fit(loop, deterministic=True, benchmark=True)
     torch.use_deterministic_algorithms(False)
 
 
-@case
-def half_precision_on_a_cpu(loop):
-    fit(loop, precision="16-mixed")
+# Cases of a single call
 
-
-@case
-def anomaly_detection(loop):
-    fit(loop, detect_anomaly=True)
-
+CASES |= {
+    "manual_clipping": lambda loop: fit(loop, manual(Classifier()), gradient_clip_val=1.0),
+    "manual_accumulation": lambda loop: fit(loop, manual(Classifier()), accumulate_grad_batches=2),
+    "val_loader_without_step": lambda loop: fit(
+        loop, without("validation_step"), val=make_loader()
+    ),
+    "val_step_without_loader": lambda loop: fit(loop),
+    "val_step_needs_dataloader_idx": lambda loop: fit(loop, val=[make_loader(), make_loader()]),
+    "model_is_no_module": lambda loop: loop(**SILENT).fit(3),
+    "log_without_trainer": lambda loop: Classifier().log("a", 1.0),
+    "optimizer_step_without_closure": lambda loop: fit(
+        loop, changed(optimizer_step=lambda self, *args: None)
+    ),
+    "shuffled_validation": lambda loop: fit(loop, val=make_loader(shuffle=True)),
+    "loader_and_datamodule": lambda loop: fit(loop, given={"datamodule": pl.LightningDataModule()}),
+    "no_loader": lambda loop: loop(max_epochs=1, **SILENT).fit(Classifier()),
+    "no_predict_step": lambda loop: fit(loop, without("predict_step"), call="predict"),
+    "validate_without_model": lambda loop: loop(**SILENT).validate(dataloaders=make_loader()),
+    "predict_returns_none": lambda loop: fit(
+        loop, changed(predict_step=lambda self, batch, batch_idx: None), call="predict"
+    ),
+    "checkpoint_callback_that_is_disabled": lambda loop: fit(
+        loop, callbacks=[callbacks.ModelCheckpoint()], enable_checkpointing=False
+    ),
+    "save_before_fit": lambda loop: loop(**SILENT).save_checkpoint("a.ckpt"),
+    "missing_checkpoint": lambda loop: fit(loop, given={"ckpt_path": "missing.ckpt"}),
+    "checkpoint_of_a_longer_run": lambda loop: fit(
+        loop, given={"ckpt_path": saved(loop, max_epochs=3)}
+    ),
+    "best_without_checkpoints": lambda loop: fit(loop).validate(
+        Classifier(), make_loader(), ckpt_path="best"
+    ),
+    "max_epochs_are_not_given": lambda loop: fit(loop, max_epochs=None, max_time={"seconds": 0}),
+    "half_precision_on_a_cpu": lambda loop: fit(loop, precision="16-mixed"),
+    "anomaly_detection": lambda loop: fit(loop, detect_anomaly=True),
+}
 
 for add in (add_options, add_models, add_logs, add_optimizers, add_data, add_callbacks):
     add()
