@@ -21,6 +21,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ..config import LoopArguments
 from ..demos import DEMOS
 from ..files import walk
@@ -310,8 +312,6 @@ def name_callback(match: re.Match[str]) -> str:
 
 def parse_config(given: str, content: bytes) -> tuple[str, dict[str, Any]]:
     """Return the text and the options of a config file."""
-    import yaml
-
     try:
         text = content.decode("utf-8-sig")
         options = yaml.safe_load(text)
@@ -375,7 +375,6 @@ def warn_of_default_values(config: dict[str, Any], argv: list[str]) -> None:
 
 def to_yaml(config: dict[str, Any]) -> str:
     """Return a config as one line of YAML in which every string is quoted."""
-    import yaml
 
     class QuotingDumper(yaml.SafeDumper):
         def represent_str(self, data: str) -> Any:
@@ -448,8 +447,6 @@ def build(parser: ArgumentParser, settings: Namespace) -> tuple[FabricLoop, Any,
 
 def record_classes(parser: ArgumentParser, settings: Namespace) -> dict[str, Any]:
     """Return the class and arguments of the model, data and callbacks for config.yaml."""
-    import yaml
-
     given, texts = settings.as_dict(), {}
     with contextlib.suppress(Exception):
         dumped = parser.dump(settings, skip_none=False)

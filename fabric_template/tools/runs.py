@@ -14,9 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ..config import LoopArguments, LoopConfig
 from ..files import sort_key, walk
-from ..loggers.csv_formats import RUN, group_rows
+from ..loggers.csv_formats import RUN, Columns, group_rows
 from ..loggers.read_logs import name_run, read_columns, to_values
 from ..metric_names import Metric, find_axis, find_direction, is_metric, parse_metric
 
@@ -29,7 +31,6 @@ COLUMNS += ["changed", "folder"]
 NOT_COMPARED = ("name", "version", "default_root_dir", "enable_progress_bar", "resume", "load")
 DEFAULTS = {field.name: field.default for field in fields(LoopArguments)}
 DEFAULTS |= vars(LoopConfig().resolve())
-Columns = dict[str, list[Any]]  # Maps each numeric column of a CSV file to its values.
 # Holds the data of one run, such as its name, its options and its logged rows.
 Run = dict[str, Any]
 
@@ -284,8 +285,6 @@ def is_locked(path: Path) -> bool:
 
 @lru_cache(maxsize=4096)
 def parse_yaml(text: str) -> Any:
-    import yaml
-
     # Prefer the YAML parser written in C, which is ten times faster.
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
@@ -317,8 +316,6 @@ def read_options(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The "about" section describes the model, the machine and the package versions.
     """
-    import yaml
-
     options: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
     about: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from .step_benchmark import PARTS, Choice, time_steps
@@ -180,8 +181,6 @@ def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
 def tune_command(
     loop: Any, model: Any, data: Any, *, only: list[str] | None, seconds: float, out: str
 ) -> int:
-    import yaml
-
     tuned = tune(loop, model, data, only=only, seconds=seconds)
     config = {**loop.recipe, **tuned.choice}
     for part in ("data", "model"):
