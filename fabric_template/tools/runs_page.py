@@ -60,10 +60,9 @@ def count_runs(runs: Sequence[Run]) -> str:
 def summarize(runs: Sequence[Run], data: dict[str, Any]) -> str:
     """Return a sentence with the number of runs, the best run and the points per curve."""
     texts = [count_runs(runs)]
-    ranking = rank_runs(runs)
     modes = {run["mode"] for run in runs if run["best"] is not None}
     if len({run["metric"] for run in runs if run["rows"]}) == 1 and len(modes) == 1:
-        best = runs[ranking[0]]
+        best = runs[rank_runs(runs)[0]]
         texts.append(f"best {best['metric']}: {best['best']:.5g} in {best['label']}")
     if data["thinned"]:
         texts.append(f"long curves are drawn with at most {data['thinned']:,} of their points")
