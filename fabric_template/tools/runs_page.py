@@ -156,8 +156,7 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
         new = {"title": found.quantity, "is_main": False, "curves": []}
         panel = panels.setdefault(found.quantity.lower(), new)
         for number, table in tables.items():
-            mode = best_mode(found.column, runs[number]["options"])
-            panel["curves"] += make_curves(number, table, found, x, mode)
+            panel["curves"] += make_curves(number, table, found, x, runs[number]["options"])
     ranking = {run["metric"] for run in runs} if metric is None else {metric}
     for key in choose_main(metrics, ranking):
         panels[key]["is_main"] = True
@@ -174,7 +173,7 @@ def choose_main(metrics: Sequence[Metric], ranking: set[str | None]) -> list[str
 
 
 def make_curves(
-    number: int, table: pd.DataFrame, metric: Metric, x: str, mode: str | None
+    number: int, table: pd.DataFrame, metric: Metric, x: str, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a metric's curve and, for more than 50 training steps, its moving average."""
     import numpy as np
@@ -190,6 +189,7 @@ def make_curves(
         return []
     curve = {"run": number, "column": metric.column, "split": metric.split or "validation"}
     curves = [curve | {"x": xs, "y": values}]
+    mode = best_mode(metric.column, options)
     if len(values) > 50 and plots.has_raw_steps(table, metric, x):
         average = {"x": xs, "y": plots.average_steps(pd.Series(values)), "is_average": True}
         curves.append(curve | average)
