@@ -31,6 +31,7 @@ import torch
 import torch._dynamo
 import torchdata.stateful_dataloader  # noqa: F401
 from hand_loop import HandLoop, modules_of
+from kills import fork
 from layer import Fault
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch.loggers.logger import Logger
@@ -141,7 +142,6 @@ def run_fabric_loop(program, root, points, resume=None, ranks=1, rank=0):
         "metrics": dict(loop.callback_metrics),
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
-        "options": program["options"],
         # Read the files before calling validate(), which writes another row to steps.csv.
         "files": files_of(root),
         "validated": validate(loop, program) if program["changes"].get("is_logged") else None,
@@ -165,7 +165,6 @@ def run_mini_loop(program, root, points, resume=None, ranks=1, rank=0):
         "metrics": dict(loop.callback_metrics),
         "rows": history.to_dict("records"),
         "counters": [loop.current_epoch, loop.global_step],
-        "options": program["options"],
     }
 
 
@@ -188,7 +187,6 @@ def run_trainer(program, root, points, resume=None, ranks=1, rank=0):
         "logged": logger.rows,
         "metrics": dict(trainer.callback_metrics),
         "counters": [trainer.current_epoch, trainer.global_step],
-        "options": program["options"],
         "validated": validate(trainer, program),
     }
 
@@ -201,7 +199,6 @@ def run_hand_loop(program, root, points, resume=None, ranks=1, rank=0):
         **state_of(program["model"], [loop.optimizer], schedulers),
         "rows": loop.rows,
         "counters": [loop.epoch, loop.global_step],
-        "options": program["options"],
     }
 
 
@@ -276,7 +273,7 @@ class Run:
         for path in self.root.parent.glob(f"{self.end_path.name}*"):
             path.unlink()
         port = str(free_port()) if self.ranks > 1 else None
-        pids = [self._fork(rank, port) for rank in range(self.ranks)]
+        pids = [fork(self._run_in_child, rank, port) for rank in range(self.ranks)]
         codes = wait(pids, self.event is not None)
         if self.end_path.exists():
             end = {**read_pickle(self.end_path), "codes": codes}
@@ -295,23 +292,11 @@ class Run:
         with open(self.log_path, "w") as log, contextlib.redirect_stdout(log):
             return self._train(Points(), 0)
 
-    def _fork(self, rank, port):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                code = self._run_in_child(rank, port)
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stderr.flush()
-                os._exit(code)
-        return pid
-
     def _run_in_child(self, rank, port):
+        os._exit(self._run_rank(rank, port))
+
+    def _run_rank(self, rank, port):
+        """Run the program in a forked process, and return its exit code."""
         os.setpgid(0, 0)
         with open(self.log_path, "ab") as file:
             os.dup2(file.fileno(), 1)
@@ -359,7 +344,7 @@ class Run:
             if "from_epoch" not in self.changes:
                 program["train"] = program["other_loader"]
         end = RUNNERS[self.loop](program, str(self.root), points, self.resume, self.ranks, rank)
-        return {"files": files_of(self.root), **plain(end)}
+        return {"files": files_of(self.root), **plain({**end, "options": program["options"]})}
 
 
 def read_pickle(path):
