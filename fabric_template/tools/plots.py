@@ -415,7 +415,6 @@ def name_line(metric: Metric, others: list[Metric]) -> str:
 def choose_colors(runs: list[Run], metrics: list[Metric]) -> None:
     """Give each run a color and a dash pattern."""
     colored = runs
-    # With more than 18 runs, color only the best 8.
     if len(runs) > MOST_COLORED:
         colored = rank_runs(runs, metrics)[:NUM_BEST]
         for run in runs:

@@ -141,7 +141,6 @@ def make_panels(runs: Sequence[Run], metric: str | None) -> dict[str, Any]:
     tables = {i: table for i, table in enumerate(plots.make_tables(runs)) if len(table)}
     styles = [*range(len(runs))]
     if len(runs) > plots.MOST_COLORED:
-        # There are not enough colors for all runs, so color only the best runs.
         for style, number in enumerate(rank_runs(runs)):
             styles[number] = style
     data: dict[str, Any] = {"x": "epoch", "thinned": None, "panels": [], "styles": styles}
