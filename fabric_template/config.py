@@ -291,6 +291,10 @@ class LoopConfig:
         if self.validate_every_n_steps and "validate_every_n_steps" in values:
             # with_defaults() has set check_val_every_n_epoch to None. Restore its default.
             values = {"check_val_every_n_epoch": 1, **values}
+        if isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0:
+            # with_defaults() may have set this value, which is refused if a user passes it together
+            # with check_val_every_n_epoch=None.
+            values = {"val_check_interval": None, **values}
         return replace(self, **values).with_defaults()
 
     def changed(self, **values: Any) -> LoopConfig:

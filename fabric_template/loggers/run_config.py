@@ -65,8 +65,7 @@ def collect_run_config(run: Run) -> dict[str, Any]:
             config[part] = recorded
     if "data" not in config and any(loader is not None for loader in run.data.given.values()):
         unknown["data"] = "not recorded, because fit received loaders"
-    functions = getattr(run.module, "functions", {})
-    given_parts = {**functions, "optimizer": run.plan.optimizer}
+    given_parts = {**run.plan.functions, "optimizer": run.plan.optimizer}
     options |= {name: part for name, part in given_parts.items() if part is not None}
     config |= keep_plain(options, unknown)
     # Omit the run's version from config.yaml, so that a run started from this file gets a new

@@ -132,7 +132,7 @@ def check_signature(plan: Plan, name: str) -> None:
     method = overridden(plan.module, name)
     if method is None:
         return
-    function = getattr(plan.module, "functions", {}).get(name)
+    function = plan.functions.get(name)
     # The first argument is self for a method, and the model for a step function.
     first, step = ("self", method) if function is None else ("model", function)
     if "dataloader_iter" in parameters_of(step):

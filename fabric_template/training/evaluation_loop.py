@@ -195,7 +195,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
     """Raise an error if ``dataloader_idx`` is missing with several loaders or required with one."""
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
-    functions = getattr(run.module, "functions", {})
+    functions = run.plan.functions
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
         method = overridden(run.module, hook)
         if method is None:

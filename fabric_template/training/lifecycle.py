@@ -251,7 +251,8 @@ def attach_run(run: Run, stack: ExitStack) -> None:
     for part in (*parts, *run.network.modules()):
         detach_outer_run(part, stack)
     for part in parts:
-        if isinstance(getattr(type(part), "trainer", None), property):
+        trainer = getattr(type(part), "trainer", None)
+        if isinstance(trainer, property) and trainer.fset is not None:
             attach_trainer(part, run, stack)
         if run.steps.is_model_parallel and run.is_lightning_module:
             set_device_mesh(part, run.fabric.strategy.device_mesh)

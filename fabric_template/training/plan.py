@@ -64,6 +64,11 @@ class Plan:
         return self.module is self.model
 
     @property
+    def functions(self) -> dict[str, Callable]:
+        """The step functions passed to the loop, keyed by step name."""
+        return {} if self.is_lightning_module else self.module.functions
+
+    @property
     def loop_name(self) -> str:
         """The loop's name in messages: "Trainer" for a LightningModule, otherwise "FabricLoop"."""
         return "Trainer" if self.is_lightning_module else "FabricLoop"
@@ -127,7 +132,7 @@ def choose_model(
     # If no model was passed, use the model of the previous run.
     if last is not None and (model is None or model is last.model):
         given = {name: function for name, function in functions.items() if function}
-        model, functions = last.model, {**getattr(last.module, "functions", {}), **given}
+        model, functions = last.model, {**last.plan.functions, **given}
     # With several optimizers, the step function itself calls optimizer.step().
     is_manual = bool(functions.get("training_step")) and has_several_optimizers(optimizer)
     module, network = adapt_model(model, functions, is_manual)
