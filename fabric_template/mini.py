@@ -2334,7 +2334,15 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     load_state_dict() alone would convert the dtypes of tensors, and would not restore strings.
     """
     groups = optimizer.param_groups
-    optimizer.load_state_dict(saved)
+    options, missing = {*optimizer.defaults}.intersection(*groups), {"state"}
+    # If the saved optimizer had another class, some classes raise a KeyError, and others lack
+    # options in their groups.
+    with suppress(KeyError):
+        optimizer.load_state_dict(saved)
+        missing = options.difference(*optimizer.param_groups[:1])
+    text = f"resume: the saved optimizer state does not fit {type(optimizer).__name__}. Create the"
+    text += " same optimizer as in the saved run, or use load= to start a new run from the weights."
+    check(not missing, text)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         # Keep the list and the dicts of the groups, because a hook may refer to them.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):

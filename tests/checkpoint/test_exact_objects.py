@@ -969,6 +969,17 @@ def test_resume_warns_about_a_different_optimizer_class(tmp_path, kind):
         train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.RAdam)), resume="last")
 
 
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+@pytest.mark.filterwarnings("ignore:resume. optimizers was")
+def test_resume_refuses_an_optimizer_class_that_needs_other_state(tmp_path, kind, other):
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(torch.optim.Adam)), kill_at=6)
+    text = rf"(state does not fit {other.__name__}|which {other.__name__} needs)"
+    with pytest.raises(ValueError, match=text):
+        train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(other)), resume="last")
+
+
 class OptimizerReplacement(Model):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:

@@ -174,11 +174,25 @@ def compiled_in_place():
     return net
 
 
+class HasTrainer(nn.Module):
+    """Has a property with the name that a LightningModule uses for its loop."""
+
+    trainer = property(lambda self: "mine")
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return self.net(x)
+
+
 NETWORKS = {
     "plain": mlp,
     "one child": lambda: Around(mlp()),
     "child called _orig_mod": WithHead,
     "child called log": lambda: Around(mlp(), "log"),
+    "read-only trainer": HasTrainer,
     "compiled": compiled,
     "compiled in place": compiled_in_place,
     "compiled child": lambda: Around(compiled(), "inner"),
@@ -349,6 +363,14 @@ class LowRank(Lit):
         return self.net(x) + x @ self.low[0] @ self.low[1]
 
 
+class HasFunctions(Lit):
+    """Has an attribute with the name that the adapter of a plain model uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = [torch.relu]
+
+
 class Outside(Lit):
     """Trains parameters outside of the module, as Trainer allows."""
 
@@ -369,6 +391,7 @@ IN_LIGHTNING += ("batch norm", "eval mode", "frozen norm", "frozen backbone")
 MODELS |= {f"Lightning, {name}": lambda make=NETWORKS[name]: (Lit(make), {}) for name in IN_LIGHTNING}
 MODELS |= {
     "functions, partly optimized": with_optimizer_of_head,
+    "Lightning, attribute called functions": lambda: (HasFunctions(), {}),
     "object": lambda: (Object(), {}),
     "object, compiled": lambda: (Object(compiled), {}),
     "object, eval mode": lambda: (Object(in_eval_mode), {}),

@@ -149,6 +149,7 @@ def test_an_attribute_setter_refuses_the_same_values_as_the_constructor():
         ({"max_epochs": 5}, "max_epochs", None),
         ({"validate_every_n_steps": 3}, "max_steps", 9),
         ({"barebones": True}, "max_epochs", 2),
+        ({"check_val_every_n_epoch": None}, "max_steps", 5),
         ({"fast_dev_run": True}, "limit_val_batches", 3),
         ({}, "validate_every_n_steps", 4),
     ],
