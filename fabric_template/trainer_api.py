@@ -10,7 +10,7 @@ from copy import copy
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import accelerators, profilers
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -435,6 +435,13 @@ def created_loaders(run: Run | None, kind: str) -> Any:
     return None if run is None else run.data.created.get(kind)
 
 
+class Loaders(NamedTuple):
+    """The attributes of Lightning's CombinedLoader that LightningModules read."""
+
+    iterables: Any
+    flattened: tuple[Any, ...]
+
+
 class LoopAPI:
     """Implement the attributes of Trainer's loops, such as ``trainer.fit_loop.epoch_progress``.
 
@@ -483,16 +490,14 @@ class LoopAPI:
         return loops[self._key]
 
     @property
-    def _combined_loader(self) -> SimpleNamespace | None:
-        """The attributes of CombinedLoader that modules read, or None if there are no loaders yet.
+    def _combined_loader(self) -> Loaders | None:
+        """The training or evaluation loaders, or None if they have not been created yet.
 
         Some modules call ``set_epoch`` on the datasets in ``flattened``.
         """
         kind = "train" if self._key == "fit_loop" else "evaluation"
         loaders = created_loaders(self.trainer.run, kind)
-        if loaders is None:
-            return None
-        return SimpleNamespace(iterables=loaders.as_given, flattened=tuple(loaders.loaders))
+        return loaders and Loaders(loaders.as_given, tuple(loaders.loaders))
 
     def setup_data(self) -> None:
         self.current_run.data.setup_train_loader()
