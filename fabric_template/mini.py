@@ -4,7 +4,7 @@
 
 This file is part of fabric_template, under the MIT License (see LICENSE). To run a copy of this
 file, install torch and lightning. FabricLoop, the other loop of fabric_template, has more options.
-Each of the two loops can resume runs of the other.
+MiniLoop and FabricLoop can resume each other's runs.
 
 To see how training works, read `fit`, `_train_epoch` and `_train_batch`. To change how training
 works, edit one of these methods:
@@ -21,9 +21,9 @@ works, edit one of these methods:
 - `_build_checkpoint` and `_restore`: the content of a checkpoint
 - `_train_batches` and `_move`: the order of the batches, and their transfer to the device
 
-The first 800 lines contain the options, training, validation, batches and logging. Checkpoints, the
-set-up, checks and helper functions follow. You can make the changes above without reading
-`SavedAttributes` at the end of the file, which saves the state that state_dict() does not contain.
+The first 800 lines contain the options, training, validation, batches and logging. The rest
+of the file contains checkpoints, the set-up, checks and helper functions. You can edit the methods
+above without reading `SavedAttributes`, which saves the state that state_dict() does not contain.
 Checkpoints also contain attributes that you add to the loop. Create additional modules, optimizers
 and loaders in `_reset` or `_set_up_optimizer`, because a resumed run restores only objects that
 already exist.
@@ -97,11 +97,11 @@ class MiniLoop:
     max_epochs: int | None = None
     max_steps: int = -1  # Stop after this many optimizer steps. -1 means no limit.
     name: str = "run"  # Files go to logs/<name>/version_<n> and checkpoints/<name>/version_<n>.
-    # If None, a new run gets the next free version number, and a resumed run keeps its version.
+    # If version is None, a new run gets the next free number, and a resumed run keeps its version.
     version: int | str | None = None
     monitor: str | None = None  # The metric that selects best.ckpt.
-    # "min" if lower values of the metric are better, "max" if higher values are better. "auto"
-    # infers this from the metric's name.
+    # "min" if lower values of the monitored metric are better, "max" if higher values are better.
+    # "auto" infers this from the metric's name.
     mode: str = "auto"
     accumulate_grad_batches: int = 1  # The number of batches per optimizer step.
     gradient_clip_val: float | None = None  # Clip the total gradient norm to this value.
@@ -109,14 +109,14 @@ class MiniLoop:
     log_every_n_steps: int = 50  # Write a row to steps.csv every N optimizer steps. 0 means never.
     seed: int | None = None  # The random seed, set when the loop is created and when fit starts.
     default_root_dir: str | os.PathLike[str] | None = None  # The folder for logs/ and checkpoints/.
-    accelerator: Any = "auto"  # MiniLoop passes this and the next three options to Fabric.
+    accelerator: Any = "auto"  # An option of Fabric, like strategy, devices and precision.
     strategy: Any = "auto"
     devices: Any = "auto"  # "auto" means all GPUs or, with torchrun, one device per process.
     precision: Any = None
     # A lightning.Fabric object, to use instead of accelerator, strategy, devices and precision.
     fabric: Any = None
     hparams: Any = None  # Your own settings, such as {"lr": 0.1}. fit writes them to hparams.yaml.
-    # Trainer also has these attributes. LightningModule.print() reads progress_bar_callback.
+    # Attributes of Trainer that LightningModules may read, as LightningModule.print() does.
     sanity_checking, logger, loggers, progress_bar_callback = False, None, (), None
 
     # Options and state
@@ -150,7 +150,7 @@ class MiniLoop:
         self._converts_dtype = precision.endswith("-true") and precision != "32-true"
         is_one_cpu = is_one_device and self.fabric.device.type == "cpu"
         self._is_one_cpu_in_32_bits = is_one_cpu and precision == "32-true"
-        self.active_stage: str | None = None  # "fit", "validate", or None if the loop is idle.
+        self.active_stage: str | None = None  # The running stage: "fit", "validate" or None.
         # Options that cannot be changed after the loop is created.
         fixed = {field.name for field in fields(MiniLoop)} - {*NUMBERS, "fabric", "hparams"}
         self._created_with = {name: getattr(self, name) for name in fixed}
@@ -189,7 +189,7 @@ class MiniLoop:
         self._bar: Any = None  # The current epoch's progress bar.
         self._epoch_start: Any = None  # The loaders' state at the start of the epoch.
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
-        # The RNG states, attributes, flags and options from the resumed checkpoint.
+        # State from the resumed checkpoint, such as RNG states, attributes and changed options.
         self._resumed_state: Any = None
         self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
         # The row count and the column names of each CSV file.
@@ -205,7 +205,7 @@ class MiniLoop:
         model: Any,  # An nn.Module, a LightningModule, or an object with step methods.
         train_dataloaders: Any,
         val_dataloaders: Any = None,
-        # "auto" resumes the newest run, or starts a new run if there is no checkpoint.
+        # resume="auto" resumes the newest run, or starts a new run if there is no checkpoint.
         resume: str | Path | None = None,  # Resume from a path, "last", "best" or "auto".
         load: str | Path | None = None,  # Load only the weights from a path, "last" or "best".
         optimizer: Any = None,  # An optimizer, or any value that configure_optimizers may return.
@@ -236,7 +236,7 @@ class MiniLoop:
                 with self._opened_folders(version, is_new=not resumed):
                     if resumed:
                         self._restore(path, resumed, is_automatic=resume == "auto")
-                    checkpoint.clear()  # Free the weights that were read.
+                    checkpoint.clear()  # Free the memory of the loaded checkpoint.
                     self._train()
             except KeyboardInterrupt:
                 self._stop_batches()
@@ -249,8 +249,8 @@ class MiniLoop:
 
     def _train(self) -> None:
         """Train until a limit such as max_epochs is reached."""
-        # If a run that stops within an epoch is killed before it writes its last row, a resumed run
-        # calls the remaining hooks and writes the row.
+        # A run that stops within an epoch may be killed before it writes its last row. A resumed
+        # run then calls the remaining hooks and writes this row.
         is_row_missing = self._find_last_step() < self.global_step and self.batches_done > 0
         is_row_missing = is_row_missing and self._is_done()
         # If a limit is reached before the first batch, call no hooks.
@@ -271,7 +271,7 @@ class MiniLoop:
             self._end_row(self.current_epoch - 1)
 
     def _find_last_step(self) -> int:
-        """Return the step of the last row of metrics.csv."""
+        """Return the highest step in the rows of metrics.csv."""
         # A user may have sorted the rows, so the last row may not be the newest one.
         return max((int(row["step"]) for row in self.history), default=0)
 
@@ -385,7 +385,7 @@ class MiniLoop:
             raise
 
     def _is_window_end(self, batch: Any) -> bool:
-        """Return whether the optimizer takes a step now. The result is the same in all processes.
+        """Return whether all processes step the optimizer now.
 
         After the last batch of an epoch, the optimizer always takes a step.
         """
@@ -410,7 +410,7 @@ class MiniLoop:
             raise
 
     def _step_schedulers(self, interval: str, is_plateau: bool) -> None:
-        """Step the schedulers that are due: either only ReduceLROnPlateau, or all the others.
+        """Step the schedulers that are due: either only ReduceLROnPlateau, or all others.
 
         ReduceLROnPlateau steps after validation, because it may need a validation metric.
         """
@@ -449,7 +449,7 @@ class MiniLoop:
         if self.val_loader is None or not (is_due or self.should_stop):
             return False
         if self._is_last and self._batches is not None:
-            # Before validating, run the loader's code after its last yield, as a for loop does.
+            # Before validation, run the code after the loader's last yield, as a for loop does.
             next(self._batches, END)
         state = get_rng_state()
         # Clear the gradients here and not in validate(), because a hook may call validate() before
@@ -457,8 +457,8 @@ class MiniLoop:
         self.network.zero_grad()
         self._validate()
         if not is_due:
-            # This validation runs only because should_stop is True. An uninterrupted run would draw
-            # no random numbers here.
+            # This validation runs only because should_stop is True. It must not change the random
+            # numbers of a resumed run.
             set_rng_state(state)
         return True
 
@@ -737,7 +737,7 @@ class MiniLoop:
         self._append_row("steps.csv", row)
 
     def _end_row(self, epoch: int) -> None:
-        """Write a row to metrics.csv, and print the row."""
+        """Write a row to metrics.csv, and print it."""
         values = dict(self._validated)
         values.update((name, v) for (_, name), v in self._compute(self._sums[-1]).items())
         row: dict[str, Any] = {"epoch": epoch, "step": self.global_step}
@@ -778,7 +778,7 @@ class MiniLoop:
                 with path.open("a") as file:
                     csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
             except OSError as error:
-                # The error about a full disk does not name the file.
+                # Python's error about a full disk does not contain the path, so add the path.
                 raise OSError(error.errno, error.strerror, str(path)) from error
         elif self.fabric.is_global_zero:
             # If the resumed checkpoint does not list this file, all of the file's rows are newer
@@ -809,8 +809,9 @@ class MiniLoop:
     def _save(self, is_validated: bool) -> None:
         """Save last.ckpt. If the monitored metric has a new best value, also save best.ckpt.
 
-        A run can resume only from a checkpoint saved while ``_batches_in_window`` is 0. Do not save
-        between the last batch of an epoch and the end of the epoch.
+        Save only directly after an optimizer step, when ``_batches_in_window`` is 0, because a
+        checkpoint contains no gradients. Do not save between the last batch of an epoch and the end
+        of the epoch.
         """
         names, score, best = ["last.ckpt"], self._find_new_score(is_validated), self.best_score
         is_better = best is None or (score < best if self.mode == "min" else score > best)
@@ -822,7 +823,8 @@ class MiniLoop:
             self._check_first_checkpoint(checkpoint)
         self._saved_step = self.global_step
         if self.fabric.is_global_zero:
-            # A checkpoint contains the number of rows, so a power cut must not remove these rows.
+            # A checkpoint contains the row counts of the CSV files. Write these rows to the disk
+            # first, so that they survive a power cut.
             for path in [self.log_dir / name for name in self._tables]:
                 if path.exists():
                     with path.open("rb+") as table:
@@ -1013,8 +1015,8 @@ class MiniLoop:
             scores = self._best["kept"].values()
             self.best_score = (min if best["mode"] == "min" else max)(scores, default=None)
         if self.fabric.is_global_zero and path.name != "last.ckpt" and not self._is_done():
-            # Replace last.ckpt. If it is newer than ``path``, it refers to CSV rows that
-            # `_restore_tables` removes.
+            # Replace last.ckpt. If it is newer than the resumed checkpoint, it refers to CSV rows
+            # that `_restore_tables` removes.
             with replaced(self.checkpoint_dir / "last.ckpt") as file, path.open("rb") as source:
                 shutil.copyfileobj(source, file)
         self._restore_tables((row["files"] or [{}])[0])
@@ -1032,14 +1034,14 @@ class MiniLoop:
         is_done = self._is_done()
         for name, table in tables.items():
             path = self.log_dir / name
-            # If the disk was full, FabricLoop has saved rows that the file may lack.
+            # If the disk is full, FabricLoop stores the unwritten CSV rows in the checkpoint.
             waiting = [read_cells(row) for row in table.get("waiting", ())]
             rows = self._read_table(name, table["rows"] - len(waiting), table["columns"])
             if len(rows) < table["rows"]:
                 rows += waiting
             if not is_done:
-                # If a user has deleted rows, the first table["rows"] rows may include rows written
-                # after the checkpoint.
+                # Do not only count rows. If a user has deleted some, the first table["rows"] rows
+                # may include rows written after the checkpoint.
                 step = self.global_step
                 rows = [row for row in rows if row.get("step", 0) <= step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1133,7 +1135,7 @@ class MiniLoop:
     # The position in the training loader
 
     def _start_training(self) -> None:
-        """Create the first iterators, call on_train_start, and record the start values."""
+        """Create the first iterators, call on_train_start, and record the attributes."""
         is_resumed = self._resumed_state is not None
         # Like Trainer, create the training loader's first iterator before any hook runs.
         if not is_resumed:
@@ -1147,7 +1149,8 @@ class MiniLoop:
         self._attributes.record_start_values()
         self._attributes.record_start_objects()
         if is_resumed:
-            # Drop values logged in on_train_start, because the saved run already logged them.
+            # Drop values that on_train_start has logged in a resumed run, because the saved run
+            # already logged them.
             self._sums = logged
 
     def _restore_position(self, has_work: bool) -> None:
@@ -1206,7 +1209,7 @@ class MiniLoop:
                     return
                 yield number == length, batch
             if not self._is_lightning_module:
-                # As a for loop does, run the loader's code after its last yield. Trainer does not.
+                # As a for loop does, run the code after the loader's last yield. Trainer skips it.
                 text = f"loader: got more than {length} batches, but len(loader) was {length} at"
                 text += " the start. Return the right length, or pass an iterable without __len__."
                 check(next(batches, END) is END, text)
@@ -1232,7 +1235,7 @@ class MiniLoop:
     def _stop_batches(self) -> None:
         """End an unfinished epoch's worker processes and progress bar, and free its tensors."""
         # Without close(), garbage collection would end each process, which takes five seconds.
-        # In a notebook, the last error would keep the bar until the next error.
+        # In a notebook, the last traceback would keep the progress bar until the next error.
         for part in (self._batches, self._bar):
             if part is not None:
                 part.close()
@@ -1397,7 +1400,7 @@ class MiniLoop:
             reset_seed()
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._sampler_seed = resumed.get("fabric_template", {}).get("sampler_seed", seed)
-        # A list can be restored in place, but a tuple cannot.
+        # Convert a tuple of batches to a list, because a tuple cannot be restored in place.
         train = list(train) if type(train) is tuple else train
         self._attributes = SavedAttributes(self, train, val)
         self.train_loader, self.val_loader = self._share(train, True), self._share(val, False)
@@ -1502,8 +1505,8 @@ class MiniLoop:
             warnings.warn(f"{text} intentional, you can ignore this warning.", stacklevel=3)
         self._attributes.record_start_objects()
         self._start_parameters = self._find_parameters()
-        # The order of the parameters affects the rounding of their norm. Trainer uses the order of
-        # the optimizer, and hand-written loops call clip_grad_norm_(model.parameters(), 1.0).
+        # The order of the parameters affects the rounding of the gradient norm. Trainer uses the
+        # order of the optimizer. Hand-written loops call clip_grad_norm_(model.parameters(), 1.0).
         self._clipped = parameters_of(self.optimizer)
         if not self._is_lightning_module:
             trained = {*self._clipped}
@@ -1628,7 +1631,7 @@ class MiniLoop:
             self.max_epochs = 1000 if self.max_steps == -1 else -1
 
     def _check_idle(self, call: str) -> None:
-        """Raise an error if this loop is already running, for example if a hook calls fit."""
+        """Raise an error if this loop is running, or if an option such as name was changed."""
         stage = self.active_stage
         text = f"{call}: got a call while {stage} is running, expected a call after {stage} has"
         other = f"In a hook, use another loop: MiniLoop().{call}(model, loader)."
@@ -1692,9 +1695,9 @@ class MiniLoop:
         check(name in self.callback_metrics, text)
 
     def _check_first_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the run's first checkpoint can be read. Later ones contain the same types."""
-        # Do not check the states of the processes. These states may be large, and `encode` allows
-        # only readable values.
+        """Check that the first checkpoint can be read. Later checkpoints have the same types."""
+        # Skip the states of the processes. They may be large, and `encode` allows only values that
+        # can be read.
         own = {**checkpoint["fabric_template"], "ranks": []}
         check_readable({**checkpoint, "fabric_template": own})
         states, weights = checkpoint["optimizer_states"], self._attributes.weights
@@ -1777,7 +1780,7 @@ class MiniLoop:
             check(parameter not in trained or dtype == parameter.dtype, text)
 
     def _check_parameter_order(self, saved: list[list[str]]) -> None:
-        """Raise an error if the parameter order has changed. torch restores states by position."""
+        """Raise an error if the parameter order has changed. torch restores states by index."""
         known = {name.replace("_orig_mod.", "") for name, _ in self._unwrapped.named_parameters()}
         pairs = zip(chain(*self._names_of_groups()), chain(*saved), strict=False)
         for index, names in enumerate(pairs):
@@ -1860,7 +1863,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     """A progress bar that stays hidden after ``tqdm.write`` until its next regular update."""
 
     def refresh(self, nolock: bool = False, lock_args: Any = None) -> Any:
-        # tqdm.write() passes nolock=True. It would also show a bar that is not due yet.
+        # tqdm.write() passes nolock=True. It would show even a bar that is still hidden.
         return None if nolock else super().refresh(nolock, lock_args)
 
 
@@ -2287,7 +2290,7 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
 def contains_weights(state: Any, weights: Mapping[Any, str]) -> bool:
     """Return whether a state contains the model's weights, or the ids of weights.
 
-    Restoring such a state would create copies of the weights, or ids that no weight has any more.
+    A restored state would contain copies of the weights, or ids that no weight has any more.
     """
     if isinstance(state, Tensor):
         return address_of(state) in weights
@@ -2335,8 +2338,8 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """
     groups = optimizer.param_groups
     options, missing = {*optimizer.defaults}.intersection(*groups), {"state"}
-    # If the saved optimizer had another class, some classes raise a KeyError, and others lack
-    # options in their groups.
+    # With the state of a different class, some optimizers raise a KeyError. Others load it, but
+    # then lack options in their param_groups.
     with suppress(KeyError):
         optimizer.load_state_dict(saved)
         missing = options.difference(*optimizer.param_groups[:1])
@@ -2344,7 +2347,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     text += " same optimizer as in the saved run, or use load= to start a new run from the weights."
     check(not missing, text)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        # Keep the list and the dicts of the groups, because a hook may refer to them.
+        # Update the list and the dicts in param_groups in place, because hooks may refer to them.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
@@ -2541,7 +2544,7 @@ def find_placeholder(value: Any) -> str | None:
 
 
 def age_of(folder: Path) -> tuple[float, int]:
-    """Return when a version folder was last used, according to its .lock file, and its number."""
+    """Return the time at which a version folder was last used, and the number of the version."""
     text, number = "", folder.name.removeprefix("version_")
     with suppress(OSError), (folder / ".lock").open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -2597,7 +2600,7 @@ def opened_lock(folder: Path) -> Iterator[IO[str]]:
         yield file
     finally:
         OPEN_LOCKS.remove(file)
-        # On a full disk, the last lines may be lost, but the run is complete.
+        # On a full disk, the last lines of .lock may be lost. This does not affect the run.
         with suppress(OSError):
             file.close()
 
@@ -2625,7 +2628,7 @@ def read_rows(path: Path, length: int = 0) -> list[dict[str, Any]]:
     header = text.split("\n", 1)[0]
     separator = next((mark for mark in ",;\t" if mark in header), ",")
     if separator != ",":
-        # In some countries, they write decimal commas, and semicolons or tabs between cells.
+        # In some countries, the decimal mark is a comma, and semicolons or tabs separate cells.
         text = text.replace(",", ".").replace(separator, ",")
     *lines, last = text.split("\n")
     rows = [read_cells(row) for row in csv.DictReader(lines)]
@@ -2647,7 +2650,7 @@ def read_cell(cell: str) -> int | float | str:
 
 
 def has_header(path: Path, columns: list[str]) -> bool:
-    """Return whether a CSV file has these columns, commas between cells and a complete end."""
+    """Return whether a CSV file has these columns, comma separators and a complete last line."""
     header = io.StringIO()
     csv.writer(header).writerow(columns)
     with suppress(FileNotFoundError), path.open("rb") as file:
@@ -2684,7 +2687,7 @@ def to_table(rows: list[dict[str, Any]]) -> Any:
 
 # Attributes and random generators, which state_dict() does not contain
 
-REMOVED = ("removed", None)  # In a checkpoint, this value marks a deleted attribute.
+REMOVED = ("removed", None)  # The value of a deleted attribute in a checkpoint.
 # Attributes that PyTorch and Lightning set in modules. Only attributes that users add are saved.
 MODULE_ATTRIBUTES = {*vars(nn.Module()), "_hparams"}
 # Do not save these attributes of an optimizer, because a resumed run sets them anyway.
@@ -2746,11 +2749,11 @@ class SavedAttributes:
         self.weights: dict[int | None, str] = {}
         # The ids of objects whose state is saved elsewhere, such as the optimizer.
         self._saved_ids: set[int] = set()
-        # The values at the start of training, before and after on_train_start.
+        # The attributes' values at the start of training, before and after on_train_start.
         self._starts: list[dict[str, dict[str, Any]]] = []
         self._start_flags: list[dict[str, dict[str, bool]]] = []
         self._start_objects: dict[str, dict[str, Any]] = {}
-        # The tensors in lists, tuples and dicts.
+        # The tensors in attributes that are lists, tuples or dicts.
         self._start_tensors: dict[str, dict[str, list[Any]]] = {}
         # The names of the attributes in earlier checkpoints. Later checkpoints also contain these
         # attributes, even if their values have changed back.
@@ -2846,7 +2849,7 @@ class SavedAttributes:
                         encoded = encode(value.state_dict(), device, limits=[10_000, 1_000_000])
                         found[name] = "state", encoded
                     except OverflowError:
-                        # A checksum may cover only a sample, so treat the state as changed.
+                        # A checksum of a large state may miss a change, so always save the state.
                         found[name] = Checksum([object()])
                 else:
                     try:
@@ -2890,7 +2893,7 @@ class SavedAttributes:
                 changed[place] = state
                 self._saved_names[place].update(state)
                 # This run has replaced the objects in these attributes. A resumed run must also
-                # assign new objects, because other code may still refer to the first objects.
+                # assign new objects, because other code may still refer to the old objects.
                 names = [name for name in state if name in values]
                 rebound[place] = [n for n in names if objects.get(n, END) is not values[n]]
                 # Hooks may refer to the tensors in a list. If this run has changed only their
@@ -2905,9 +2908,9 @@ class SavedAttributes:
         return {**get_rng_state(), "parts": changed, "rebound": rebound, "kept": kept}
 
     def add_start_values(self, epoch_start: dict[str, Any], current: dict[str, Any]) -> None:
-        """Add the loader attributes that only this epoch has changed, with their old values.
+        """Add to ``epoch_start`` the old values of loader attributes that this epoch has changed.
 
-        A resumed run may get the same loader again, whose attributes have already changed.
+        If a resumed run gets the same loader object again, its attributes have already changed.
         """
         for place in current["parts"].keys() & self._of_loaders.keys():
             start, saved = self._starts[0].get(place, {}), epoch_start["parts"].get(place, {})
@@ -2967,7 +2970,7 @@ class SavedAttributes:
 
         Args:
             is_rebound: Whether the saved run assigned another object to the attribute.
-            has_kept: Whether the attribute is a container that kept its tensors.
+            has_kept: Whether the attribute is a container with the same tensors as at the start.
         """
         target, tag = vars(part), value[0] if isinstance(value, tuple) else None
         if tag == "buffer":
@@ -3010,7 +3013,7 @@ class SavedAttributes:
         return changed
 
     def convert_fabric_loop_state(self, ranks: list[dict[str, Any]]) -> None:
-        """Convert the attributes of the model that FabricLoop saved for each process."""
+        """Convert the model's attributes in a FabricLoop checkpoint to the format of MiniLoop."""
         parts = self.refresh_parts()
         values = chain.from_iterable(attributes_of(part).values() for part in parts.values())
         is_complete = not any(isinstance(value, GENERATORS) for value in values)
@@ -3198,7 +3201,7 @@ class TorchModes:
             "num_threads": torch.get_num_threads(),
             "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         }
-        # torch raises an error after the user has set torch.backends.fp32_precision.
+        # torch raises an error if the user has set torch.backends.fp32_precision.
         with suppress(RuntimeError):
             state["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         return state
@@ -3247,12 +3250,13 @@ def compute_checksum(value: Any, most: int = 10_000) -> tuple[Any, ...]:
     size = sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
     if size * len(others) <= 2**28 * len(first):
         with suppress(ValueError):
-            # marshal raises a ValueError for tensors and objects, and copies arrays.
+            # marshal raises a ValueError for tensors and objects. Large arrays are excluded above,
+            # because marshal copies arrays.
             return type(value), zlib.crc32(marshal.dumps(value, 2))
     order = marshal.dumps([item if type(item) in ATOMS else id(item) for item in items], 2)
     known = others[:: 1 + len(others) // most]
     if any(isinstance(item, nn.Module) for item in known):
-        # Compute no checksum here, because `objects_in` finds these modules.
+        # Compute no checksum, because the modules in a container are saved separately.
         raise TypeError("Module")
     most = max(10 * most // max(len(known), 1), 10)
     return type(value), zlib.crc32(order), *[compute_checksum(item, most) for item in known]
@@ -3337,7 +3341,7 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return a container's items. In those of a dict, keys and values alternate."""
+    """Return a container's items. For a dict, keys and values alternate."""
     # Call no methods of a subclass, because they may draw random numbers.
     if isinstance(container, dict):
         # dict.items() ignores the order that OrderedDict.move_to_end() has set.
