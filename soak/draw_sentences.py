@@ -1,7 +1,7 @@
 """Draw sentences at random, for a reader who has never seen the code.
 
-python soak/draw_sentences.py [SEED] prints a Markdown table with twelve docstrings, twelve comments, and so on.
-All sentences of a comment or message are drawn together, because they depend on each other.
+python soak/draw_sentences.py [SEED] prints a Markdown table with twelve sentences of each kind: docstrings, comments,
+error messages, documentation pages and README.md. The sentences of a comment or an error message are drawn together.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PER_KIND = 12
 
 
 def split_sentences(text):
-    """Return the sentences that are long enough to be judged."""
+    """Return the sentences of a text, without very short ones."""
     text = " ".join(re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", text).split())
     sentences = re.split(r"(?<=[.!?]) +(?=[A-Z`])", text)
     return [sentence for sentence in sentences if len(sentence.split()) >= 4]

@@ -1,4 +1,4 @@
-"""Kill workers under torchrun, which restarts them. Each run must end like an undisturbed run.
+"""Kill workers under torchrun, which restarts them. Each run must end with the same results as an undisturbed run.
 
 python soak/elastic.py --kills 100
 python soak/elastic.py --sharded       a sharded model (FSDP2)
@@ -80,7 +80,8 @@ def kill_workers(run, draw, seconds):
     killed, kills = [], 0
     for _ in range(draw.choice((1, 1, 2, 3))):
         workers = run.wait_for_workers(killed)
-        # A run spends most of its time on imports, so three of four kills wait until training has probably started.
+        # A run spends most of its time on imports, so three of four kills wait until training has
+        # probably started.
         run.wait(draw.uniform(draw.choice((0, 0.6, 0.6, 0.6)), 1) * seconds)
         alive = [pid for pid in run.workers() if pid in workers]
         if not alive:

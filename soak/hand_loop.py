@@ -139,7 +139,7 @@ class Steps(nn.Module):
 
 
 class HandLoop:
-    """Train a program's model. ``rows`` contains each epoch's means."""
+    """Train a program's model by hand. ``rows`` contains the mean loss of each epoch."""
 
     def __init__(self, program, ranks=1, rank=0):
         self.options = program.get("options", {})
@@ -166,8 +166,8 @@ class HandLoop:
         if ranks > 1:
             self.steps = DistributedDataParallel(self.steps)
         self.epoch = self.global_step = 0
-        # A CSV row needs the learning rate of the last step, and
-        # val_loss only after a validation since the previous row.
+        # A CSV row contains the learning rate of the last step. It contains
+        # val_loss only if a validation has run since the previous row.
         self.rate, self.is_validated = float(self.optimizer.param_groups[0]["lr"]), False
 
     def _prepare(self):
@@ -289,7 +289,7 @@ class HandLoop:
         return (self.epoch + 1) % self.options.get("check_val_every_n_epoch", 1) == 0
 
     def limit_of(self, loader):
-        """Return the number of batches of a training epoch."""
+        """Return the number of batches in a training epoch, at most limit_train_batches."""
         length = length_of(loader)
         wanted = self.options.get("limit_train_batches")
         if wanted is None:
@@ -297,7 +297,7 @@ class HandLoop:
         return min(length, int(wanted * length) if isinstance(wanted, float) else wanted)
 
     def batches(self, loader):
-        """Yield up to limit_train_batches tuples (index, batch, whether the batch is the last one)."""
+        """Yield a tuple (index, batch, is_last) for each of the first limit_train_batches batches."""
         set_epoch(loader, self.epoch)
         iterator = batches_of(loader)
         length, limit = length_of(loader), self.limit_of(loader)
@@ -305,7 +305,7 @@ class HandLoop:
             for batch_idx, batch in enumerate(itertools.islice(iterator, limit)):
                 yield batch_idx, batch, batch_idx + 1 == limit
             if limit == length and not isinstance(loader, CombinedLoader):
-                # Call next() again, because a for loop also runs the code that a loader has after its last batch.
+                # Call next() again to run the code after the loader's last yield, as a for loop does.
                 next(iterator, None)
             return
         # Without a length, only reading the next batch shows whether the current batch is the last one.

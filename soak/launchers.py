@@ -36,7 +36,7 @@ FORKED = ("spawn", "fork")
 CALLS = ("fit", "accumulate", "clip", "validate", "predict", "resume")
 PATIENCE = 300.0
 BIN = Path(sys.executable).parent
-# The first four are torchrun's default for --signals-to-handle. With SIGUSR1, torchrun handles that signal, too.
+# The signals that torchrun passes on to its workers: SIGUSR1, and the default of --signals-to-handle.
 CAUGHT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 STEPS = 200
 
@@ -76,7 +76,7 @@ def whole(value):
 
 
 def work(launcher, strategy, folder):
-    """Call all methods, one after the other. Rank 0 writes the results to a file."""
+    """Call fit in several ways, and validate and predict. Rank 0 writes the results to a file."""
     quiet()
     found = {}
 
@@ -171,7 +171,7 @@ def wait(processes, patience=PATIENCE):
 
 
 def run(launcher, strategy, folder):
-    """Run all methods. Return their results, or a text that explains why there are no results."""
+    """Start the program with a launcher. Return its results, or an error message."""
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2
@@ -198,7 +198,7 @@ def compare_results(found, expected):
 
 
 def run_table(folder):
-    """Run every launcher with every strategy. Return (cells, losses, distance of FSDP2 from DDP)."""
+    """Run every launcher with every strategy. Return (cells, losses, differences between FSDP2 and DDP)."""
     cells, losses, all_found = {}, [], {}
     for strategy in STRATEGIES:
         for launcher in LAUNCHERS:
@@ -228,7 +228,7 @@ def run_table(folder):
 
 # ---- Functions that send signals to torchrun and its workers
 
-# Each case: (receiver, signal, --max-restarts, whether torchrun handles SIGUSR1, whether the run is a SLURM job).
+# Map each case to (receiver, signal, --max-restarts, whether torchrun handles SIGUSR1, whether the run is a SLURM job).
 SIGNALS = {
     "SIGTERM to torchrun": ("agent", signal.SIGTERM, 3, False, False),
     "SIGTERM to one worker": ("one", signal.SIGTERM, 0, False, False),

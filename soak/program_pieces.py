@@ -1,6 +1,6 @@
 """Pieces of source code from which random_runs.py assembles programs.
 
-Each table maps the name of a piece to its code, such as "dropout" in NETS. All pieces use the following names. ``X`` and ``Y`` are the
+Each dict maps the name of a piece, such as "dropout" in NETS, to its code. All pieces use the following names. ``X`` and ``Y`` are the
 samples, ``make_data`` makes the dataset, ``collate`` and ``get_xy`` pack and unpack a batch, ``make_train`` and
 ``make_val`` make the loaders, ``make_net`` makes the network, ``make_optimizer`` returns the value of
 configure_optimizers, and ``loss_of`` is the loss of a batch.
@@ -681,7 +681,7 @@ for _name, _value in {
 
 # ---- Source code of models: step functions, step methods or a LightningModule, and the function build()
 
-# In these templates, $log stands for the line of the training step that logs, and $returned for the returned value.
+# In these templates, $log stands for the line that logs, and $returned for the value that the training step returns.
 STYLES = {
     "functions": """
 def training_step(net, batch):

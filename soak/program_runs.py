@@ -62,11 +62,11 @@ SECONDS = 300
 
 
 class PlannedError(Exception):
-    """The error that an event raises."""
+    """The error that ends a run at a chosen point."""
 
 
 class Points:
-    """Count how often a run reaches each point, such as "backward", and end the run at the event."""
+    """Count how often a run reaches a point, such as "backward", and end the run at a given count."""
 
     def __init__(self, event=None):
         self.counts, self.event, self.pid = Counter(), event, os.getpid()
@@ -107,7 +107,7 @@ class Points:
 
 
 class FullDisk(Fault):
-    """A disk on which every write fails from the n-th operation until the end of the run."""
+    """A full disk, on which each write after the n-th operation fails."""
 
     def before(self, operation, path, size):
         if self.count >= self.n and operation in ("write", "fsync", "mkdir"):
@@ -118,7 +118,7 @@ class FullDisk(Fault):
 
 
 def load_program(source):
-    """Build the program of a source in a separate module, so that its classes can be pickled."""
+    """Execute a program's source code in a separate module, so that its classes can be pickled."""
     module = sys.modules["program"] = types.ModuleType("program")
     exec(compile(source, "program.py", "exec"), module.__dict__)
     return module
@@ -262,7 +262,7 @@ class Run:
     def __init__(self, source, loop, root, ranks=1, seed=1, event=None, resume=None, **changes):
         self.source, self.loop, self.root, self.ranks = source, loop, Path(root), ranks
         self.seed, self.event, self.resume = seed, event, resume
-        # In this run, these options and values replace those of the program.
+        # These options and values replace those of the program.
         self.options, self.changes = changes.get("options", {}), changes.get("changes", {})
         self.end_path = self.root.with_name(f"{self.root.name}.end")
         self.log_path = self.root.with_name(f"{self.root.name}.log")
@@ -476,7 +476,7 @@ def files_of(root):
 
 
 def differences(expected, found, path="", tolerance=0.0, is_subset=False):
-    """Yield each difference's path and both values.
+    """Yield a text for each difference, with its path and both values.
 
     Args:
         tolerance: The allowed relative difference between numbers.

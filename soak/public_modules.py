@@ -85,7 +85,7 @@ def set_random_states(seed):
 
 
 def options_for(model):
-    """Add the arguments of Trainer that the models of anomalib ask for."""
+    """Return the arguments of Trainer, with those that anomalib's models require."""
     wanted = getattr(model, "trainer_arguments", {})
     return {**OPTIONS, **wanted, "max_epochs": OPTIONS["max_epochs"]}
 
@@ -314,7 +314,7 @@ def try_module(case, folder, generator, options):
 def try_crossing(case, folder, names, trainer):
     """Continue each engine's checkpoint from the end of the first epoch with the other engine."""
     file = folder / "a" / "trainer" / "epoch=0.ckpt"
-    # Trainer saves nothing while a module takes no optimizer step.
+    # Trainer saves no checkpoint if a module has taken no optimizer step.
     if isinstance(trainer, str) or not file.exists():
         return {}
     starts = [i for i, name in enumerate(names) if name == "on_train_epoch_start"]

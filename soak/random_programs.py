@@ -1,7 +1,7 @@
 """Draw the description of a random program, and assemble its source code from the pieces in program_pieces.py.
 
-A description maps each dimension, such as "net", to the name of a piece, such as "dropout". A seed and a number determine the
-description.
+A description maps each dimension, such as "net", to the name of a piece, such as "dropout". The seed and the
+number of a program determine its description.
 """
 
 import random
@@ -217,7 +217,7 @@ def event_kind(d):
 
 
 def runs_with_trainer(d):
-    """Return whether Trainer runs a program with a LightningModule, as the oracle or before or after an event."""
+    """Return whether Trainer runs a program with a LightningModule, as the oracle or to test a switch of loops."""
     return not d["event"] or event_kind(d) in CROSSINGS
 
 
@@ -413,7 +413,7 @@ INVALID = [
             # Starting workers draws a random number, and the hand-written
             # loop starts persistent workers at a different time.
             and not d["persistent"]
-            # The hand-written loop creates a new dataset, which has counted no reads.
+            # This dataset changes with each read, and the hand-written loop creates a new dataset.
             and d["data"] != "counts_reads"
             # Without a checkpoint, resume="auto" starts a new run.
             and d["options"].get("save_last") is not False
@@ -680,7 +680,7 @@ def make_optimizer(d):
 
 
 def join_source(parts):
-    """Join pieces. Move imports to the top, and drop unused ones."""
+    """Join pieces of code. Move the imports to the top, and drop unused imports."""
     lines = [line for part in parts for line in part.splitlines() if line.strip()]
     imports = dict.fromkeys(line for line in lines if re.match(r"(from|import) ", line))
     body = [line for line in lines if line not in imports]
@@ -721,7 +721,7 @@ FREE = ("max_epochs", "log_every_n_steps")
 
 
 def shapes_of(description):
-    """Return the pieces that are not the simplest ones, such as "net=dropout"."""
+    """Return the parts of a description that differ from SIMPLEST, such as "net=dropout"."""
     shapes = []
     for dimension, shape in description.items():
         if dimension == "options":
@@ -736,7 +736,7 @@ def shapes_of(description):
 
 
 def reduce_program(description, is_same):
-    """Simplify a description as long as is_same returns True for it."""
+    """Simplify a description as long as is_same returns True for the simpler description."""
     changes = [(name, SIMPLEST[name]) for name in SIMPLEST if description[name] != SIMPLEST[name]]
     for dimension in ("callbacks", "hooks"):
         changes += [(dimension, name) for name in description[dimension][1:]]
@@ -745,7 +745,7 @@ def reduce_program(description, is_same):
 
 
 def apply_changes(description, changes, is_same):
-    """Apply all changes if possible. Otherwise, try each half of the changes."""
+    """Apply all changes to a description if possible. Otherwise, try each half of the changes."""
     if not changes:
         return description
     changed = dict(description)

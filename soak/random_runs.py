@@ -4,11 +4,11 @@
     python soak/random_runs.py --count 20 --seed 0 --ranks 2    two processes with DDP
     python soak/random_runs.py --count 50 --seed 0 --killed     an event ends each run, and a fresh model resumes it
     python soak/random_runs.py --seed 0 --first 57 --count 1 --show     print the script of number 57
-    python soak/random_runs.py --only net=lora --only batch=graph       only programs with these shapes
+    python soak/random_runs.py --only net=lora --only batch=graph       only programs with these pieces
 
-A seed and a number determine a program. A program must end with its oracle's results, or be refused before the first batch with
-an error that names the reason. Everything else is a difference. A program with a difference is written to a script, and
-`python SCRIPT` runs it again. The last line of the output is a JSON object with the figures.
+The seed and the number of a program determine its code. A loop must end with the oracle's results, or refuse the program before
+the first batch with an error that names the reason. Everything else is a difference. A program with a difference is written to
+a script, and `python SCRIPT` runs it again. The last line of the output is a JSON object with the figures.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from victim import quiet
 # ---- Functions that run one program with several loops and compare the results
 
 ENDS = ("weights", "buffers", "attributes", "optimizers", "schedulers", "counters")
-# All of these results of a resumed run must equal those of an uninterrupted run.
+# The results of a resumed run that must equal those of an uninterrupted run.
 ALL_ENDS = (*ENDS, "metrics", "rows", "modes", "random", "files")
 OWN_LOOPS = ("FabricLoop", "MiniLoop")
 OTHER = {"FabricLoop": "MiniLoop", "MiniLoop": "FabricLoop"}
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Check:
-    """Run a program with its oracle and with both loops, or with and without an event. Compare the results."""
+    """Compare FabricLoop and MiniLoop with an oracle, or an interrupted and resumed run with an uninterrupted one."""
 
     def __init__(self, source, folder, is_lightning, ranks=1, event=None, loops=OWN_LOOPS):
         self.source, self.folder, self.ranks, self.event = source, Path(folder), ranks, event
@@ -133,7 +133,7 @@ class Check:
                 found += differences(oracle["metrics"], end["metrics"], "metrics", is_subset=True)
                 names = ["logged", "validated", "random"] if self.event is None else ["random"]
                 found += part_differences(names, oracle, end)
-            # Skip the rows if their numbers differ, as in a step-based run, which writes one row per validation.
+            # Skip the rows if the loops have written different numbers of rows. A step-based run writes one per validation.
             if self.oracle == "HandLoop" and len(oracle["rows"]) == len(end["rows"]):
                 found += differences(oracle["rows"], end["rows"], "rows", 1e-4, is_subset=True)
             self.outcome.add(f"{loop} differs from {self.oracle}", found)
@@ -271,13 +271,13 @@ def check_description(description, folder, loops=OWN_LOOPS):
 
 
 def build_options(source):
-    """Return the options in a source, without building its model."""
+    """Return the loop's options from a program's source code, without building its model."""
     text = source[source.rindex("options=dict(") :]
     return eval(text[len("options=") : text.index("\n")].removesuffix(")"))
 
 
 def part_differences(parts, expected, found):
-    """List the differences between two runs in the given results."""
+    """List the differences between the given parts of two runs' results."""
     return [line for part in parts for line in differences(expected[part], found[part], part)]
 
 
@@ -332,7 +332,7 @@ def check(path, ranks=1, event=None):
 
 
 class Report:
-    """The results of many programs."""
+    """Counts and differences of all checked programs."""
 
     def __init__(self):
         self.programs = self.invalid = 0
@@ -399,7 +399,7 @@ def run_numbers(numbers, options, folder, reader, writer):
     os.close(reader)
     pipe = os.fdopen(writer, "wb")
     warm_up(folder / "warm")
-    # Remember (cause, pieces of the reduced program), so that each cause is reduced only once.
+    # Remember (cause, pieces of the reduced program), so that only one program is reduced for each cause.
     causes = []
     for number in numbers:
         description = draw_program(options, number)
@@ -430,7 +430,7 @@ def reduce_new_causes(description, outcome, causes, folder):
 
 
 def cause_of(difference):
-    """Return a difference's kind, and the part that differs."""
+    """Return the kind of a difference, and the result that differs, such as "weights"."""
     kind, details = difference
     return kind, re.split(r"[/:\d]", first_line(details))[0]
 

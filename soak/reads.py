@@ -120,7 +120,7 @@ def _train_until(root, at, options):
 
 
 def check(folder, files, whole, n, kind):
-    """Resume with a failure, and then without one. Return a description of the problem, or None."""
+    """Resume a run with a failing read, and then without one. Describe the problem, or return None."""
     root, message = folder / "run", None
     shutil.copytree(files, root)
     before = contents(root)

@@ -1,7 +1,7 @@
 """Run the long checks, such as thousands of SIGKILLs and failing system calls, and print a table.
 
     make soak                                        all parts, about two hours on two free cores
-    python soak/run.py --part kills --kills 100      one part, smaller
+    python soak/run.py --part kills --kills 100      one part with fewer kills
     python soak/run.py --jobs 1 --seed 7             one part after the other, with the seed of an earlier run
 
 Parts: `workers` is soak/elastic.py (workers killed under torchrun), `workers_sharded` the same with a sharded model,
@@ -78,7 +78,7 @@ def run(part, options, seed):
 
 
 def figures_of_tests(output):
-    """Return the numbers of tests in pytest's last line, or None if no test ran."""
+    """Return the counts of tests from pytest's last line, or None if no test ran."""
     found = re.findall(r"(\d+) (passed|failed|errors?)\b", output[-500:])
     counts = {kind: int(count) for count, kind in found}
     if not counts:
@@ -98,7 +98,7 @@ def row_of(part, seconds, figures):
 
 
 def describe(part, figures):
-    """Return what a part has tested, how many of them, and a remark."""
+    """Return what a part has tested, how often, and a remark."""
     if part in ("kills", "ranks", "sharded"):
         how = ", sharded" if part == "sharded" else ""
         what = f"SIGKILL, {figures['ranks']} process{'es' * (figures['ranks'] > 1)}{how}"

@@ -38,7 +38,7 @@ MODULE_HOOKS = [
 MODULE_HOOKS += [name for name in dir(pl.LightningModule) if name.startswith("on_")]
 MODULE_HOOKS.remove("on_gpu")
 
-# Trainer and FabricLoop use different classes for these objects. Compare only their purpose.
+# Trainer and FabricLoop have different classes for the same purpose. Replace the class by its purpose.
 OWN_CLASSES = dict.fromkeys(("FabricLoop", "Trainer"), "trainer")
 LOOPS = ("_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop")
 LOOPS += ("_AutomaticOptimization", "_ManualOptimization", "LoopAPI")
@@ -150,7 +150,7 @@ def read(found, name):
 
 
 class Recorder(pl.Callback):
-    """Records all attributes in each hook."""
+    """A callback that records the trainer's attributes in each hook."""
 
     def __init__(self, names):
         self.names = names
@@ -200,7 +200,7 @@ def record_module_hooks(module, recorder):
 def names_of_trainer():
     trainer = pl.Trainer(**quiet())
     names = public_names(pl.Trainer, trainer)
-    # Reading this attribute without a training loader would leave DataLoader patched.
+    # Without a training loader, reading this attribute fails and leaves DataLoader patched.
     names.remove("estimated_stepping_batches")
     return {
         "trainer": names,

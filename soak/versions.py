@@ -1,6 +1,6 @@
 """Run the contract tests with several versions of torch and Lightning, each in its own environment.
 
-    python soak/versions.py                     # every row, in an hour and with about 20 GB of downloads
+    python soak/versions.py                     # all versions, in an hour and with about 20 GB of downloads
     python soak/versions.py --only lowest
     python soak/versions.py --tests tests/contract/test_parity_table.py
     python soak/versions.py --only newest --python python3.10
