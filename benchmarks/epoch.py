@@ -64,7 +64,7 @@ class Clock:
 
 @dataclass
 class Problem:
-    """Random images that a model can learn, because each class is a noisy pattern."""
+    """Images that a model can learn to classify, because each class is a random pattern with noise."""
 
     name: str
     shape: tuple[int, ...]
@@ -161,7 +161,7 @@ def acc_of(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-# The contestants: functions that train for several epochs and report the start of each epoch to the clock.
+# The contestants: functions that train for several epochs and record the start of each epoch in a Clock.
 
 
 def tutorial(
@@ -172,7 +172,7 @@ def tutorial(
     fabric: Any = None,
     prepare: Any = None,
 ) -> None:
-    """Train as tutorials do, either plainly, on Fabric or with Accelerate."""
+    """Train as tutorials do, in plain PyTorch, with Fabric or with Accelerate."""
     net, train, val = problem.model(), problem.loader("train", tuned), problem.loader("val", tuned)
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr)
     backward = Tensor.backward
@@ -227,7 +227,7 @@ def tuned(problem: Problem, epochs: int, clock: Clock) -> None:
 
 
 def by_hand(problem: Problem, epochs: int, clock: Clock) -> None:
-    """Train on tensors. Like our loops, sum the metrics on the device, and read them once per epoch."""
+    """Train on slices of tensors. Like FabricLoop, sum the metrics on the device, and read them once per epoch."""
     net, batch = problem.model().to(problem.device), problem.batch
     optimizer = torch.optim.Adam(net.parameters(), lr=problem.lr, fused=True)
     (x, y), (x_val, y_val) = problem.tensors("train"), problem.tensors("val")
@@ -335,7 +335,7 @@ def lightning_module(problem: Problem, clock: Clock) -> Any:
 
 
 def fitted(problem: Problem, epochs: int, clock: Clock, kind: Any = None, **options: Any) -> None:
-    """Train with Trainer or our loops, with a bar, a CSV file and a checkpoint per epoch."""
+    """Train with Trainer or FabricLoop, with a progress bar, a CSV file and a checkpoint per epoch."""
     from fabric_template import FabricLoop
 
     loop = (kind or FabricLoop)(accelerator=problem.device, devices=1, max_epochs=epochs, **options)
@@ -378,7 +378,7 @@ class Returning(nn.Module):
 def tensor_loop(
     channels_last: bool = False, **options: Any
 ) -> Callable[[Problem, int, Clock], None]:
-    """Return a function that trains with FabricLoop and TensorLoader, with a bar, a CSV file and checkpoints."""
+    """Return a function that trains with FabricLoop and TensorLoader, with a progress bar, a CSV file and checkpoints."""
 
     def run(problem: Problem, epochs: int, clock: Clock) -> None:
         from fabric_template import FabricLoop, TensorLoader

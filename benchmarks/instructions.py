@@ -54,7 +54,7 @@ def counted_once(folder: Path) -> None:
 
 
 def count_in_fork(folder: Path, name: str, number: int, work: Callable, *args: Any) -> None:
-    """Run a function in a forked process, and list the file to which valgrind writes its count."""
+    """Run a function in a forked process, and add the name of valgrind's output file to a list."""
     child = os.fork()
     if not child:
         work(*args)
@@ -113,7 +113,7 @@ def table_once(folder: Path) -> str:
 
 
 def table(folder: Path) -> str:
-    """Return a table of the instructions for a step, with their ratios to the plain loops."""
+    """Return a table of the instructions for a step, with their ratios to the plain loop, without and with metrics."""
     counts = counts_in(folder)
     fewer, more = STEPS
     each = {name: (count[more] - count[fewer]) / (more - fewer) for name, count in counts.items()}

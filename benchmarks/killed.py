@@ -9,14 +9,14 @@ How it is measured:
 - All contestants train a small model with dropout, Adam and shuffled data for 3 epochs of 8 batches, and write each batch's
   loss to a CSV file. Each command sets the seed first, so that a run that starts from scratch equals an undisturbed run.
 - "same weights": the weights equal those of the contestant's own undisturbed run, bit for bit. "complete CSV": each batch of
-  that run has a row with the same loss. In our metrics.csv, each epoch must have the same row, except for the time. All CSV
-  files of a contestant are combined. If a batch has two rows, the later row is used.
+  that run has a row with the same loss. In metrics.csv, which FabricLoop and MiniLoop write, each epoch must have
+  the same row, except for the time. All CSV files of a contestant are combined. If a batch has two rows, the later row is used.
 - "ended": the second command ended without an error.
 
 The contestants:
 
-- ours: `resume="auto"`, `save_every_n_steps=3`.
-- MiniLoop, each epoch: `resume="auto"`. MiniLoop saves at the end of each epoch, and writes only one row per epoch.
+- ours: FabricLoop with `resume="auto"` and `save_every_n_steps=3`.
+- MiniLoop, each epoch: MiniLoop with `resume="auto"`. It saves at the end of each epoch, and writes only one row per epoch.
 - Trainer, each epoch: `ckpt_path="last"`, CSVLogger, and ModelCheckpoint(save_last=True), which saves at the end of each epoch.
 - Trainer, every 3 steps: the same with ModelCheckpoint(save_last=True, every_n_train_steps=3).
 - Accelerate, each epoch, and every 3 steps: save_state, load_state with the newest checkpoint, skip_first_batches and the

@@ -1,4 +1,4 @@
-"""Compare the cost of a batch from memory with TensorLoader, DataLoader and slices by hand.
+"""Compare the cost of a batch from memory with TensorLoader, DataLoader and hand-written slicing.
 
     python benchmarks/loader.py             # a minute or two
     python benchmarks/loader.py --toy       # a quick check of the script
@@ -57,7 +57,7 @@ class Transformed(Dataset):
 
 
 class ByHand:
-    """Yield slices of shuffled tensors."""
+    """Index the tensors with slices of a random permutation."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y

@@ -75,7 +75,7 @@ class Problem:
 
 
 class Batches(Dataset):
-    """Sixteen batches in memory, which are yielded again and again."""
+    """A dataset that returns the same sixteen batches again and again."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
         self.steps = steps
@@ -113,7 +113,7 @@ def plain(problem: Problem, steps: int) -> nn.Module:
 
 
 def plain_metrics(problem: Problem, steps: int) -> nn.Module:
-    """Train with a careful hand-written loop, which has a bar, CSV files and a checkpoint, and sums metrics on the device."""
+    """Train by hand with a progress bar, CSV files, a checkpoint, and metrics that are summed on the device."""
     from tqdm import tqdm
 
     model, loader = problem.model_there(), problem.loader(steps)
@@ -148,7 +148,7 @@ def plain_metrics(problem: Problem, steps: int) -> nn.Module:
 
 
 def fitted(kind: Any, problem: Problem, steps: int, log: bool, **options: Any) -> nn.Module:
-    """Train a module with Trainer or one of our loops."""
+    """Train a module with Trainer, FabricLoop or MiniLoop."""
     module = lightning_module(problem, log)
     loop = kind(accelerator=problem.device, devices=1, max_epochs=1, **options)
     loop.fit(module, problem.loader(steps))
@@ -200,7 +200,7 @@ def trainer_bare(problem: Problem, steps: int) -> nn.Module:
 def trainer_everything(problem: Problem, steps: int) -> nn.Module:
     from lightning import Trainer
 
-    # Trainer shows a TQDMProgressBar if rich is not installed. Use it here in any case.
+    # Trainer shows a TQDMProgressBar only if rich is not installed, so always pass one.
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger
 
@@ -260,7 +260,7 @@ GOALS = [
 
 
 def lightning_module(problem: Problem, log: bool):
-    """Return a module for Trainer and our loops. If `log` is True, it logs two metrics to files and the bar."""
+    """Return a LightningModule. If `log` is True, it logs two metrics to files and to the progress bar."""
     import lightning
 
     class Module(lightning.LightningModule):

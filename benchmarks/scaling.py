@@ -13,7 +13,7 @@ How it is measured:
 - steps: one fit of each loop in a new process, with epochs of 1,000 steps. Memory is the process's resident set size, and
   handles are its open files.
 - epochs: 5,000 epochs of two steps with a validation, a row and a save. A cost is the median over a fifth of the epochs.
-- rows: a CSV file with many rows is opened and continued, as in a resumed run. The cost of a row is the median over blocks.
+- rows: a CSV file with many rows is opened and continued, as in a resumed run. The cost of a row is the median over blocks of 100 rows.
 - checkpoints: each epoch has one step and keeps its checkpoint (save_top_k=-1). Then the finished run is resumed. The table
   shows CPU times.
 - versions: a run's folder is copied many times. Then each loop starts a new run and resumes a run, and the runs are listed.
@@ -54,7 +54,7 @@ from fabric_template.tools.runs import list_runs
 
 SILENT = {"enable_progress_bar": False, "enable_model_summary": False}
 BATCH = 32
-# A run saves a checkpoint after 7 batches. To resume later in the epoch, each 7 in its counters is replaced.
+# A run saves a checkpoint after 7 batches. To resume later in the epoch, each 7 in the checkpoint's counters is replaced.
 DONE = 7
 
 
@@ -301,7 +301,7 @@ def rows(size: float) -> Iterator[str]:
 
 
 class Stopwatch:
-    """A callback that records when each epoch starts. An epoch has one step, row and checkpoint."""
+    """A callback that records the CPU time at the start of each epoch."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -43,7 +43,7 @@ class RecordingBatches(Batches):
 
 
 def microseconds(name: str, problem: Problem, steps: int) -> list[float]:
-    """For each fraction in PARTS, return the duration of its slowest step in one epoch, in microseconds."""
+    """Return the longest duration within the fastest tenth, quarter and half of an epoch's steps, in microseconds."""
     RecordingBatches.asked.clear()
     gc.collect()
     with overhead.run_silently():

@@ -1,4 +1,4 @@
-"""Compare a GPT's tokens per second in a bare compiled loop and in our loop.
+"""Compare a GPT's tokens per second in a hand-written loop, FabricLoop and Trainer.
 
     python benchmarks/transformer.py               # 124 million parameters on a GPU, 10 million on the CPU
     python benchmarks/transformer.py --toy         # a quick check of the script
@@ -90,7 +90,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Measure the time between the starts of two steps. Before each measurement, wait until the GPU has finished its work."""
+    """Measure the time between the starts of two steps. At both starts, wait until the GPU has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0
@@ -126,7 +126,7 @@ class Task:
         )
 
     def options(self) -> dict[str, Any]:
-        """Return the options of FabricLoop and Trainer. Save no checkpoint, because the bare loop saves none."""
+        """Return options for FabricLoop and Trainer, without checkpoints, because the bare loop saves none."""
         where = {"accelerator": self.device, "devices": 1, "precision": "bf16-mixed"}
         return {**where, "max_epochs": 1, "enable_checkpointing": False}
 

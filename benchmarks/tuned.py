@@ -4,9 +4,9 @@
     python benchmarks/tuned.py --problem digits --rounds 3 --seconds 0.5
     python benchmarks/tuned.py --toy            # a quick check of the script
 
-First, `tune` runs on the unchanged training. Then all settings and tune's choice take turns, each in a new process, and their
-samples per second are measured. The table shows the median and the range of the ratios within a round. If tune's choice is the
-same as one of the settings, the two share a row.
+First, `tune` chooses settings for the unchanged demo. Then all settings and tune's choice take turns, each in a new
+process, and their samples per second are measured. The table shows the median and the range of the ratios within a
+round. If tune's choice equals one of the settings, both share a row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BY_HAND: list[dict[str, Any]] = [
 
 
 def by_hand(problem: str) -> list[dict[str, Any]]:
-    """Return combinations of settings that an engineer would try. The last ones use a large batch."""
+    """Return combinations of settings that an engineer would try, with small and large batches."""
     large = {"batch_size": LARGE[problem]}
     return [*BY_HAND, {**ONE, **large}, {**FAST, **large}]
 
@@ -64,7 +64,7 @@ def parts(problem: str, toy: bool) -> tuple[Any, dict[str, Any]]:
 def rates(
     job: tuple[Any, dict[str, Any]], choices: list[dict[str, Any]], seconds: float, rounds: int
 ) -> list[list[float]]:
-    """Return the samples per second of each choice in each round."""
+    """Return the samples per second of each combination of settings in each round."""
     found: list[list[float]] = []
     for _ in range(rounds):
         answers = [run_in_process(partial(measure, *job, seconds, choice)) for choice in choices]

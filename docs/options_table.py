@@ -1,4 +1,4 @@
-"""Write the table of options in reference.md from the documentation of each field."""
+"""Write the table of options in reference.md from the docstrings of FabricLoop's options."""
 
 import dataclasses
 import html
@@ -11,7 +11,7 @@ HEAD = "| option | default | effect |\n|---|---|---|\n"
 
 
 def options_table() -> str:
-    """Return a row for each argument of FabricLoop."""
+    """Return a Markdown table with a row for each option of FabricLoop."""
     texts = {name: html.escape(text, quote=False) for name, text in document_fields().items()}
     return HEAD + "".join(
         f"| `{field.name}` | `{field.default!r}` | {texts[field.name]} |\n"
@@ -20,7 +20,7 @@ def options_table() -> str:
 
 
 def insert_table(page: str) -> str:
-    """Return the page with its table replaced by the current one."""
+    """Return the text of reference.md with an updated table of options."""
     before, _, rest = page.partition(HEAD)
     _, _, after = rest.partition("\n\n")
     return f"{before}{options_table()}\n{after}"

@@ -7,7 +7,7 @@ from griffe import Extension
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files outside docs/ with the link's text. mkdocs calls this function."""
+    """Replace each link to a file outside docs/ with its text. mkdocs calls this function."""
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)+[^)]*\)", r"\1", markdown)
 
 
@@ -22,7 +22,7 @@ class Examples(Extension):
     """Rename the section "Example:" to "Examples:", the only name that Google's style supports."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Change a docstring. griffe calls this method for each module, class and function."""
+        """Rename the section. griffe calls this method for each module, class and function."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(
                 r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M

@@ -59,7 +59,7 @@ class Terminal:
         self.rows, self.column, self.cut_bytes = [""], 0, b""
 
     def read(self, seconds: float) -> bool:
-        """Display what is printed within some seconds. Return whether anything was printed."""
+        """Display what bash prints within some seconds. Return whether it has printed anything."""
         if not select.select([self.file], [], [], seconds)[0]:
             return False
         printed = self.cut_bytes + os.read(self.file, 65536)
@@ -86,7 +86,7 @@ class Terminal:
         return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
 
     def close(self) -> None:
-        """End bash."""
+        """Exit bash, and close the terminal."""
         os.write(self.file, b"exit\n")
         os.close(self.file)
         os.waitpid(self.pid, 0)
@@ -187,7 +187,7 @@ def find_states(frames: list[Frame]) -> list[tuple[int, int, str, float, float |
 
 
 def draw_text(text: str, x: float, y: float, kind: str) -> str:
-    """Return a text of fixed width, because fonts differ in the width of a character."""
+    """Return an SVG text of fixed width, because fonts differ in the width of a character."""
     text = text.rstrip()
     width = f"{WIDTH_OF_CHARACTER * len(text):.1f}"
     return (
@@ -241,7 +241,7 @@ def draw(frames: list[Frame]) -> str:
 
 
 def main() -> None:
-    """Write the picture."""
+    """Record the run, and write terminal.svg."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("terminal.svg"))
