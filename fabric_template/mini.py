@@ -191,7 +191,7 @@ class MiniLoop:
         self._before_next: Any = None  # The RNG state before the latest batch was prefetched.
         # State from the resumed checkpoint, such as RNG states, attributes and changed options.
         self._resumed_state: Any = None
-        self._saved_step: int | None = None  # The global_step in last.ckpt, if there is one.
+        self._saved_step: int | None = None  # The global_step in last.ckpt, if this file exists.
         # The row count and the column names of each CSV file.
         self._tables: dict[str, Any] = {"metrics.csv": (0, []), "steps.csv": (0, [])}
         self._columns: list[str] = []  # The columns of the printed rows.
@@ -267,12 +267,12 @@ class MiniLoop:
         # Like Trainer, count an epoch as finished even if max_steps has ended it early.
         self.current_epoch += self.batches_done > 0
         if self.global_step > self._find_last_step():
-            # The last row may cover only part of an epoch. A resumed run replaces this row.
+            # The last row of metrics.csv may cover part of an epoch. A resumed run replaces it.
             self._end_row(self.current_epoch - 1)
 
     def _find_last_step(self) -> int:
         """Return the highest step in the rows of metrics.csv."""
-        # A user may have sorted the rows, so the last row may not be the newest one.
+        # A user may have sorted the CSV rows, so the last row may not be the newest one.
         return max((int(row["step"]) for row in self.history), default=0)
 
     def _is_done(self) -> bool:
@@ -1040,8 +1040,8 @@ class MiniLoop:
             if len(rows) < table["rows"]:
                 rows += waiting
             if not is_done:
-                # Do not only count rows. If a user has deleted some, the first table["rows"] rows
-                # may include rows written after the checkpoint.
+                # If a user has deleted rows, the row count alone would keep rows written after the
+                # checkpoint.
                 step = self.global_step
                 rows = [row for row in rows if row.get("step", 0) <= step][: table["rows"]]
             columns = list(dict.fromkeys(chain(table["columns"], *rows)))
@@ -1054,7 +1054,7 @@ class MiniLoop:
             self.history = rows if name == "metrics.csv" else self.history
 
     def _read_table(self, name: str, length: int, columns: list[str]) -> list[dict[str, Any]]:
-        """Return the rows of a CSV file. If another program has damaged the file, copy it first."""
+        """Return the rows of a CSV file. Copy a file that another program has damaged."""
         path = self.log_dir / name
         rows = read_rows(path, length)
         kept = [row for row in rows if isinstance(row.get("step", 0), Real)]
@@ -1234,7 +1234,7 @@ class MiniLoop:
 
     def _stop_batches(self) -> None:
         """End an unfinished epoch's worker processes and progress bar, and free its tensors."""
-        # Without close(), garbage collection would end each process, which takes five seconds.
+        # Without close(), garbage collection would end each worker, which takes five seconds.
         # In a notebook, the last traceback would keep the progress bar until the next error.
         for part in (self._batches, self._bar):
             if part is not None:
@@ -1695,9 +1695,9 @@ class MiniLoop:
         check(name in self.callback_metrics, text)
 
     def _check_first_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the first checkpoint can be read. Later checkpoints have the same types."""
-        # Skip the states of the processes. They may be large, and `encode` allows only values that
-        # can be read.
+        """Check that the first checkpoint can be read, which implies that later ones can be."""
+        # Do not check the states of the processes, because they may be large, and `encode` has
+        # already left out unsupported values.
         own = {**checkpoint["fabric_template"], "ranks": []}
         check_readable({**checkpoint, "fabric_template": own})
         states, weights = checkpoint["optimizer_states"], self._attributes.weights
@@ -1770,7 +1770,7 @@ class MiniLoop:
         self._warn_of_changed_settings(*settings)
 
     def _check_dtypes(self, weights: dict[str, Any]) -> None:
-        """Raise an error if a trained parameter's dtype changed. optimizer.step() could fail."""
+        """Raise an error if a trained parameter's dtype changed, as optimizer.step() may fail."""
         trained = {*parameters_of(self.optimizer)}
         saved = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
         for name, parameter in self._unwrapped.named_parameters():
@@ -2764,7 +2764,7 @@ class SavedAttributes:
     def refresh_parts(self) -> dict[str, Any]:
         """Find the objects whose attributes are saved, keyed by paths such as "train sampler".
 
-        Also update ``weights`` and the loaders' objects, which hooks and datasets may replace.
+        Also find the weights and the loaders' objects again, because hooks may replace them.
         """
         loop: Any = self._loop()
         self._of_loaders = {
@@ -2808,10 +2808,11 @@ class SavedAttributes:
     def record_start_values(self) -> None:
         """Record the values of all attributes at the start of training.
 
-        ``fit`` calls this method before it creates the optimizer, and again after on_train_start. A
-        resumed run calls on_train_start again, so a value that this hook has changed is saved even
-        if training changes the value back. A resumed run also calls configure_optimizers, but with
-        different weights, so a value that configure_optimizers has changed is always saved.
+        ``fit`` calls ``record_start_values`` before it creates the optimizer, and again after
+        on_train_start. A resumed run calls on_train_start again, so a value that this hook has
+        changed is saved even if training changes the value back. A resumed run also calls
+        configure_optimizers, but with different weights, so a value that configure_optimizers has
+        changed is always saved.
         """
         parts = self.refresh_parts()
         start = {place: self._encode_part(place, attributes_of(parts[place])) for place in parts}
@@ -2832,7 +2833,7 @@ class SavedAttributes:
         return any(not is_same(start.get(name, END), value) for start in starts)
 
     def _encode_part(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Encode an object's random generators and attributes. Use checksums for large values."""
+        """Encode an object's random generators and attributes, with checksums for large values."""
         device, found = self._loop().fabric.device, {}
         for name, value in values.items():
             if id(value) in self._saved_ids and not isinstance(value, nn.Module):
@@ -3114,7 +3115,7 @@ def objects_in(
 ) -> dict[str, Any]:
     """Return the objects in an object's attributes, at most three levels deep, keyed by path.
 
-    Objects of installed packages, such as nested transforms, count as half a level.
+    The limit of three levels counts an object of an installed package as half a level.
 
     Args:
         known: The ids of objects to leave out. The function adds the ids of the objects it finds.
@@ -3155,7 +3156,7 @@ def objects_in(
 def is_outside(module: nn.Module, network: set[int]) -> bool:
     """Return whether a module has no submodules in common with the model.
 
-    An example is a teacher network that the model keeps in a plain list.
+    For example, the model may keep a teacher network in a plain list.
     """
     return network.isdisjoint(map(id, module.modules()))
 
@@ -3201,7 +3202,7 @@ class TorchModes:
             "num_threads": torch.get_num_threads(),
             "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         }
-        # torch raises an error if the user has set torch.backends.fp32_precision.
+        # If the user has set torch.backends.fp32_precision, torch raises an error here.
         with suppress(RuntimeError):
             state["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         return state
@@ -3341,8 +3342,8 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return a container's items. For a dict, keys and values alternate."""
-    # Call no methods of a subclass, because they may draw random numbers.
+    """Return a container's items. For a dict, return alternating keys and values."""
+    # Call no methods of a user's subclass, because they may draw random numbers.
     if isinstance(container, dict):
         # dict.items() ignores the order that OrderedDict.move_to_end() has set.
         kind = OrderedDict if isinstance(container, OrderedDict) else dict
@@ -3357,7 +3358,7 @@ def is_container(value: Any) -> bool:
 
 
 def collect_tensors(value: Any, found: list[Any], depth: int = 0) -> bool:
-    """Add the tensors in a container to a list. Return False if the container is too large."""
+    """Collect a container's tensors. Return False for a large container or a set of tensors."""
     if isinstance(value, Tensor):
         found.append(value)
     if not is_container(value):
@@ -3446,7 +3447,7 @@ def load_object(
 
 
 def replace_content(current: Any, value: Any) -> bool:
-    """Copy a value into a tensor or container in place. Return False if the value does not fit."""
+    """Copy a value into a tensor or container in place, and return False if it does not fit."""
     names = ("shape", "dtype", "requires_grad", "maxlen")
     if any(getattr(current, name, None) != getattr(value, name, None) for name in names):
         return False
@@ -3484,8 +3485,8 @@ def address_of(value: Any) -> int | None:
 def has_attributes(state: Any) -> bool:
     """Return whether FabricLoop's saved state contains attributes or iterators of loaders."""
     if isinstance(state, dict):
-        # The model's attributes at the start of an epoch are needed only to resume within the
-        # epoch.
+        # Skip the model's attributes at the start of an epoch, which are needed only to resume
+        # within the epoch.
         parts = (part for name, part in state.items() if name != "model")
         names = ("attributes", "restart_problem")
         return any(state.get(name) for name in names) or any(map(has_attributes, parts))
