@@ -5,8 +5,8 @@
 
 The script starts itself under ``valgrind --tool=cachegrind``. Each contestant of overhead.py trains for an epoch of 100
 steps and for one of 200. Each epoch runs in a forked process, because valgrind writes its counts when a process ends.
-A step's count is one hundredth of the difference. Progress bars are drawn only once, because further updates depend
-on a clock. The counts do not include the cost of memory and caches. To measure that cost, run overhead.py.
+A step's count is one hundredth of the difference between the two epochs. Progress bars are drawn only once, because
+further updates depend on a clock. The counts do not include the cost of memory and caches. To measure that cost, run overhead.py.
 """
 
 from __future__ import annotations

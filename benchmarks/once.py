@@ -5,8 +5,8 @@
 
 How it is measured:
 
-- A tiny model trains for one epoch and for eleven epochs of one step each, with a CSV file and a bar. This is
-  repeated with a validation of one batch, and without checkpoints. An epoch costs one tenth of the difference.
+- A tiny model trains for one epoch and for eleven epochs of one step each, with a CSV file and a bar. An epoch
+  costs one tenth of the difference. Both fits are repeated with a validation of one batch, and without checkpoints.
   The cost of a validation or of a checkpoint is the difference between a fit that includes it and a fit without it.
 - "once" is a complete fit of one step: set-up, folders, locks, hparams.yaml, config.yaml, one row, one checkpoint, teardown.
   Separate rows show the cost of creating the loop, and Lightning Fabric's share of this cost.

@@ -90,7 +90,7 @@ class Gpt(nn.Module):
 
 
 class Watch:
-    """Measure the time between the starts of two steps. At both starts, wait until the GPU has finished its work."""
+    """Measure the time between the starts of two steps, each after the GPU has finished its work."""
 
     def __init__(self, device: str, first: int, last: int) -> None:
         self.device, self.first, self.last, self.seconds = device, first, last, 0.0

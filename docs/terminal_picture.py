@@ -1,6 +1,6 @@
 """Record a run that is killed and resumed, as an animated picture of a terminal.
 
-Run `python docs/terminal_picture.py` on Linux. It types commands into bash in a pseudoterminal.
+Run `python docs/terminal_picture.py` on Linux. The script types commands into bash.
 The commands run the first script of README.md with a copy of mini.py. A second bash kills the run.
 terminal.svg shows what both terminals displayed, at twice the speed and with shorter pauses.
 """
@@ -59,7 +59,7 @@ class Terminal:
         self.rows, self.column, self.cut_bytes = [""], 0, b""
 
     def read(self, seconds: float) -> bool:
-        """Display what bash prints within some seconds. Return whether it has printed anything."""
+        """Display what bash prints within some seconds. Return whether bash printed anything."""
         if not select.select([self.file], [], [], seconds)[0]:
             return False
         printed = self.cut_bytes + os.read(self.file, 65536)
@@ -103,7 +103,7 @@ class Recorder:
             self.wait_for(terminal, r"^\$ $")
 
     def record(self, pause: float | None = None) -> None:
-        """Record a frame. By default, halve the real time since the last frame, up to a limit."""
+        """Record a frame. By default, halve the real pause since the last frame, up to a limit."""
         now = time.monotonic()
         measured, self.shown_at = now - self.shown_at, now
         pause = min(measured / 2, LONGEST_PAUSE) if pause is None else pause
@@ -172,7 +172,7 @@ def record_run(epochs: int) -> list[Frame]:
 
 
 def find_states(frames: list[Frame]) -> list[tuple[int, int, str, float, float | None]]:
-    """Return (terminal, row, text, start, end) of each text. The end of the last texts is None."""
+    """Return (terminal, row, text, start, end) of each text. ``end`` is None for the last texts."""
     states, shown, now = [], {}, 0.0
     for pause, terminals in frames:
         now += pause

@@ -51,7 +51,7 @@ class Run:
         return [int(pid) for pid in path.read_text().split()] if self.agent.poll() is None else []
 
     def wait_for_workers(self, killed=()):
-        """Wait until torchrun has started all workers. Return their ids, or [] if the run has ended."""
+        """Wait until torchrun has started all workers. Return the workers' ids, or [] if the run has ended."""
         while not self.is_over():
             found = [pid for pid in self.workers() if pid not in killed]
             if len(found) == self.ranks:
@@ -65,7 +65,7 @@ class Run:
             time.sleep(0.002)
 
     def end(self):
-        """Wait for torchrun to end. Return its exit code, or "hang" if it had to be killed."""
+        """Wait for torchrun to end, and return its exit code, or "hang" if it had to be killed."""
         self.wait(PATIENCE)
         if self.agent.poll() is not None:
             return self.agent.returncode

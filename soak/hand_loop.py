@@ -1,7 +1,7 @@
 """A hand-written training loop, which random_runs.py compares with FabricLoop and MiniLoop.
 
 The loop trains an nn.Module with step functions, or an object with step methods. The code is what an engineer would write for a
-single project. The loop uses only TensorLoader from the package.
+single project. TensorLoader is the only import from fabric_template.
 """
 
 import contextlib

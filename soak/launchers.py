@@ -67,7 +67,7 @@ def where(launcher, strategy):
 
 
 def whole(value):
-    """Replace sharded tensors in nested values with full tensors. Every rank must call this."""
+    """Replace sharded tensors in nested values with full tensors. All ranks must do this together."""
     if isinstance(value, dict):
         return {name: whole(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -171,7 +171,7 @@ def wait(processes, patience=PATIENCE):
 
 
 def run(launcher, strategy, folder):
-    """Start the program with a launcher. Return its results, or an error message."""
+    """Start the program with a launcher, and return the program's results or an error message."""
     folder.mkdir(parents=True)
     script = [__file__, "--work", launcher, strategy, folder]
     ranks = 1 if strategy == "single" else 2

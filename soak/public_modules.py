@@ -8,7 +8,7 @@ from a process that has imported the package. For each module:
 
 - parity: an undisturbed run of FabricLoop gives the same numbers as Trainer.
 - killed: SIGKILL ends a run three times at random places, and a fresh model resumes the run with
-  ``resume="auto"``. Two of the places are inside an epoch. The weights, buffers, optimizers,
+  ``resume="auto"``. Two of the kills are inside an epoch. The weights, buffers, optimizers,
   schedulers, metrics, RNG states and CSV files must equal those of the undisturbed run.
 - crossing: a fresh model continues a checkpoint from the end of the first epoch. Trainer continues
   FabricLoop's file, and FabricLoop continues Trainer's file. The numbers must be the same as when
@@ -167,7 +167,7 @@ def read_rows(path):
 
 
 def run_process(folder, function, *args, **options):
-    """Run ``function`` in a forked process. Return its numbers, or its error message."""
+    """Run ``function`` in a forked process. Return the function's result, or an error message."""
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result"
     result.unlink(missing_ok=True)

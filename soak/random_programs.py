@@ -745,7 +745,7 @@ def reduce_program(description, is_same):
 
 
 def apply_changes(description, changes, is_same):
-    """Apply all changes to a description if possible. Otherwise, try each half of the changes."""
+    """Apply all changes to a description if possible, or else try each half of the changes."""
     if not changes:
         return description
     changed = dict(description)

@@ -183,7 +183,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def crosses(self, loop):
-        """Return whether the other loop resumes the run. It can do so only if it accepts the program."""
+        """Return whether the other loop resumes the run, which requires that it accepts the program."""
         return self.event["crosses"] and OTHER[loop] in self.ends
 
     def seed_of(self, name):
@@ -191,7 +191,7 @@ class Check:
         return 99 if any((self.folder / name).rglob("*.ckpt")) else 1
 
     def resume(self, loop, name, **options):
-        """Resume a run with a fresh model. Return its results, and the names of those to compare."""
+        """Resume a run with a fresh model. Return the run's results, and the names of the results to compare."""
         finisher = OTHER[loop] if self.crosses(loop) else loop
         end = self.run(finisher, name, seed=self.seed_of(name), resume="auto", **options)
         return end, ALL_ENDS if finisher == loop else ENDS
@@ -204,7 +204,7 @@ class Check:
         return whole, *self.resume(loop, name)
 
     def finish_new_monitor(self, loop, name, whole, oracle):
-        """Monitor a different metric in the resumed run. Its best.ckpt must be from the last epoch."""
+        """Monitor a different metric in the resumed run, whose best.ckpt must be from the last epoch."""
         first = self.run(loop, name, options={**self.fewer_epochs(), "monitor": "train_loss"})
         end, parts = self.resume(loop, name, options={"monitor": "val_loss"})
         if "files" in end:

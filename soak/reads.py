@@ -4,8 +4,8 @@
 
 For n = 1, 2, ... the n-th open, read, stat or listing of a resumed run fails with EIO or EMFILE, or reports the end of the
 file. torch.load fails in the same ways. The run must end without an error, or with a one-line error. A second run without
-failures must then end with the same files as an uninterrupted run. Both runs resume a killed run. This is tested with an intact
-last.ckpt and with a damaged one.
+failures must then end with the same files as an uninterrupted run. Both runs resume a killed run, whose
+last.ckpt is either intact or damaged.
 """
 
 import argparse

@@ -59,7 +59,7 @@ def command_of(part, options, seed):
 
 
 def run(part, options, seed):
-    """Run a part in a separate process. Return its row of the table."""
+    """Run a part in a separate process, and return the part's row of the table."""
     command = [str(word) for word in command_of(part, options, seed)]
     print(f"{part}: {' '.join(command)}", file=sys.stderr, flush=True)
     started = time.monotonic()

@@ -8,7 +8,7 @@ new, or resumes a killed run with an intact or a damaged last.ckpt. The run must
 No saved checkpoint may be lost, and no intact file may be renamed. If the same command runs again, it must end like a run
 without failures.
 
-The script needs Linux and a C compiler (cc or gcc). Without them, it exits with 77.
+The script needs Linux and a C compiler (cc or gcc), without which it exits with 77.
 """
 
 import argparse

@@ -36,7 +36,7 @@ SILENT = {"enable_progress_bar": False, "enable_model_summary": False, "accelera
 
 
 def case(function):
-    """Register a function as a case. The function takes a loop's class."""
+    """Register a function that takes a loop's class as a case."""
     CASES[function.__name__] = function
     return function
 
@@ -476,7 +476,7 @@ class Records(logging.Handler):
 
 
 def listen(run, loop):
-    """Run a case with a loop. Return its error or None, and its warnings."""
+    """Run a case with a loop. Return the error or None, and the warnings."""
     problem, records = None, Records()
     for module in list(sys.modules.values()):
         # Clear Lightning's caches of warnings, because Lightning shows some warnings only once per process.
