@@ -1,4 +1,4 @@
-"""Fixtures that check that each test leaves the process and the repository unchanged."""
+"""Pytest fixtures that isolate tests from each other, and check that each test restores global state."""
 
 import functools
 import gc
@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TOOLS = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".git"}
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
-# Some tests need Ctrl-C, but a shell starts background processes with SIGINT ignored.
+# Tests of Ctrl-C need the default SIGINT handler, but a shell starts background processes with SIGINT ignored.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,7 +75,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need a GPU. Refuse names with a memory address, because xdist's workers must agree on names."""
+    """Skip tests that need a GPU. Refuse test names that contain a memory address.
+
+    A memory address differs between pytest-xdist's workers, which must collect the same test names.
+    """
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"'{item.nodeid}' has a memory address in its name. Write ids=, or use a function.")
@@ -86,7 +89,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
-    """Start one forking server for all pytest-xdist workers, before they need it."""
+    """Start the server that forks Python processes, so that all pytest-xdist workers use the same server."""
     if getattr(session.config.option, "numprocesses", None) and hasattr(os, "pidfd_open"):
         start_server()
 
@@ -105,7 +108,8 @@ def freeze_collector():
 @pytest.fixture(scope="session", autouse=True)
 def use_one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # With one thread, sums have a fixed order, so results are bitwise equal.
+    # With one thread, sums have a fixed order, so results are bitwise equal.
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -144,7 +148,7 @@ def skip_fsync():
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_seeds_of_absent_devices():
-    """Do not seed devices that the machine lacks. For each of them, torch would format a traceback in every call."""
+    """Do not seed devices that the machine lacks, because torch formats a traceback for each of them."""
     with pytest.MonkeyPatch.context() as session:
         for name in ("cuda", "xpu", "mtia"):
             device = getattr(torch, name, None)
@@ -249,7 +253,7 @@ def check_signal_handlers():
 @pytest.fixture
 def quick_spawn(monkeypatch):
     """Make spawned processes start quickly, by forking a process that has imported torch and Lightning."""
-    # Start the resource tracker with the real Python, because the tracker outlives the test.
+    # Start multiprocessing's resource tracker with the real Python, because the tracker outlives the test.
     resource_tracker.ensure_running()
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(forking_python()))
 

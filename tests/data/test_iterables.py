@@ -71,7 +71,7 @@ own_batches = partial(torch.utils.data.DataLoader, make_loader(24).dataset, **OW
 
 @pytest.mark.parametrize("make", [Own, OwnWithLength, Function, Items, OwnDataLoader, own_batches])
 def test_iterables_give_the_same_batches_as_with_trainer(make):
-    """The runs include a sanity check, and iterables with a length are limited to fewer batches."""
+    """The runs include a sanity check. Iterables with a length are shortened by limit_train_batches."""
     if make is own_batches and not HAS_EXACT_TRAINER:
         pytest.skip("Trainer of Lightning 2.5.0 cannot validate with this batch sampler")
     limits = {"limit_train_batches": 4, "limit_val_batches": 3} if hasattr(make, "__len__") else {}
@@ -182,7 +182,7 @@ def test_resuming_after_epoch_0_is_refused_if_the_loader_does_not_restart_each_e
 @pytest.mark.filterwarnings("ignore:checkpoint. .*the position of")
 @pytest.mark.parametrize("make", [Slices, pipeline, cycle])
 def test_fabric_loop_cannot_resume_a_mini_loop_run_if_the_loader_contains_an_iterator(tmp_path, make):
-    """MiniLoop does not save the position of such a loader."""
+    """MiniLoop does not save the position of an iterator that a loader contains."""
     loop = MiniLoop(max_epochs=1, name="run", default_root_dir=tmp_path, accelerator="cpu")
     loop.fit(Classifier(), make())
     with pytest.raises(CheckpointError, match="contains an iterator that continues across epochs"):

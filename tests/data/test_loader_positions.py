@@ -20,7 +20,7 @@ SIZE = 1000
 
 
 def resume_at(make, done):
-    """Return the batches after the first ``done`` batches, and a loader that resumes at this position."""
+    """Return the batches that follow the first ``done`` batches, and a loader that resumes there."""
     torch.manual_seed(3)
     batches = list(make())
     torch.manual_seed(3)
@@ -48,7 +48,7 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        # Keep the count in a Record, which a resumed run does not restore. It would restore a tensor.
+        # Use a Record, because a resumed run would restore a tensor attribute, but does not restore a Record.
         self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):
@@ -149,7 +149,7 @@ class ShufflesChunks:
 
 
 class Pairs:
-    """A batch sampler of pairs."""
+    """A batch sampler that yields pairs of indices."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -217,7 +217,7 @@ class ShufflesBuffer(IterableDataset):
 
 
 class PicksBatches:
-    """A loader with a length that draws the next batch from the remaining ones."""
+    """A loader with a length that draws each batch at random from the remaining batches."""
 
     def __init__(self, generator=None):
         self.generator = generator

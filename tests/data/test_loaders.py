@@ -182,7 +182,7 @@ class LoadsList:
 
 
 def train_on(loaders):
-    """Return the sum of each part of each training batch."""
+    """Train on the loaders. Return the sum of each element of each training batch."""
     seen, net = [], torch.nn.Linear(1, 1)
 
     def step(net, batch):
@@ -427,7 +427,7 @@ def test_an_iterable_dataset_cannot_be_limited_to_a_fraction_of_its_batches(call
 
 
 def test_fit_warns_and_does_not_train_if_the_module_has_an_empty_loader():
-    """An empty loader that is passed to fit raises an error instead."""
+    """An empty loader that is passed to fit raises an error."""
 
     class Empty(RecordingModule):
         def train_dataloader(self):
@@ -515,7 +515,7 @@ def test_a_loader_with_few_workers_causes_a_warning(monkeypatch):
 
 
 def test_importing_the_package_adds_no_warning_filter():
-    """The test imports the dependencies first, because they add filters of their own."""
+    """The test imports the dependencies first, because they add warning filters."""
     code = (
         "import warnings, jsonargparse, pandas, torchmetrics, lightning.pytorch;"
         " before = list(warnings.filters); import fabric_template.loop, fabric_template.mini;"
@@ -548,7 +548,7 @@ def test_overfit_batches_turns_off_shuffling_in_fit_but_not_in_validate():
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_validate_with_a_loader_does_not_call_the_hooks_of_an_earlier_datamodule(stage):
-    """Trainer does not call them, either. A hook of the earlier datamodule might normalize its images."""
+    """Like Trainer, FabricLoop ignores the hooks of the earlier datamodule, which might normalize images."""
 
     class Scaled(pl.LightningDataModule):
         def train_dataloader(self):
@@ -586,7 +586,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 def test_predict_refuses_a_combined_loader_whose_mode_is_not_sequential(mode):
-    """Trainer refuses it, too, because predict returns a separate list of predictions for each loader."""
+    """Trainer also refuses such a loader, because predict returns a separate list of predictions for each loader."""
 
     class Doubles(pl.LightningModule):
         def predict_step(self, batch, batch_idx):

@@ -36,7 +36,7 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
 class NumpySampler(Sampler):
-    """Draws the whole order at the start of a pass."""
+    """Draws the order of all samples at the start of each pass over the data."""
 
     def __init__(self, size=24):
         self.rng, self.size = np.random.default_rng(5), size
@@ -217,7 +217,7 @@ def stream():
 
 
 class TakesAll(Classifier):
-    """Trains on the batch of the first loader that still has one."""
+    """Trains on the batch of the first loader that has a batch left."""
 
     def training_step(self, batch, batch_idx):
         while isinstance(batch[0], list | tuple) or batch[0] is None:

@@ -226,7 +226,7 @@ def test_a_run_saved_after_the_last_batch_of_an_epoch_resumes_exactly(tmp_path):
 
 
 def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later_epochs(tmp_path):
-    """The position is stored in a persistent worker, or is not an attribute of the dataset."""
+    """The dataset is in a persistent worker, or stores its position outside its attributes."""
     positions = {"start": 0, "position": 0}
 
     class Hidden(StreamOfIndices):
@@ -253,7 +253,7 @@ def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later
 
 
 class StreamOfPositions(StreamOfIndices):
-    """Starts all passes after the resumed one from the beginning."""
+    """Resumes one pass at the loaded position, and starts all later passes from the beginning."""
 
     first = 0
 
@@ -287,7 +287,7 @@ def test_resume_warns_that_rng_states_of_workers_are_not_saved(tmp_path, is_pers
 
 
 def test_resume_refuses_an_iterable_dataset_that_yields_no_batch(tmp_path):
-    """Otherwise, the resumed run would end without a training step."""
+    """If fit raised no error, the resumed run would end without a training step."""
     positions = {"start": 0}
 
     class Empty(StreamOfIndices):

@@ -57,7 +57,7 @@ def test_the_validate_command_accepts_the_best_checkpoint_of_a_demo_run(demo):
 
 
 def probe(load):
-    """Return the accuracy of a linear classifier that predicts the digits from the codes."""
+    """Return the accuracy of a linear classifier that predicts the digits from the autoencoder's codes."""
     loop = FabricLoop(name="autoencoder", accelerator="cpu", enable_progress_bar=False, seed=0)
     batches = loop.predict(Autoencoder(), datamodule=DigitsData(), load=load)
     codes, labels = (torch.cat([batch[key] for batch in batches]) for key in ("code", "label"))

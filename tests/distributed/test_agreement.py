@@ -42,7 +42,7 @@ def numbered():
 
 
 class Numbered(Classifier):
-    """Stores the samples, the state at the start of the epoch and a random number on each rank."""
+    """Saves each rank's samples, a random number, and the weights and optimizer states at the epoch's start."""
 
     def __init__(self):
         super().__init__(by_step, sync_dist=True)
@@ -69,7 +69,7 @@ def read_epoch(epoch, ranks):
 
 
 def test_a_run_saved_after_an_epoch_resumes_with_a_different_number_of_processes(recwarn):
-    """Each epoch starts from the saved state and reads each sample once."""
+    """Each epoch starts from the saved weights and optimizer states, and reads each sample once."""
     options = {"val": val_loader, "monitor": "val_loss", "log_every_n_steps": 1, **FORK}
     fit(".", Numbered, numbered, max_epochs=1, devices=2, **options)
     states = [read_checkpoint(LAST)]
@@ -106,7 +106,7 @@ def fit_in_processes(rank, kind, devices, resume):
 
 @pytest.mark.filterwarnings("ignore:.*number of processes was 2 and is now 3")
 def test_additional_processes_of_a_resumed_run_draw_their_own_random_numbers():
-    """Both loops draw the same numbers."""
+    """FabricLoop and MiniLoop draw the same random numbers."""
     found = []
     for kind in (FabricLoop, MiniLoop):
         shutil.rmtree("checkpoints", ignore_errors=True)
@@ -147,7 +147,7 @@ def resume_in(rank, folders, arguments):
     ids=str,
 )
 def test_processes_that_find_different_checkpoints_raise_the_same_error(arguments):
-    """One process has no checkpoint. If both have the same checkpoint, both resume."""
+    """Only one process finds a checkpoint. If both find the same checkpoint, both resume."""
     fit("one", Classifier, max_epochs=1, devices=2, **FORK)
     Path("empty").mkdir()
     shutil.copytree("one", "same")
@@ -195,7 +195,7 @@ class Sampled(Classifier):
 
 
 def test_loaders_with_different_lengths_in_two_processes_are_refused():
-    """Otherwise, the processes would wait for each other until a timeout of 30 minutes."""
+    """Processes with different numbers of batches would wait for each other until a timeout of 30 minutes."""
     options = {"max_epochs": 2, "strategy": "ddp_fork", "devices": 2}
     with pytest.raises(ConfigurationError, match=r"train_dataloader: got \[5, 7\] batches in the processes"):
         FabricLoop(**quiet(**options)).fit(Sampled())
@@ -335,7 +335,7 @@ def fit_and_log_in_one_process(rank, kind):
 
 @both_loops
 def test_a_torchmetrics_object_that_only_one_process_logs_is_refused(kind):
-    """Otherwise, the first process would wait until the timeout of the process group."""
+    """If fit raised no error, the first process would wait until the timeout of the process group."""
     codes, errors = run_processes(fit_and_log_in_one_process, kind, timeout=60)
     assert codes == [1, 1]
     message = "Error: log: got the metric names [['val_mean'], []] from the processes"
@@ -346,7 +346,7 @@ def test_a_torchmetrics_object_that_only_one_process_logs_is_refused(kind):
 
 
 class RatePerRank(Classifier):
-    """Ends up with a different learning rate on rank 1, because of ReduceLROnPlateau or a hook."""
+    """Gets a different learning rate on rank 1 from ReduceLROnPlateau or from a hook."""
 
     def __init__(self, cause):
         super().__init__()
@@ -378,7 +378,7 @@ def fit_with_rates(rank, kind, cause):
 @both_loops
 @pytest.mark.parametrize("cause", ["unsynced metric", "hook", "none"])
 def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
-    """Otherwise, the processes' weights would differ, and a resumed run would restore only those of rank 0."""
+    """Different learning rates give different weights, of which a resumed run would restore only those of rank 0."""
     codes, errors = run_processes(fit_with_rates, kind, cause)
     if cause == "none":
         assert codes == [0, 0], errors
@@ -390,7 +390,10 @@ def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
 
 
 class Unfreezes(Classifier):
-    """Trains its first layer from the second epoch on. DDP synchronizes this layer unless it was frozen before."""
+    """Trains its first layer from the second epoch on.
+
+    DDP synchronizes this layer only if the layer is not yet frozen when DDP wraps the model.
+    """
 
     def __init__(self, freezes_early):
         super().__init__()
@@ -415,7 +418,7 @@ def fit_and_unfreeze(rank, kind, freezes_early):
 @both_loops
 @pytest.mark.parametrize("freezes_early", [True, False])
 def test_weights_that_ddp_does_not_synchronize_are_refused(kind, freezes_early):
-    """DDP never averages the gradients of parameters that are frozen when training starts."""
+    """DDP never averages the gradients of parameters that are frozen when it wraps the model."""
     codes, errors = run_processes(fit_and_unfreeze, kind, freezes_early)
     if not freezes_early:
         assert codes == [0, 0], errors
@@ -497,7 +500,7 @@ def test_a_module_can_read_its_rank_and_gather_tensors(kind, devices):
     assert [error.count("printed by rank") for error in errors] == [1, 0][:devices]
 
 
-# A time as the validation interval, with different clocks in the processes
+# Validation intervals given as a time, with clocks that differ between the processes
 
 
 class Records(Classifier):

@@ -31,7 +31,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
 class Synced(Classifier):
-    """Logs with sync_dist and reduce_fx."""
+    """Logs values with sync_dist=True that are averaged, added, or reduced to the maximum."""
 
     def __init__(self, optimizers=sgd, **options):
         super().__init__(optimizers, sync_dist=True, **options)
@@ -117,7 +117,7 @@ def test_two_processes_write_each_file_only_once(tmp_path):
     assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
     reduced = [name for name in one["metrics"] if name.startswith(("train_loss", "val")) and name != "val_rank"]
     assert {name for name in reduced if not torch.equal(one["metrics"][name], other["metrics"][name])} == set()
-    # train_acc is logged without sync_dist, so the processes differ in some epochs.
+    # train_acc is logged without sync_dist, so its values differ between the processes.
     assert one["accuracies"] != other["accuracies"]
 
     version = "run/version_0"
@@ -248,7 +248,7 @@ def test_layers_created_in_forked_processes_are_copied_to_the_main_process():
 
 @pytest.mark.usefixtures("quick_spawn")
 def test_spawned_processes_do_not_share_the_optimizer_state():
-    """Otherwise, both processes would change the same moments of Adam."""
+    """If the processes shared the optimizer state, both would change the same moments of Adam."""
     nets = []
     for strategy in ("ddp_fork", "ddp_spawn"):
         torch.manual_seed(1)
@@ -279,7 +279,7 @@ def test_ddp_averages_gradients_once_per_accumulation_window(tmp_path):
     loop.fit(Synced(), train())
     one, other = (seen["gradients"] for seen in ranks(tmp_path))
     are_equal = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
-    # The optimizer steps follow batches 1, 3 and 4 of 0 to 4. Only there, DDP has averaged the gradients.
+    # The optimizer steps follow batches 1, 3 and 4. DDP averages the gradients only in these batches.
     assert are_equal == [False, True, False, True, True]
     assert loop.global_step == 3
 
@@ -297,7 +297,7 @@ def stateful():
 @pytest.mark.filterwarnings("ignore:resume. .* are read again", "ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("train", keep([weighted, stateful], stateful))
 def test_a_ddp_run_resumed_mid_epoch_matches_an_uninterrupted_run(tmp_path, train):
-    """The first run stops in its third epoch. The second run is saved in an accumulation window."""
+    """One run stops in its third epoch. Another run is saved in the middle of an accumulation window."""
     options = {"max_epochs": 3, "monitor": "val_loss", **FORK}
     make = lambda: Synced(by_step)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val, **options)
@@ -318,7 +318,7 @@ def test_a_ddp_run_resumed_mid_epoch_matches_an_uninterrupted_run(tmp_path, trai
 
 
 class UnevenStream(IterableDataset):
-    """Ends after ten samples in one process and after seven in the other."""
+    """A dataset that ends after ten samples in one process and after seven in the other."""
 
     def __iter__(self):
         x, y = make_data(20).tensors
@@ -333,7 +333,7 @@ def uneven_stream():
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes", "ignore:resume. .* are read again")
 @pytest.mark.parametrize("limit", keep([1.0, 4, 6], 1.0))
 def test_an_epoch_ends_in_both_processes_when_one_process_runs_out_of_batches(tmp_path, limit):
-    """Otherwise, the process with the longer loader would wait forever."""
+    """If only one process ended the epoch, the process with the longer loader would wait forever."""
     options = {**FORK, "max_epochs": 2, "limit_train_batches": limit, "save_every_n_steps": 1}
     whole = fit(tmp_path / "whole", Synced, uneven_stream, val, **options)
     assert whole[0].global_step == 8
@@ -361,7 +361,7 @@ def test_a_lambda_as_training_step_is_refused_with_ddp_spawn():
 
 
 class LogsNothing(nn.Module):
-    """Returns different values in each process."""
+    """A module whose steps return different values in each process."""
 
     def __init__(self):
         super().__init__()
@@ -378,14 +378,14 @@ class LogsNothing(nn.Module):
 
 
 def test_values_returned_by_step_methods_are_averaged_over_all_processes(tmp_path):
-    """A module that logs nothing cannot pass sync_dist=True."""
+    """Returned values have no option such as sync_dist, so they are always averaged."""
     data = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
     history = FabricLoop(**quiet(max_epochs=1, **FORK)).fit(LogsNothing(), data, data)
     assert history[["train_loss", "val_loss"]].to_numpy().tolist() == [[3.5, 3.5]]
 
 
 class DifferentInEachProcess(Synced):
-    """Has different weights in each process until DDP wraps the model."""
+    """A module whose weights differ between the processes until DDP wraps the model."""
 
     def setup(self, stage):
         with torch.no_grad():

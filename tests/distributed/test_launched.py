@@ -60,7 +60,7 @@ def hold(pipe):
 
 @pytest.fixture
 def agent():
-    """Return the port of a store that outlives the processes, like torchrun's store."""
+    """Return the port of a rendezvous store that outlives the processes, like torchrun's store."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(there,))
     process.start()

@@ -97,7 +97,7 @@ def test_the_same_script_trains_under_every_launcher(launcher, strategy, ranks):
         os.chdir("..")
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(Path().glob("rank*.pt"))]
-    # Spawned and forked processes end in fit, so only the calling process saves a file.
+    # Spawned and forked processes exit inside fit, so only the calling process saves a file.
     assert len(found) == ranks
     kept = read_checkpoint("checkpoints/run/version_0/last.ckpt")["state_dict"]
     for result in found:

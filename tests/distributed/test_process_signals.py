@@ -58,7 +58,7 @@ def set_up(rank, strategy, *hit):
     ],
 )
 def test_both_processes_stop_if_one_gets_a_signal_before_training(hook, rank, number):
-    """Otherwise, the other process would wait, or end with an error from gloo."""
+    """If only one process stopped, the other would wait, or end with an error from gloo."""
     codes, errors = run_processes(set_up, "ddp", hook, rank, number)
     assert codes == [CODES[number]] * 2, errors
     assert "trains" not in "".join(errors)
@@ -69,7 +69,7 @@ def test_both_processes_stop_if_one_gets_a_signal_before_training(hook, rank, nu
     [("parent", "setup", "SIGINT"), ("child", "setup", "SIGINT")],
 )
 def test_all_forked_processes_stop_after_a_signal_that_arrives_before_training(who, hook, number):
-    """The parent or one child gets the signal. The script ends, and no process is left."""
+    """The parent process or one child process gets the signal."""
     (code,), (error,) = run_processes(set_up, who, hook, 0, number, ranks=1, is_launched=False)
     assert code == CODES[number], error
     assert "trains" not in error

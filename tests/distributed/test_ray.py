@@ -60,7 +60,7 @@ START_MINI = f"""
 
 
 def run_page(folder, num_blocks, **variables):
-    """Run the first blocks of the page as one script. Return its output."""
+    """Run the first code blocks of docs/ray.md as one script. Return its output."""
     page = (REPOSITORY / "docs" / "ray.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     blocks[0] = blocks[0].replace(GUARD, PREPARATION + GUARD + START)
@@ -93,7 +93,7 @@ def weights_of(path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run the page, the page with a killed worker, and the same training under torchrun."""
+    """Run the script of docs/ray.md with and without a killed worker, and the same training under torchrun."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "out").write_text(run_page(folder / "whole", 3))
     run_page(folder / "killed", 2, KILL="1")

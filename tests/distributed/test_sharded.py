@@ -1,6 +1,6 @@
 """Test FSDP2 and tensor parallelism with two gloo processes.
 
-The processes start as torchrun would start them. Each writes its results to a file that the test reads.
+The processes are started as under torchrun. Each process writes its results to a file that the test reads.
 """
 
 import resource
@@ -235,7 +235,7 @@ def train_with_tensor_parallelism(rank):
 
 
 def test_tensor_parallelism_gives_the_same_weights_as_one_process():
-    """Both processes get the same samples."""
+    """With tensor parallelism, both processes get the same samples."""
     codes, errors = run_processes(train_with_tensor_parallelism)
     assert codes == [0, 0], errors
     one, other = (torch.load(f"found{rank}.pt", weights_only=True) for rank in range(2))
@@ -341,7 +341,7 @@ def save_and_resume(rank):
 
 @needs_fsdp2
 def test_a_run_resumes_exactly_from_sharded_checkpoints():
-    """A DDP run and a single process can also load these checkpoints."""
+    """A DDP run and a single process can also load the sharded checkpoints."""
     codes, errors = run_processes(save_and_resume)
     assert codes == [0, 0], errors
     for rank in range(2):

@@ -2,8 +2,8 @@
 
     python tests/faults/kills.py --kills 30 --ranks 1 --seed 0
 
-Runs start quickly, because they are forked from a process that has imported everything and has no threads. Each of
-the `ranks` processes is one rank (gloo). A round kills and resumes the run one to three times, then lets it finish.
+Runs start quickly, because they are forked from a process that has imported everything and has no threads. Each
+round kills and resumes a run up to three times, and then lets the run finish. With `--ranks 2`, a run has two processes.
 """
 
 import argparse
@@ -30,15 +30,15 @@ PATIENCE = 600.0
 
 @dataclass
 class Figures:
-    """Stores the results of a campaign."""
+    """The results of all rounds."""
 
     seed: int
     ranks: int
     rounds: int = 0
     kills: int = 0
-    # Kills that interrupted a write, so that a temporary file was left.
+    # The number of kills that interrupted a write, so that a temporary file was left.
     left_temporary_files: int = 0
-    # Kills before the first checkpoint, after which the run started from scratch.
+    # The number of kills before the first checkpoint, after which the run started from scratch.
     started_again: int = 0
     seconds: float = 0.0
     losses: list = field(default_factory=list)

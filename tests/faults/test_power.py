@@ -74,6 +74,6 @@ def test_the_power_cut_check_fails_if_random_numbers_or_csv_rows_are_not_restore
         monkeypatch.setattr(CSVLogger, "rewind", lambda self, *position: [])
     else:
         monkeypatch.setattr(restore, "restore_rng_state", lambda state: None)
-    # Skip the states before the first checkpoint, because nothing in them can be restored.
+    # Skip the disk states from before the first checkpoint, from which a run starts from scratch.
     whole, states = recorded
     next(find_problems((whole, states[len(states) // 2 :]), tmp_path, "killed"))

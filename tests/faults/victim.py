@@ -97,7 +97,7 @@ def train(root, make=Victim, batch_size=4, **options):
 
 
 def end_of(root, without=()):
-    """Return {path in the version: content} of a finished run's newest version, without clock values.
+    """Return {path: content} of the files in the newest version folder of a finished run, without clock values.
 
     The content of a checkpoint is a dict, and the content of a CSV file is a list of lines.
     """

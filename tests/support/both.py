@@ -40,7 +40,7 @@ class Notes(Logger):
 
 @dataclass
 class Side:
-    """The results of one of the two runs."""
+    """The results of the run with Trainer or of the run with FabricLoop."""
 
     trainer: Any
     module: Any

@@ -5,7 +5,7 @@ DURATION = r"(?:\d+(?::\d\d)+|\d+\.\d s)"
 
 
 class Clock:
-    """Count seconds. A forked process continues with its own copy.
+    """Count seconds. A forked process continues with its own copy of the clock.
 
     Args:
         look: The number of seconds that each reading of the clock takes.

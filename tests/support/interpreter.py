@@ -112,7 +112,8 @@ def end():
             # A process that a test has left running keeps the server's standard input open.
             server.kill()
             server.wait()
-        shutil.rmtree(folder, ignore_errors=True)  # A killed server does not remove its folder.
+        # A killed server does not remove its folder.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def ask(folder, *arguments):
@@ -158,7 +159,7 @@ def _number(line):
     while len(found) < SIZE:
         more = line.recv(SIZE - len(found))
         if not more:
-            # No bytes mean that the server has ended.
+            # An empty read means that the server has ended.
             os._exit(125)
         found += more
     return int.from_bytes(found, "big")
@@ -214,7 +215,7 @@ def _watch_fork(line):
     while len(message) < int.from_bytes(size, "big"):
         more = line.recv(1 << 16)
         if not more:
-            # No bytes mean that the client has ended.
+            # An empty read means that the client has ended.
             return None
         message += more
     child = os.fork()

@@ -54,6 +54,6 @@ def _rank(rank, launched, function, args):
             traceback.print_exc()
             raise SystemExit(1) from None
         finally:
-            # Call the exit functions, because multiprocessing skips them in a forked process.
+            # Call the functions registered with atexit, because multiprocessing skips them in a forked process.
             atexit._run_exitfuncs()
             print("the group stands" if torch.distributed.is_initialized() else "left", file=file)

@@ -141,7 +141,7 @@ class Snapshots(Callback):
 
     def __init__(self, root, to, chosen=None):
         self.root, self.to, self.chosen = Path(root), Path(to), chosen
-        # Count with an iterator, because a checkpoint would contain an int.
+        # Count with an iterator, because a resumed run would restore an int attribute.
         self.batches = itertools.count()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
