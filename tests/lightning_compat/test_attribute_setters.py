@@ -86,7 +86,7 @@ def test_an_option_set_before_fit_or_in_a_hook_takes_effect(hook, name, value, t
         ("limit_val_batches", 2, {"limit_val_batches": 0}),
     ],
 )
-def test_an_option_of_validation_that_a_hook_sets_takes_effect_as_with_trainer(hook, name, value, options, tmp_path):
+def test_a_validation_option_set_in_a_hook_takes_effect_as_with_trainer(hook, name, value, options, tmp_path):
     """Trainer uses a changed val_check_interval only after it has reloaded the training loader."""
     sides = []
     for kind in LOOPS.values():
@@ -98,7 +98,7 @@ def test_an_option_of_validation_that_a_hook_sets_takes_effect_as_with_trainer(h
     assert_same(sides)
 
 
-def test_a_resumed_run_validates_at_the_interval_of_the_saved_run_if_a_hook_has_set_another(tmp_path):
+def test_a_resumed_run_keeps_the_val_check_interval_that_a_hook_has_set(tmp_path):
     """The hook sets val_check_interval in epoch 0. The loader is reloaded in epoch 2, where the run is interrupted."""
 
     class Sets(Callback):
@@ -126,7 +126,7 @@ def test_a_resumed_run_validates_at_the_interval_of_the_saved_run_if_a_hook_has_
         with pytest.raises(ZeroDivisionError):
             train(root, Stops())
         resumed = train(root, resume="last")
-        # A resumed run also restores module.seen.
+        # A resumed run also restores module.seen, so the list contains the events of both runs.
         assert [event for event in resumed.seen if event != "loader"] == [4, 8, 10, 12, 14, 16]
         assert_same_weights(whole, resumed)
 

@@ -118,7 +118,7 @@ class Barred(Classifier):
     ids=str,
 )
 def test_progress_bars_show_the_same_values_as_with_trainer(tmp_path, options):
-    """Totals, positions, titles and values match after each batch of fit, test and predict."""
+    """After each batch, the bars have the same totals, positions, titles and values as Trainer's bars."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
     sides = run_both(tmp_path, lambda root: RecordedTqdm(refresh_rate=3), Barred, **BAR, **options)
     for side in sides:

@@ -174,7 +174,7 @@ CALLBACKS = {
 
 @pytest.mark.parametrize(("kind", "name"), once(LEVELS, CALLBACKS))
 def test_lightning_callbacks_work_the_same_with_and_without_a_lightning_module(kind, name, capsys, tmp_path):
-    """Weights, optimizer states and printed output equal those of a LightningModule."""
+    """Weights, optimizer states and printed output equal those of a run with a LightningModule."""
     expected, _, net = fit(Lit, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "lit"))
     shown = capsys.readouterr().out
     loop, _, mine = fit(kind, max_epochs=3, callbacks=[CALLBACKS[name]()], default_root_dir=str(tmp_path / "plain"))

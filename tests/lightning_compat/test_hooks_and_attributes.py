@@ -58,7 +58,7 @@ def test_a_custom_zero_grad_method_is_called_before_each_optimizer_step(is_of_cl
 
 
 def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
-    """The hooks do not get the keys that FabricLoop adds. The saved epoch is the one that has just ended."""
+    """The hooks do not get the keys that FabricLoop adds to checkpoints."""
     callback = ModelCheckpoint(dirpath=tmp_path / "trainer", filename="x")
     _, theirs = run_trainer(
         Listening, plain_loader, val_loader, max_epochs=2, enable_checkpointing=True, callbacks=[callback]

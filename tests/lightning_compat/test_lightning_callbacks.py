@@ -20,7 +20,7 @@ CKPT = {"enable_checkpointing": True}
 
 
 class Normed(Classifier):
-    """Has BatchNorm, because weight averaging must update its statistics."""
+    """A module with BatchNorm, because weight averaging must update BatchNorm's statistics."""
 
     def __init__(self, optimizers=None):
         super().__init__(optimizers)
@@ -122,7 +122,7 @@ def test_stochastic_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_
     ids=["ema", "mean"],
 )
 def test_weight_averaging_gives_the_same_weights_as_with_trainer(tmp_path, make):
-    """Validation, checkpoints and the final weights use the averaged weights."""
+    """Validation and checkpoints use the averaged weights, which also become the final weights."""
 
     def two(root):
         return [make(), cb.ModelCheckpoint(root, monitor="val_loss", save_top_k=-1, save_last=True)]

@@ -138,7 +138,7 @@ def read_both(name):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loop_attributes_have_the_same_values_as_in_trainer_in_every_hook(options):
-    """If Trainer gains an attribute, this test fails until FabricLoop or DIFFERENT has it."""
+    """If Trainer gains an attribute, this test fails until FabricLoop has it or the table DIFFERENT lists it."""
     expected, ours = read_both(options)
     for name in NAMES:
         assert [place[:2] for place in expected[name]] == [place[:2] for place in ours[name]], name
@@ -165,7 +165,7 @@ def test_device_attributes_of_a_new_loop_equal_those_of_a_new_trainer(options):
     assert first == second
 
 
-def test_the_error_about_the_missing_attribute_device_suggests_loop_dot_fabric_dot_device():
+def test_reading_loop_device_raises_an_error_that_suggests_fabric_device():
     loop = FabricLoop(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"FabricLoop has no attribute 'device'\. Write loop\.fabric\.device\."):
         _ = loop.device

@@ -192,7 +192,7 @@ def test_log_refuses_a_name_that_a_csv_file_cannot_contain(kind, name):
         fit_means(kind, lambda loop, index: loop.log_dict({name: index}))
 
 
-def test_log_dict_in_your_own_loop_refuses_a_name_that_a_csv_file_cannot_contain(tmp_path):
+def test_log_dict_in_a_hand_written_loop_refuses_a_name_that_a_csv_file_cannot_contain(tmp_path):
     with pytest.raises(ValueError, match=r"log: got the name ' loss', expected a non-empty string"):
         FabricLoop(**with_files(tmp_path)).log_dict({"epoch": 0, " loss": 1.0})
 

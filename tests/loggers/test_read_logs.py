@@ -89,7 +89,7 @@ def test_read_logs_returns_every_kind_of_value_unchanged(tmp_path):
 def test_read_logs_merges_the_rows_of_each_epoch_in_a_lightning_log(tmp_path):
     logger = LightningCSVLogger(tmp_path, name="lit")
     for i in range(2):
-        # Lightning's LearningRateMonitor logs such rows without an epoch.
+        # Lightning's LearningRateMonitor also logs rows without an epoch.
         logger.log_metrics({"lr-SGD": 0.1 / (i + 1)}, step=10 * i)
         logger.log_metrics({"train_loss": 2.0 - i, "epoch": i}, step=10 * i + 4)
         logger.log_metrics({"train_loss": 1.5 - i, "epoch": i}, step=10 * i + 9)
@@ -128,7 +128,7 @@ def test_read_logs_and_list_runs_follow_links_to_folders(tmp_path, three_runs):
     (tmp_path / "moved").mkdir()
     (three_runs / "a").rename(tmp_path / "moved/a")
     (three_runs / "on_scratch").symlink_to(tmp_path / "moved/a")
-    # Neither a link to a known run nor a link to a parent folder adds runs.
+    # A link to a run that is already listed, or to a parent folder, adds no runs.
     (three_runs / "digits/newest").symlink_to("version_10")
     (three_runs / "digits/up").symlink_to(three_runs)
     names = ["digits", "digits", "on_scratch/b"]

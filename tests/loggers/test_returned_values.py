@@ -36,7 +36,7 @@ class HalfLit(Classifier):
 
 
 def without_logging(make):
-    """Return a class with the same steps that logs nothing."""
+    """Return a subclass that logs nothing."""
 
     class Silent(make):
         log = lambda *_, **__: None  # noqa: E731
@@ -52,7 +52,7 @@ def without_logging(make):
     ],
 )
 def test_returned_and_logged_values_become_columns_of_the_history(tmp_path, make, columns):
-    """The returned values equal those of a module that logs nothing, and can be monitored."""
+    """Logging other values does not change the epoch means of the returned values."""
     options = {"val": val_loader, "max_epochs": 3, "monitor": "val_loss"}
     loop, module, history = fit(tmp_path / "one", make, **options)
     silent = fit(tmp_path / "silent", without_logging(make), **options)[2]
@@ -192,7 +192,7 @@ class Interrupts(Exception):
 @pytest.mark.parametrize("epochs", [{0}, {1}, {0, 2}, {1, 2, 3}], ids=str)
 @pytest.mark.parametrize("kind", [FabricLoop, MiniLoop])
 def test_returned_values_are_averaged_in_epochs_that_log_no_value_with_the_same_name(tmp_path, kind, epochs, place):
-    """This holds both before and after the run is resumed."""
+    """The test covers the epochs before and after the run is resumed."""
 
     class Model(nn.Linear):
         def training_step(self, batch):

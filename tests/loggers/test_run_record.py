@@ -40,7 +40,7 @@ def make_loop(kind, **options):
 
 
 def train(kind, optimizer=torch.optim.SGD, scheduler=None, batch_size=4, lr=0.1, val=None, **options):
-    """Train with step functions, and return the record of the run."""
+    """Train with step functions. Return the section "about" of config.yaml."""
     loop, net = make_loop(kind, **options), nn.Linear(8, 3)
     optimizer = optimizer(net.parameters(), lr=lr)
     scheduler = scheduler(optimizer) if scheduler else None

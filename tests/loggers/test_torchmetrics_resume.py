@@ -221,7 +221,7 @@ def test_an_epoch_resets_torchmetrics_objects_that_only_earlier_epochs_have_logg
             torch.manual_seed(1)
             module = LogsInSomeEpochs()
             loop_class(max_epochs=epochs, **options).fit(module, loader, loader, resume="auto")
-        # A resumed run restores the attribute ``seen``, so it has the values of all five epochs.
+        # A resumed run restores the list ``seen``, so the list has the values of all five epochs.
         assert module.seen == expected.seen
 
 

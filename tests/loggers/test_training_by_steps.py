@@ -81,7 +81,7 @@ def test_metrics_csv_has_a_row_per_validation_and_one_for_the_last_step(tmp_path
 
 
 def test_a_run_limited_only_by_max_steps_writes_a_csv_row_per_epoch(tmp_path):
-    """The run writes the row whether or not a validation follows the epoch."""
+    """The run writes the row of an epoch even if no validation follows the epoch."""
     for name, val in (("validated", val_loader), ("not", None)):
         _, _, history = fit(tmp_path / name, Plain, val=val, max_steps=25)
         assert history["step"].tolist() == [10, 20, 25]
@@ -131,7 +131,7 @@ def test_resuming_a_finished_run_keeps_its_last_csv_row(tmp_path):
 
 
 def test_resuming_after_a_validation_does_not_duplicate_the_validation_row(tmp_path):
-    """Together, the saved run and the resumed run write the row of this validation only once."""
+    """A run that resumes after a validation does not write the row of this validation again."""
 
     class SavingCallback(Callback):
         def on_validation_end(self, trainer, module):

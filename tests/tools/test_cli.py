@@ -385,7 +385,7 @@ def test_the_fit_command_can_resume_a_run_or_load_its_weights(capsys):
     assert_same_run("run/version_2", "run/version_3")
 
 
-def test_the_fit_command_names_arguments_that_the_script_of_a_run_did_not_save(capsys):
+def test_fit_with_the_run_option_lists_arguments_that_the_run_did_not_save(capsys):
     assert "did not save" not in run(capsys, *FIT, *QUIET, "--max_epochs", 1)[2] + run(capsys, "fit", *FOLDER)[2]
     module = sys.modules["lit"]
     loop = FabricLoop(max_epochs=1, name="own", accelerator="cpu", enable_progress_bar=False)

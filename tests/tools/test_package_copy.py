@@ -223,7 +223,7 @@ def test_the_diff_command_separates_your_changes_from_upstream_changes(release, 
 
 
 def test_the_commands_on_the_copying_page_work(tmp_path, monkeypatch, capsys):
-    """Between the two code blocks of the page, the test installs a new version."""
+    """Between the two code blocks of docs/copying.md, the test releases a new version of the package."""
     page = (REPOSITORY / "docs/copying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
     first, later = ([line.split("#")[0].split()[1:] for line in block.splitlines()] for block in blocks)

@@ -42,7 +42,7 @@ def write_run(name, version, losses, seed=0, **options):
 
 
 def lines(ax, label=None):
-    """Return (label, color, points) of each line in an Axes. With a label, return only its lines' points."""
+    """Return (label, color, points) of each line in an Axes, or only the points of lines with the given label."""
     found = [(line.get_label(), line.get_color(), line.get_xydata().tolist()) for line in ax.get_lines()]
     return [points for name, _, points in found if name == label] if label else found
 

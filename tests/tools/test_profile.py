@@ -189,7 +189,7 @@ def sleeping_step(net, batch):
 
 
 def test_profile_leaves_no_worker_process():
-    """Otherwise, the workers would keep running until garbage collection."""
+    """The test disables garbage collection, which could also end the workers."""
     running = len(multiprocessing.active_children())
     gc.disable()
     try:
@@ -208,7 +208,7 @@ def test_the_profile_command_writes_an_image(tmp_path, capsys):
 
 
 def test_ctrl_c_in_a_notebook_ends_profile_with_keyboard_interrupt(monkeypatch):
-    """Otherwise, profile would report that the loader is too short."""
+    """An interrupted profile must not report that the loader is too short."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
 
     class Interrupted(Classifier):

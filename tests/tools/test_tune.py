@@ -67,8 +67,8 @@ def interrupt_this_process():
     return "finished"
 
 
-def test_ctrl_c_is_left_to_the_parent_process():
-    """Otherwise, the child process would print a traceback as well."""
+def test_the_child_process_ignores_ctrl_c():
+    """Only the parent process handles Ctrl-C, so that only one traceback is printed."""
     assert run_in_process(interrupt_this_process) == ("finished", "")
 
 

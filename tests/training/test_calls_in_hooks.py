@@ -70,7 +70,7 @@ def test_a_hook_cannot_call_fit_or_validate_on_the_running_mini_loop(tmp_path, h
 
 @pytest.mark.parametrize("method", ["validate", "test"])
 def test_a_hook_may_call_validate_or_test_on_a_second_loop(tmp_path, method):
-    """The outer run logs the same values as without this call, and its module keeps its trainer."""
+    """Calling the second loop changes neither the logged values of the first loop nor module.trainer."""
     train = lambda: make_loader(24, shuffle=False)  # noqa: E731
     options = {"train": train, "val": val_loader, "max_epochs": 2, "log_every_n_steps": 1}
     expected = fit(tmp_path / "alone", Calls, **options)
@@ -132,7 +132,10 @@ CALLING_HOOKS = ["on_train_batch_end", "on_train_epoch_end"]
 
 
 def combine(values):
-    """Combine two loops, a module and one value. The unmarked combinations alternate between the values."""
+    """Return combinations of two loops, a module and a value.
+
+    The combinations without the mark `soak` alternate between the values.
+    """
     cases = [*halve(KINDS, KINDS, [Classifier, PlainCalls]), pytest.param(FabricLoop, FabricLoop, OwnLog)]
     return [
         pytest.param(*case.values, value, marks=case.marks if number // 2 % 2 == place else [pytest.mark.soak])

@@ -187,7 +187,7 @@ class UnreadableOnce(Dataset):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_a_run_resumes_exactly_after_a_worker_fails_to_read_a_sample(tmp_path, options):
-    """A worker process raises the error."""
+    """The dataset raises the error in a DataLoader worker."""
     options = {"max_epochs": 2, "log_every_n_steps": 2, "save_every_n_steps": 1, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     (tmp_path / "read").write_text("")

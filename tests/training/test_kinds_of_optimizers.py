@@ -18,7 +18,7 @@ from fabric_template.errors import CheckpointError
 
 
 class WithoutClosure(torch.optim.Optimizer):
-    """Has a step() without a closure argument."""
+    """An optimizer whose step() has no closure argument."""
 
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
@@ -37,7 +37,7 @@ class IgnoresClosure(WithoutClosure):
 
 
 class SharpnessAware(torch.optim.SGD):
-    """Calls its closure twice per step, the second time with changed weights."""
+    """An optimizer that calls its closure twice per step, the second time with changed weights."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -55,14 +55,14 @@ class SharpnessAware(torch.optim.SGD):
 
 
 class KeepsGradients(torch.optim.SGD):
-    """Sets gradients to zero instead of None, which matters with momentum."""
+    """An optimizer that sets gradients to zero instead of None, which matters with momentum."""
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none=False)
 
 
 class NoSubclass:
-    """Has the methods of torch.optim.Optimizer but does not inherit from it."""
+    """An optimizer that has the methods of torch.optim.Optimizer but does not inherit from it."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
@@ -241,7 +241,7 @@ class ParameterGroupAdder(Lit):
     ids=str,
 )
 def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, limit):
-    """The resumed run adds the group again before it restores the optimizer state."""
+    """FabricLoop adds the saved parameter group again before it restores the optimizer state."""
 
     def make():
         return ParameterGroupAdder(hook)
@@ -254,7 +254,7 @@ def test_a_run_resumes_with_a_parameter_group_added_by_a_hook(tmp_path, hook, li
 
 
 def test_resume_refuses_a_checkpoint_with_parameters_that_the_module_lacks(tmp_path):
-    """A new module does not have the parameters of the added group."""
+    """The saved run added a layer and its parameter group, which a new module does not have."""
 
     class Grows(ParameterGroupAdder):
         def add_group(self, *args):
@@ -343,7 +343,7 @@ def test_log_grad_norm_logs_the_norm_of_all_gradients(tmp_path, make):
 
 
 def test_the_lr_column_contains_the_learning_rate_of_the_first_parameter_group(tmp_path):
-    """The scheduler changes each group by a different factor."""
+    """The scheduler multiplies the learning rate of each group by a different factor."""
     net = make_net()
     optimizer = in_groups(net.parameters())
     factors = [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch]

@@ -214,7 +214,7 @@ class CountsCopies(nn.Module):
 
     def training_step(self, batch, batch_idx):
         self.zero_grad()
-        # torch.load leaves a reference cycle.
+        # Collect garbage, because torch.load leaves a reference cycle.
         gc.collect()
         tensors = [part for part in gc.get_objects() if type(part) in (torch.Tensor, nn.Parameter)]
         self.copies.add(len({t.data_ptr() for t in tensors if t.shape == self.layer.weight.shape}))
@@ -227,7 +227,7 @@ class CountsCopies(nn.Module):
 
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
-def test_a_loop_frees_the_weights_that_it_has_read(tmp_path, loop_class):
+def test_a_loop_frees_the_weights_that_it_has_read_from_a_checkpoint(tmp_path, loop_class):
     def create(epochs):
         # Free the previous model.
         gc.collect()
@@ -250,7 +250,7 @@ def test_a_loop_frees_the_weights_that_it_has_read(tmp_path, loop_class):
     assert model.copies == {1}
 
 
-# Each value takes more than 256 MB. The system provides the memory only when it is written.
+# Each value is larger than 256 MB. The system allocates memory only for the parts that are written.
 HUGE = {"dict of an array": lambda: {"x": np.zeros(2**25 + 1)}, "file in memory": lambda: mmap.mmap(-1, 2**28 + 1)}
 
 

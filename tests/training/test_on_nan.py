@@ -55,7 +55,7 @@ def saved_step(loop):
     ids=str,
 )
 def test_training_stops_at_a_nan_loss_and_keeps_the_last_checkpoint(tmp_path, options, stops_at, saved_at):
-    """Training stops at the first step that reads the loss to log or save. The run can resume."""
+    """Training stops at the first step that logs the loss or saves a checkpoint. The run can resume."""
     reason = f"the loss is not finite (NaN or inf) at step {stops_at} (on_nan='stop')"
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
         loop, history, _ = fit(tmp_path, {6}, on_nan="stop", **options)
@@ -73,7 +73,7 @@ def test_training_stops_at_a_nan_loss_and_keeps_the_last_checkpoint(tmp_path, op
 
 @pytest.mark.parametrize(("every", "stops_at"), [(50, 10), (1, 7)])
 def test_a_single_infinite_loss_ends_training_if_on_nan_is_stop(tmp_path, every, stops_at):
-    """The weights and later losses are finite, but the epoch mean is not."""
+    """After the infinite loss, the weights and losses are finite, but the epoch mean is infinite."""
     options = {"log_every_n_steps": every, "on_nan": "stop"}
     with pytest.warns(UserWarning, match="^on_nan: the loss is not finite"):
         loop, _, _ = fit(tmp_path, {6}, spoils=False, **options)

@@ -30,7 +30,7 @@ PRECISIONS = {
 
 
 class Look(nn.Module):
-    """Records the dtypes that each step sees."""
+    """Records the dtypes of the output, the input, the weights and a new tensor in each step."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ def test_clipping_with_a_gradient_scaler_clips_unscaled_gradients():
 
 
 def test_resume_restores_the_gradient_scaler(tmp_path):
-    """The scale grows in every seventh step, counted over both runs."""
+    """The gradient scaler increases its scale in every seventh step, counted over both runs."""
 
     def fit(folder, max_epochs, resume=None):
         pl.seed_everything(1, verbose=False)

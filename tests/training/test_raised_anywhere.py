@@ -149,7 +149,7 @@ def test_an_error_during_clean_up_does_not_hide_the_first_error():
             loop.fit(*given)
     assert len([warning for warning in caught if "The clean-up after the error failed" in str(warning.message)]) == 2
     assert recorder.recorded == ("interrupted", "Broken('mine')")
-    # This time, the clean-up raises errors, because pytest turns the clean-up's warnings into errors.
+    # In this second call to fit, pytest turns the warnings of the clean-up into errors.
     with pytest.raises(Broken, match="mine"):
         loop.fit(*given)
 

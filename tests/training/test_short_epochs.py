@@ -29,7 +29,7 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, {"monitor": "val_loss"}]
 
 @pytest.mark.parametrize(("options", "steps"), once(OPTIONS, [1, 7, 8]), ids=str)
 def test_a_run_stopped_mid_epoch_by_max_steps_resumes_exactly(tmp_path, options, steps):
-    """Restarting the stopped run changes nothing. Without max_steps, the run continues."""
+    """Resuming with the same max_steps changes nothing. Resuming without max_steps continues the run."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     make = lambda: Classifier(on_step=True)  # noqa: E731
     whole = fit(tmp_path / "whole", make, train, val_loader, **options)
@@ -159,7 +159,7 @@ def test_an_epoch_with_fewer_batches_than_expected_ends_with_validation(tmp_path
 
 @pytest.mark.filterwarnings("ignore:train_dataloaders. .* cannot be resumed after its first epoch")
 def test_fit_raises_an_error_if_the_loader_yields_no_batch_in_a_later_epoch(tmp_path):
-    """last.ckpt contains the state after the previous epoch."""
+    """After the error, last.ckpt is the checkpoint of the previous epoch."""
     message = r"The train loader \(generator\) yielded no batches in this epoch. An iterator yields"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, Classifier, lambda: (batch for batch in list(train())), max_epochs=3)

@@ -114,12 +114,12 @@ def on_step():
 @pytest.mark.parametrize("options", [{"save_last": True}, {"save_last": "link"}, {}, {"dirpath": "kept"}])
 @pytest.mark.parametrize("at", [2, 8])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_signal_saves_a_checkpoint_beside_those_of_a_model_checkpoint(tmp_path, notebook, at, options):
+def test_a_signal_saves_a_checkpoint_beside_those_that_model_checkpoint_saved(tmp_path, notebook, at, options):
     def saver(folder):
         folders = {"dirpath": tmp_path / folder / options["dirpath"]} if "dirpath" in options else {}
         return ModelCheckpoint(**{**options, **folders})
 
-    # Each run is interrupted twice, so that a resume must prefer the newer of two checkpoints.
+    # Each run is interrupted twice, so a resumed run must choose the newer of two checkpoints.
     whole = fit(tmp_path / "whole", train=train, max_epochs=3, callbacks=[saver("whole")])
     for step in (at, at + 7):
         callbacks = [saver("cut"), Interrupt(step)]
@@ -131,7 +131,7 @@ def test_a_signal_saves_a_checkpoint_beside_those_of_a_model_checkpoint(tmp_path
     assert logs_of(tmp_path / "cut")[0] == logs_of(tmp_path / "whole")[0]
 
 
-def test_a_signal_saves_nothing_beside_checkpoints_that_contain_only_weights(tmp_path, notebook):
+def test_a_signal_adds_no_checkpoint_to_a_folder_of_checkpoints_with_only_weights(tmp_path, notebook):
     saver = ModelCheckpoint(dirpath=tmp_path / "kept", save_weights_only=True)
     fit(tmp_path, train=train, max_epochs=3, callbacks=[saver, Interrupt(8)])
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=0-step=6.ckpt"]
@@ -291,7 +291,7 @@ def test_two_processes_stop_at_the_same_step_after_a_signal(tmp_path, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_two_processes_save_beside_a_model_checkpoint_after_a_signal(tmp_path, monkeypatch):
+def test_two_processes_save_one_checkpoint_in_the_folder_of_model_checkpoint_after_a_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "SECONDS_BETWEEN_CHECKS", 0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
