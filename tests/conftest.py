@@ -225,7 +225,7 @@ def check_torch_state():
         "default dtype float32": torch.get_default_dtype() == torch.float32,
         "no process group left": not (torch.distributed.is_available() and torch.distributed.is_initialized()),
     }
-    # Reset torch, so that the next test starts clean even if this one fails.
+    # Restore torch's global settings, so that a failed test does not affect the next test.
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
     torch.set_default_dtype(torch.float32)

@@ -37,7 +37,7 @@ class OwnWithLength(Own):
 
 
 class Function:
-    """Draws random numbers when its first batch is requested, because __iter__ is a generator."""
+    """An iterable that draws random numbers when its first batch is requested, because __iter__ is a generator."""
 
     def __iter__(self):
         for index in torch.randperm(6).tolist():
@@ -107,7 +107,7 @@ def test_an_exhausted_iterator_is_refused_in_training_but_not_in_validation(tmp_
 
 
 class Slices:
-    """Yields the next five batches of an endless random stream in each epoch."""
+    """A loader that yields the next five batches of an endless random stream in each epoch."""
 
     def __init__(self):
         self.stream = self.read()
@@ -122,7 +122,7 @@ class Slices:
 
 
 class Doubled:
-    """Changes the batches of another iterable, as a pipeline of transforms does."""
+    """A loader that changes the batches of another iterable, as a pipeline of transforms does."""
 
     def __init__(self, source):
         self.source = source
@@ -230,7 +230,7 @@ def test_fabric_loop_and_trainer_give_equal_weights_if_a_loader_does_not_restart
 
 
 class Refilled(torch.utils.data.Dataset):
-    """Takes its samples from an iterator, and creates the iterator again when it is used up."""
+    """A dataset that takes its samples from an iterator, and creates the iterator again when it is used up."""
 
     def __init__(self):
         x, y = make_loader(24).dataset.tensors

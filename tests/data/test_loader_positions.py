@@ -98,7 +98,7 @@ def test_resume_warns_about_a_different_number_of_workers(tmp_path, before, afte
 
 
 class TakesSeveral(Classifier):
-    """Trains on the batch of the first loader, even if there are several loaders."""
+    """A module that trains on the batch of the first loader, even if there are several loaders."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0] if isinstance(batch[0], list) else batch
@@ -135,7 +135,7 @@ def test_resume_rereads_and_skips_batches_of_loaders_without_state_dict():
 
 
 class ShufflesChunks:
-    """Shuffles chunks of four samples. If ``is_lazy`` is set, a chunk is shuffled only when it is reached."""
+    """A sampler that shuffles chunks of four samples, either at the start or, if ``is_lazy`` is set, one by one."""
 
     def __init__(self, is_lazy):
         self.is_lazy = is_lazy

@@ -26,7 +26,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 class RecordingModule(pl.LightningModule):
-    """Records the arguments of its step methods in each stage."""
+    """A module that records the arguments of its step methods in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_combined_loaders_give_the_same_batches_as_with_trainer(call, mode, limi
 
 
 class Pair:
-    """A batch that can be unpacked."""
+    """A batch that can be unpacked because it has __iter__."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -464,7 +464,7 @@ def test_loaders_are_reloaded_every_n_epochs(sanity, every, reload):
 
 
 class EpochSampler(RandomSampler):
-    """Records the arguments of set_epoch()."""
+    """A sampler that records the arguments of set_epoch()."""
 
     epochs: list
 
@@ -586,7 +586,7 @@ def test_only_fit_records_dataset_attributes_for_resuming(stage, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 def test_predict_refuses_a_combined_loader_whose_mode_is_not_sequential(mode):
-    """Trainer also refuses such a loader, because predict returns a separate list of predictions for each loader."""
+    """Trainer also refuses the other modes, because predict returns a separate list of predictions for each loader."""
 
     class Doubles(pl.LightningModule):
         def predict_step(self, batch, batch_idx):
@@ -626,7 +626,7 @@ def test_a_shuffled_tensor_loader_gives_the_same_batches_as_indexing_by_randperm
 
 
 class Ends(RecordingModule):
-    """Raises the given error, if any, in its 12th batch."""
+    """A module that raises the given error, if any, in its 12th batch."""
 
     def __init__(self, error=None):
         super().__init__()

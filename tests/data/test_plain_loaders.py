@@ -36,7 +36,7 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
 class NumpySampler(Sampler):
-    """Draws the order of all samples at the start of each pass over the data."""
+    """A sampler that draws the order of all samples at the start of each pass over the data."""
 
     def __init__(self, size=24):
         self.rng, self.size = np.random.default_rng(5), size
@@ -49,7 +49,7 @@ class NumpySampler(Sampler):
 
 
 class DrawsEach(NumpySampler):
-    """Draws each index when it is requested."""
+    """A sampler that draws each index when it is requested."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class DrawsEach(NumpySampler):
 
 
 class Counts(NumpySampler):
-    """Draws an order that depends on the number of passes so far."""
+    """A sampler whose order depends on how often it has been iterated."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Counts(NumpySampler):
 
 
 class OwnBatches(BatchSampler):
-    """Shuffles the batches with its own generator, and counts its passes."""
+    """A batch sampler that shuffles with its own generator, and counts how often it is iterated."""
 
     def __init__(self, sampler=None, batch_size=4, drop_last=False):
         super().__init__(SequentialSampler(X) if sampler is None else sampler, batch_size, drop_last)
@@ -87,7 +87,7 @@ class OwnBatches(BatchSampler):
 
 
 class Noisy(Dataset):
-    """Adds noise from its own generator, and counts its reads if ``counts`` is set."""
+    """A dataset that adds noise from its own generator, and counts its reads if ``counts`` is set."""
 
     def __init__(self, make=lambda: np.random.default_rng(4), counts=False):
         self.noise, self.reads, self.counts = make(), 0, counts
@@ -137,7 +137,7 @@ def mixes(samples, mix, scale):
 
 
 class OwnLoader:
-    """A loader that is not a DataLoader. Its order depends on the number of passes so far."""
+    """A loader that is not a DataLoader. Its order depends on how often the loader has been iterated."""
 
     def __init__(self):
         self.passes = 0
@@ -152,7 +152,7 @@ class OwnLoader:
 
 
 class SubLoader(DataLoader):
-    """A DataLoader that counts its passes."""
+    """A DataLoader whose batches depend on how often the loader has been iterated."""
 
     passes = 0
 
@@ -217,7 +217,7 @@ def stream():
 
 
 class TakesAll(Classifier):
-    """Trains on the batch of the first loader that has a batch left."""
+    """A module that trains on the batch of the first loader that has a batch left."""
 
     def training_step(self, batch, batch_idx):
         while isinstance(batch[0], list | tuple) or batch[0] is None:

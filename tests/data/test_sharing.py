@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with 
 
 
 class RecordingModule(pl.LightningModule):
-    """Writes the samples of each process to a file, and logs their mean."""
+    """A module that writes the samples of each process to a file, and logs their mean."""
 
     def __init__(self, folder, on_step=False):
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_loader_that_is_empty_in_one_process_is_refused(tmp_path):
 
 
 class CopiesCheckpoint(pl.Callback):
-    """Copies last.ckpt before the given batches."""
+    """A callback that copies last.ckpt before the given batches."""
 
     def __init__(self, folder, where):
         self.folder, self.where, self.batches = folder, where, 0

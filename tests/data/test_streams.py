@@ -23,7 +23,7 @@ Y = torch.arange(24) % 3
 
 
 class StreamOfIndices(IterableDataset):
-    """Yields the samples of ``indices()``. Subclasses keep their position in different ways."""
+    """A stream that yields the samples of ``indices()``. Subclasses keep their position in different ways."""
 
     def __init__(self, size=24):
         self.size, self.start, self.position = size, 0, 0
@@ -44,18 +44,18 @@ class StreamOfIndices(IterableDataset):
 
 
 class Sticky(StreamOfIndices):
-    """Starts each pass of a resumed run at the loaded position."""
+    """A stream that starts each pass of a resumed run at the loaded position."""
 
 
 class StickyWithPosition(StreamOfIndices):
-    """Sets ``position`` in load_state_dict(), not only when it yields a sample."""
+    """A stream that sets ``position`` in load_state_dict(), not only when it yields a sample."""
 
     def load_state_dict(self, state):
         self.start = self.position = state["position"]
 
 
 class SetsNewAttribute(StreamOfIndices):
-    """Creates an attribute in load_state_dict()."""
+    """A stream that creates an attribute in load_state_dict()."""
 
     def indices(self):
         yield from range(getattr(self, "first", 0), self.size)
@@ -65,7 +65,7 @@ class SetsNewAttribute(StreamOfIndices):
 
 
 class KeepsState(StreamOfIndices):
-    """Keeps the loaded dict and reads the starting position from it in each pass."""
+    """A stream that keeps the loaded dict and reads the starting position from it in each pass."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class KeepsState(StreamOfIndices):
 
 
 class Resets(StreamOfIndices):
-    """Starts later passes from the beginning, not at the loaded position."""
+    """A stream that starts later passes from the beginning, not at the loaded position."""
 
     def indices(self):
         start, self.start = self.start, 0
@@ -88,7 +88,7 @@ class Resets(StreamOfIndices):
 
 
 class Cursor(StreamOfIndices):
-    """Continues each pass where the previous pass ended."""
+    """A stream that continues each pass where the previous pass ended."""
 
     def indices(self):
         end = (self.position // 20 + 1) * 20
@@ -100,7 +100,7 @@ class Cursor(StreamOfIndices):
 
 
 class Epochs(StreamOfIndices):
-    """Shuffles with the epoch number as the seed, and skips samples in a resumed run."""
+    """A stream that shuffles with the epoch number as the seed, and skips samples in a resumed run."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class Epochs(StreamOfIndices):
 
 
 class Buffered(StreamOfIndices):
-    """Shuffles with a buffer and a generator. Both are part of its state_dict()."""
+    """A stream that shuffles with a buffer and a generator. Both are part of its state_dict()."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ def test_resume_warns_if_a_dataset_does_not_reset_its_restored_position_in_later
 
 
 class StreamOfPositions(StreamOfIndices):
-    """Resumes one pass at the loaded position, and starts all later passes from the beginning."""
+    """A stream that resumes one pass at the loaded position, and starts all later passes from the beginning."""
 
     first = 0
 

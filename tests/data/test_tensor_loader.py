@@ -22,7 +22,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 class Records(pl.LightningModule):
-    """Writes the samples of each batch to a separate file for each process."""
+    """A module that writes the samples of each batch to a separate file for each process."""
 
     def __init__(self, folder, loaders=None):
         super().__init__()
@@ -53,7 +53,7 @@ class Records(pl.LightningModule):
 
 
 class Writer(pl.callbacks.BasePredictionWriter):
-    """Records the sample indices of each predicted batch."""
+    """A callback that records the sample indices of each predicted batch."""
 
     def __init__(self):
         super().__init__("batch")

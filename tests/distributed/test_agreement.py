@@ -42,7 +42,7 @@ def numbered():
 
 
 class Numbered(Classifier):
-    """Saves each rank's samples, a random number, and the weights and optimizer states at the epoch's start."""
+    """A module that saves each rank's samples, a random number, and the weights and optimizer states at the epoch's start."""
 
     def __init__(self):
         super().__init__(by_step, sync_dist=True)
@@ -188,7 +188,7 @@ class Longer(DistributedSampler):
 
 
 class Sampled(Classifier):
-    """Creates a loader of a different length on each rank."""
+    """A module that creates a loader of a different length on each rank."""
 
     def train_dataloader(self):
         return DataLoader(make_data(40), batch_size=4, sampler=Longer(self.global_rank))
@@ -280,7 +280,7 @@ def test_a_tensor_loader_has_the_sample_order_of_a_data_loader(kind):
 
 
 class LogsInHooks(Classifier):
-    """Logs two values in the hooks at the end of an epoch, in an order that depends on the process."""
+    """A module that logs two values in the hooks at the end of an epoch, in an order that depends on the process."""
 
     def _log(self, **values):
         for name in sorted(values, reverse=torch.distributed.get_rank() == 1):
@@ -316,7 +316,7 @@ def test_a_metric_that_only_one_process_returns_is_refused(kind):
 
 
 class LogsInOneProcess(Classifier):
-    """Logs a torchmetrics object only in the first process. Its compute() waits for the other processes."""
+    """A module that logs a torchmetrics object, whose compute() waits for all processes, only in the first process."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ def test_a_torchmetrics_object_that_only_one_process_logs_is_refused(kind):
 
 
 class RatePerRank(Classifier):
-    """Gets a different learning rate on rank 1 from ReduceLROnPlateau or from a hook."""
+    """A module that gets a different learning rate on rank 1 from ReduceLROnPlateau or from a hook."""
 
     def __init__(self, cause):
         super().__init__()
@@ -390,7 +390,7 @@ def test_learning_rates_that_differ_between_processes_are_refused(kind, cause):
 
 
 class Unfreezes(Classifier):
-    """Trains its first layer from the second epoch on.
+    """A module that trains its first layer from the second epoch on.
 
     DDP synchronizes this layer only if the layer is not yet frozen when DDP wraps the model.
     """
@@ -431,7 +431,7 @@ def test_weights_that_ddp_does_not_synchronize_are_refused(kind, freezes_early):
 
 
 class ShardedState(Classifier):
-    """Trains with an optimizer whose state is divided among the processes."""
+    """A module that trains with an optimizer whose state is divided among the processes."""
 
     def __init__(self, fails):
         super().__init__()
@@ -504,7 +504,7 @@ def test_a_module_can_read_its_rank_and_gather_tensors(kind, devices):
 
 
 class Records(Classifier):
-    """Records how many batches precede each validation. The clock of rank 1 runs faster."""
+    """A module that records how many batches precede each validation. The clock of rank 1 runs faster."""
 
     def setup(self, stage):
         self.clock = progress.time = Clock()

@@ -31,7 +31,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
 class Synced(Classifier):
-    """Logs values with sync_dist=True that are averaged, added, or reduced to the maximum."""
+    """A module whose logged values are averaged, added, or reduced to the maximum over all processes."""
 
     def __init__(self, optimizers=sgd, **options):
         super().__init__(optimizers, sync_dist=True, **options)

@@ -21,7 +21,7 @@ LAST = Path("checkpoints/run/version_0/last.ckpt")
 
 
 class Fails(Classifier):
-    """Raises an error or a signal in the second process after the fourth step."""
+    """A module that raises an error or a signal in the second process after the fourth step."""
 
     def __init__(self, event):
         super().__init__(sgd)

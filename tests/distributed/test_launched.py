@@ -37,7 +37,7 @@ def test_the_loop_takes_the_number_of_processes_from_the_launcher(variables, tmp
 
 
 class Killed(Classifier):
-    """Kills one process in the middle of the second epoch."""
+    """A module that kills one process in the middle of the second epoch."""
 
     kills = True
 

@@ -15,7 +15,7 @@ CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 
 
 class Hit(Classifier):
-    """Sends a signal to its own process or to the parent process, in one hook on one rank."""
+    """A module that sends a signal to its own process or to the parent process, in one hook on one rank."""
 
     def __init__(self, hook, rank, number, parent=None):
         super().__init__()

@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUARD = 'if __name__ == "__main__":\n'
-# This code, which is inserted into the page's script, makes the workers save
+# The tests insert this code into the script of docs/ray.md, so that the workers save
 # their weights. With KILL=1, the second worker is killed once, in its 15th step.
 PREPARATION = """
 import os, signal, ray, torch
@@ -48,7 +48,7 @@ class DigitsClassifier(DigitsClassifier):
 
 """
 START = "    ray.init(num_cpus=2, include_dashboard=False)\n"
-# Append this code to the page's script, because docs/ray.md does not show how to start the training with MiniLoop.
+# Append this code to the script, because docs/ray.md does not show how to start the training with MiniLoop.
 START_MINI = f"""
 {GUARD}
     result.metrics_dataframe.to_csv(SHARED / "run.csv")

@@ -84,7 +84,7 @@ class Adam(Classifier):
 
 
 class ByHand(Adam):
-    """Manual optimization that takes a step in every second batch and clips gradients itself."""
+    """A module with manual optimization that takes a step in every second batch and clips gradients itself."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class ByHand(Adam):
 
 
 class Meta(Classifier):
-    """Creates its layers on the meta device."""
+    """A module that creates its layers on the meta device."""
 
     def __init__(self):
         super().__init__(sgd)

@@ -125,7 +125,7 @@ def record(root, **options):
 
 
 def check(whole, state, root, **options):
-    """Resume after this power cut. Return a description of the problem, or None."""
+    """Restore a state of the disk and resume. Return a description of the problem, or None."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for name, content in state.files:

@@ -37,8 +37,8 @@ RUN_OPTIONS = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# Comparisons ignore these values, which depend on a clock or on the version.
-# A run that is killed before its first save starts again in the next version.
+# Comparisons ignore these values, which depend on a clock or on the version folder.
+# A run that is killed before its first save starts again in the next version folder.
 TIMES = (
     "time",
     "waiting",
@@ -55,7 +55,7 @@ BEST = ("checkpoints/best.ckpt", "best", "score", "kept", "callbacks", "logs/con
 
 
 class Victim(nn.Module):
-    """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
+    """A model that draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
 
     # The total number of steps of the learning-rate scheduler.
     steps = 12

@@ -17,7 +17,7 @@ from fabric_template.errors import ConfigurationError
 
 
 class RecordsEvents(BoringModel):
-    """Records the step of each validation and each call to train_dataloader."""
+    """A module that records the step of each validation and each call to train_dataloader."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ READ_ONLY = ["current_epoch", "global_step", "is_last_batch", "num_val_batches",
 
 @pytest.mark.parametrize("name", [*READ_ONLY, "val_check_batch", "datamodule", "validating"])
 def test_attributes_that_the_loop_computes_are_read_only(name):
-    """Trainer allows setting three of these attributes, but in FabricLoop a new value would have no effect."""
+    """Trainer allows setting three of the tested attributes. In FabricLoop, new values would have no effect."""
     loop = FabricLoop(**quiet())
     before = getattr(loop, name)
     with pytest.raises(AttributeError, match=f"FabricLoop.{name}: got 5, but this attribute is read-only"):

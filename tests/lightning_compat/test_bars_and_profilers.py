@@ -58,7 +58,7 @@ def test_the_default_model_summary_is_short_and_printed_to_stdout(capsys):
 
 
 class RecordedTqdm(cb.TQDMProgressBar):
-    """Records the state of a bar after each hook that would draw it, and draws nothing."""
+    """A progress bar that records its state after each hook that would draw it, and draws nothing."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -98,7 +98,7 @@ for _hook, _bar in {
 
 
 class Barred(Classifier):
-    """Shows a value per step and per epoch, and defines test_step and predict_step."""
+    """A module that shows a value per step and per epoch, and defines test_step and predict_step."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

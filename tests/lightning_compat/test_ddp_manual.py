@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Manual(pl.LightningModule):
-    """Takes an optimizer step in every second batch and returns a detached loss or None."""
+    """A module that takes an optimizer step in every second batch and returns a detached loss or None."""
 
     def __init__(self, returns=True):
         super().__init__()
@@ -37,7 +37,7 @@ class Manual(pl.LightningModule):
 
 
 class Gan(Manual):
-    """Has two networks with separate backward passes. The second network trains in every second batch."""
+    """A module that has two networks with separate backward passes. The second network trains in every second batch."""
 
     def __init__(self, toggles=False, **options):
         super().__init__(**options)
@@ -63,7 +63,7 @@ class Gan(Manual):
 
 
 class Blocks(Manual):
-    """Blocks gradient synchronization in two ways, except in every third backward pass."""
+    """A module that blocks gradient synchronization in two ways, except in every third backward pass."""
 
     def training_step(self, batch, batch_idx):
         trainer, loss = self.trainer, self.loss_of(batch)
@@ -75,7 +75,7 @@ class Blocks(Manual):
 
 
 class Toggles(Gan):
-    """Synchronizes the gradients of each optimizer only in every second batch."""
+    """A module that synchronizes the gradients of each optimizer only in every second batch."""
 
     def training_step(self, batch, batch_idx):
         losses = self.loss_of(batch), cross_entropy(self.other(batch[0]), batch[1])

@@ -19,7 +19,7 @@ def plain_loader():
 
 
 class Listening(Classifier):
-    """Records the keys of the checkpoints that the hooks receive."""
+    """A module that records the keys of the checkpoints that the hooks receive."""
 
     def on_save_checkpoint(self, checkpoint):
         self.saved = (sorted(checkpoint), checkpoint["epoch"], checkpoint["global_step"])
@@ -71,7 +71,7 @@ def test_checkpoint_hooks_get_the_same_keys_as_with_trainer(tmp_path):
 
 
 class Scored(Classifier):
-    """Logs a fixed val_loss per epoch, which is lowest in the second epoch."""
+    """A module that logs a fixed val_loss per epoch, which is lowest in the second epoch."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (3.0, 1.0, 2.0, 2.5)[self.current_epoch])

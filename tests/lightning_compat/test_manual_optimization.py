@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Own(pl.LightningModule):
-    """Steps an optimizer that `configure_optimizers` does not return."""
+    """A module that steps an optimizer that `configure_optimizers` does not return."""
 
     returned = None
 

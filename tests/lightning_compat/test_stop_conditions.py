@@ -8,7 +8,7 @@ from modules import Classifier, make_loader, run_loop, run_trainer
 
 
 class StoppingCallback(Callback):
-    """Sets should_stop in every call to one hook."""
+    """A callback that sets should_stop in every call to one hook."""
 
     def __init__(self, hook):
         setattr(self, hook, self.stop)

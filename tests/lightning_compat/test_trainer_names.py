@@ -48,7 +48,7 @@ DIFFERENT = {
 
 
 class Whole(Classifier):
-    """Defines the step methods of fit, validate, test and predict."""
+    """A module that defines the step methods of fit, validate, test and predict."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx)
@@ -81,7 +81,7 @@ def shown(value):
 
 
 class ReadsAttributes(pl.Callback):
-    """Reads every attribute of the loop in every hook."""
+    """A callback that reads every attribute of the loop in every hook."""
 
     def __init__(self):
         self.seen = {name: [] for name in NAMES}

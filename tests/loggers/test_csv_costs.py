@@ -6,7 +6,7 @@ from fabric_template.loggers.csv_formats import name_columns, split_runs
 
 
 class Cell(str):
-    """A cell that counts how often a cell is compared with another one."""
+    """A cell of a CSV file. The class counts all comparisons of cells."""
 
     comparisons = 0
     __hash__ = str.__hash__
@@ -33,7 +33,7 @@ def split_many_runs(number):
 
 
 @pytest.mark.parametrize("read", [name_many_columns, split_many_runs])
-def test_the_cost_of_reading_a_file_is_linear(read):
+def test_the_cost_of_reading_a_csv_file_grows_linearly(read):
     counts = []
     for number in (100, 200, 300):
         Cell.comparisons = 0

@@ -1,4 +1,4 @@
-"""Test CSVLogger's rows, new columns, rewinding and versions, and its behavior on a full disk."""
+"""Test how CSVLogger writes rows, adds columns, returns to a saved position, and handles a full disk."""
 
 import errno
 import math

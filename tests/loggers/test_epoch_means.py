@@ -19,7 +19,7 @@ NAMES = ("one", "two", "three")
 
 
 class ManyWays(Classifier):
-    """Logs each name up to twice per batch, with several dtypes and batch sizes, and changes logged tensors."""
+    """A module that logs each name up to twice per batch, with several dtypes and batch sizes, and changes logged tensors."""
 
     def on_train_start(self):
         self.random, self.running = random.Random(7), torch.zeros(())
@@ -59,7 +59,7 @@ def test_epoch_means_are_the_same_as_with_trainer(batch_size, precision):
 
 
 class Reads(Classifier):
-    """Reads a logged value in the middle of an epoch, and changes the returned tensor in place."""
+    """A module that reads a logged value in the middle of an epoch, and changes the returned tensor in place."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -129,7 +129,7 @@ SIZES = {
 
 
 class Sized(Classifier):
-    """Logs its loss with a different batch_size in each batch. Changes a batch_size that is a tensor in place."""
+    """A module that logs its loss with a different batch_size in each batch, and changes tensor sizes in place."""
 
     make_size = staticmethod(int)
 

@@ -15,11 +15,11 @@ HOOKS = ["on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", 
 
 
 class Stop(Exception):
-    """Ends a run as a crash would."""
+    """An error that ends a run as a crash would."""
 
 
 class Net(nn.Linear):
-    """Lowers the learning rate in a hook, and stores the learning rates of all optimizer steps."""
+    """A module that lowers the learning rate in a hook, and stores the learning rates of all optimizer steps."""
 
     def __init__(self, hook, steps_before_stop):
         super().__init__(8, 3)

@@ -15,7 +15,7 @@ from fabric_template import FabricLoop, MiniLoop, TensorLoader
 
 
 class Logs(Callback):
-    """Calls log_dict in one hook."""
+    """A callback that calls log_dict in one hook."""
 
     def __init__(self, hook, **values):
         def call(loop, module, *_):

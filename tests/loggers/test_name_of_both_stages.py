@@ -14,7 +14,7 @@ BOTH, EPOCH = {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch"
 
 
 class Same(pl.LightningModule):
-    """Logs "x" with values that rise from 100 in training and fall from 200 in validation."""
+    """A module that logs "x" with values that rise from 100 in training and fall from 200 in validation."""
 
     def __init__(self, train, val):
         super().__init__()

@@ -14,7 +14,7 @@ from fabric_template.loggers import row as rows
 
 
 class Half(Plain):
-    """Returns a dict in training and a pair in validation, and logs one more value in each."""
+    """A model that returns a dict in training and a pair in validation, and logs one more value in each."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)

@@ -36,7 +36,7 @@ def test_computed_metrics_have_the_same_dtype_as_with_trainer(precision):
 
 
 class Logged(Classifier):
-    """Logs metrics that are updated with float64."""
+    """A module that logs metrics updated with float64 values."""
 
     def __init__(self):
         super().__init__()

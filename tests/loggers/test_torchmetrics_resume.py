@@ -67,7 +67,7 @@ METRICS = {
 
 
 class Measures(nn.Module):
-    """Updates its metrics, and records their results after batches and at the end of epochs."""
+    """A module that updates its metrics, and records their results after batches and at the end of epochs."""
 
     def __init__(self, table):
         super().__init__()
@@ -141,7 +141,7 @@ class Best(torchmetrics.MeanMetric):
 
 
 class Evaluated(nn.Module):
-    """Logs a metric in training, and a metric with decreasing values in validation."""
+    """A module that logs a metric in training, and a metric with decreasing values in validation."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_checkpoint_saved_during_validation_contains_no_state_of_validation_me
 
 
 class LogsInSomeEpochs(pl.LightningModule):
-    """Updates torchmetrics objects in all epochs, but logs them only in even epochs."""
+    """A module that updates torchmetrics objects in all epochs, but logs them only in even epochs."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_an_epoch_resets_torchmetrics_objects_that_only_earlier_epochs_have_logg
 
 
 class Listed(nn.Module):
-    """Logs a metric from a list in one batch of each epoch, and a metric from a dict in even epochs."""
+    """A module that logs a metric from a list in one batch of each epoch, and a metric from a dict in even epochs."""
 
     def __init__(self):
         super().__init__()

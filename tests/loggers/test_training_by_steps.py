@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Endless(IterableDataset):
-    """Yields an endless stream of samples that is the same in each run."""
+    """An endless stream of samples that is the same in each run."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(3)
@@ -40,7 +40,7 @@ class Silent(Classifier):
 
 
 class Means(Classifier):
-    """Logs the loss of each batch as "mine" and the step number as "of_step"."""
+    """A module that logs the loss of each batch as "mine" and the step number as "of_step"."""
 
     def __init__(self):
         super().__init__()

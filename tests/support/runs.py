@@ -131,7 +131,7 @@ def assert_same_end(one, other):
 
 
 class Snapshots(Callback):
-    """Copies the run's folder before a batch, in the state in which SIGKILL would leave it.
+    """A callback that copies the run's folder before a batch, in the state in which SIGKILL would leave it.
 
     Args:
         root: The folder of the run.

@@ -528,7 +528,7 @@ def test_predictions_that_a_csv_file_cannot_contain_are_saved_to_a_pt_file(shape
     assert len(torch.load("preds.pt")) == 32 // 8
 
 
-def test_predictions_of_several_processes_are_refused(capsys):
+def test_the_predict_command_refuses_several_processes(capsys):
     where = ["--devices", 2, "--strategy", "ddp_fork", "--out", "preds.csv"]
     error = refused(capsys, *PREDICT, "--model.shape", "label", *where)
     assert error.endswith("predicts only some of the samples. Add --devices 1.")

@@ -105,7 +105,7 @@ class ScheduledByStep(Script):
 
 
 class Reordered(Script):
-    """Passes fit an optimizer whose parameters are in a different order."""
+    """A script that passes fit an optimizer whose parameters are in a different order."""
 
     def with_fit(self, *args):
         self.optimizer = lambda net: torch.optim.SGD([*net.parameters()][::-1], lr=0.1, momentum=0.9)
@@ -140,7 +140,7 @@ class HalfPrecision(Script):
 
 
 class Careless(Normed):
-    """Validates with gradients, reads the loss after each step, and calls net.forward."""
+    """A script that validates with gradients, reads the loss after each step, and calls net.forward."""
 
     def train_on(self, i, batch, net, optimizer, is_last):
         super().train_on(i, batch, net, optimizer, is_last)
@@ -272,7 +272,7 @@ class InDouble(Script):
 
 
 class ClearedAtTheEnd(Script):
-    """Clears the optimizer's momentum before the last step."""
+    """A script that clears the optimizer's momentum before the last step."""
 
     def train_on(self, i, batch, net, optimizer, is_last):
         self.batches = getattr(self, "batches", 0) + 1

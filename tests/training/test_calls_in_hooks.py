@@ -19,7 +19,7 @@ from fabric_template import FabricLoop, MiniLoop
 
 
 class Calls(Classifier):
-    """Calls a method of the running loop or of another loop in a hook."""
+    """A module that calls a method of the running loop or of another loop in a hook."""
 
     def __init__(self, hook=None, method=None, loop=None):
         super().__init__(dropout=0.0)

@@ -57,7 +57,7 @@ def test_a_compiled_run_gives_the_same_weights_as_an_uncompiled_run(tmp_path, op
 
 
 def test_a_hook_of_a_compiled_run_may_call_validate_on_a_mini_loop(tmp_path):
-    """FabricLoop excludes log from compilation, and therefore wraps the method that it adds to the module."""
+    """FabricLoop wraps the module's log method to exclude it from compilation."""
     found, inner = [], MiniLoop(accelerator="cpu", default_root_dir=tmp_path)
     module = Classifier()
     module.on_train_epoch_end = lambda: found.extend(inner.validate(module, val_loader()))

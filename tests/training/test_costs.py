@@ -29,7 +29,7 @@ class ManyMetrics(nn.Module):
 
 
 def count_calls(function):
-    """Return the number of calls of Python and C functions, and of steps of generators."""
+    """Return the number of calls to Python and C functions, including resumed generators."""
     calls = 0
 
     def count(frame, event, argument):

@@ -25,7 +25,7 @@ class Broken(RuntimeError):
 
 
 class Fails(Classifier):
-    """Fails at the n-th call to a hook."""
+    """A module that raises an error in the n-th call to a hook."""
 
     def __init__(self, hook=None, at=0, manual=False):
         super().__init__(on_step=True)
@@ -139,7 +139,7 @@ def test_a_run_with_manual_optimization_resumes_exactly_after_an_exception(tmp_p
 
 
 class HalfStep(torch.optim.Adam):
-    """Raises an error in step() after changing weights and moments."""
+    """An optimizer whose step() raises an error after it has changed weights and moments."""
 
     steps, fails_at = 0, None
 
@@ -170,7 +170,7 @@ def test_no_half_updated_weights_are_saved_after_an_error_in_an_optimizer_step(t
 
 
 class UnreadableOnce(Dataset):
-    """Raises an error the first time sample 17 is read."""
+    """A dataset that raises an error the first time sample 17 is read."""
 
     def __init__(self, marker):
         self.data, self.marker = make_data(24), marker

@@ -223,7 +223,7 @@ def test_fit_accepts_a_function_that_returns_the_optimizer(tmp_path, given):
 
 
 class ParameterGroupAdder(Lit):
-    """Adds a parameter group in a hook."""
+    """A module that adds a parameter group in a hook."""
 
     def __init__(self, hook="on_train_epoch_start"):
         super().__init__(lambda parameters: torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9))

@@ -29,7 +29,7 @@ def test_fit_keeps_only_the_loss_of_the_last_batch_in_memory():
 
 
 class KeepsGraph(RecordsLosses):
-    """Retains the graph in backward. Keeping two graphs at a time would need twice the memory."""
+    """A module that retains the graph in backward. Keeping two graphs at a time would need twice the memory."""
 
     def backward(self, loss):
         loss.backward(retain_graph=True)

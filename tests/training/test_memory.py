@@ -33,7 +33,7 @@ class Stream(IterableDataset):
 
 
 class Watched(pl.LightningModule):
-    """Fails in the ``at``-th call to a hook, and keeps weak references to the last tensors."""
+    """A module that raises an error in the n-th call to a hook, and keeps weak references to the last tensors."""
 
     def __init__(self, hook, at, manual=False, optimizer=torch.optim.SGD):
         super().__init__()
@@ -122,7 +122,7 @@ def test_validate_releases_batches_and_autograd_graphs(tmp_path, hook):
 
 
 def make_loop(loop_class, **options):
-    """Create a loop that prints nothing on the CPU."""
+    """Create a loop that runs on the CPU and prints nothing."""
     silent = {"enable_progress_bar": False, "enable_model_summary": False} if loop_class is FabricLoop else {}
     return loop_class(accelerator="cpu", **silent, **options)
 
@@ -206,7 +206,7 @@ def test_fit_keeps_no_copy_of_a_large_attribute(tmp_path, loop_class, name):
 
 
 class CountsCopies(nn.Module):
-    """A model that counts the tensors with the shape of its weight, without gradients."""
+    """A model that counts the tensors in memory, except gradients, that have the shape of its weight."""
 
     def __init__(self):
         super().__init__()

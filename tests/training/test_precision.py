@@ -30,7 +30,7 @@ PRECISIONS = {
 
 
 class Look(nn.Module):
-    """Records the dtypes of the output, the input, the weights and a new tensor in each step."""
+    """A module that records the dtypes of the output, the input, the weights and a new tensor in each step."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def test_each_step_runs_in_the_dtypes_that_the_precision_option_selects(level, p
 
 
 class Overflows(Classifier):
-    """Has infinite gradients in two batches, so the scaler skips the steps of these batches."""
+    """A module with infinite gradients in two batches, so that the scaler skips the steps of these batches."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -132,7 +132,7 @@ def test_the_gradient_scaler_skips_the_same_steps_as_with_trainer():
 
 
 class Gradients(Classifier):
-    """Records the norms of the gradients in two hooks."""
+    """A module that records the norms of the gradients in two hooks."""
 
     def __init__(self):
         super().__init__(dropout=0.0)

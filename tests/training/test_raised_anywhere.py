@@ -41,7 +41,7 @@ def global_state(module):
 
 
 class Complete(Classifier):
-    """Defines the step methods of fit, validate, test and predict."""
+    """A module that defines the step methods of fit, validate, test and predict."""
 
     def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
@@ -100,7 +100,7 @@ class Foreign(Logger):
 
 
 class Fails(Classifier):
-    """Fails in one method, on one rank or on all ranks."""
+    """A module that raises an error in one method, on one rank or on all ranks."""
 
     def __init__(self, at=None, error=None, rank=None):
         super().__init__()

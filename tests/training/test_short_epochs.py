@@ -50,7 +50,7 @@ def test_a_fractional_val_check_interval_is_accepted_even_without_training_batch
 
 
 class Copy(Callback):
-    """Copies a run's folder at the end of an epoch, as if SIGKILL had ended the run there."""
+    """A callback that copies a run's folder at the end of an epoch, as if SIGKILL had ended the run there."""
 
     def __init__(self, root, to, step):
         self.root, self.to, self.step = root, to, step
@@ -93,7 +93,7 @@ def test_a_run_resumed_after_should_stop_mid_epoch_matches_an_uninterrupted_run(
 
 
 class Short(IterableDataset):
-    """Yields fewer samples than its length in each pass after the first ``since`` passes."""
+    """A dataset that yields fewer samples than its length in each pass after the first ``since`` passes."""
 
     def __init__(self, gives=16, length=24, since=0):
         self.gives, self.length, self.since, self.passes = gives, length, since, 0

@@ -22,7 +22,7 @@ FORK = {"strategy": "ddp_fork", "devices": 2}
 
 
 class Interrupt(Callback):
-    """Raises a signal in one hook of one batch. Batches are counted over the whole fit."""
+    """A callback that raises a signal in one hook of one batch. Batches are counted over the whole fit."""
 
     def __init__(self, at=8, number=signal.SIGINT, hook="on_train_batch_start", times=1, rank=0):
         self.at, self.number, self.hook, self.times, self.rank = at, number, hook, times, rank
@@ -350,7 +350,7 @@ def test_a_signal_ends_both_processes_of_a_distributed_script(tmp_path, strategy
 
 
 class OutOfTime(Callback):
-    """Moves Timer's clock past the time limit in one batch."""
+    """A callback that moves Timer's clock past the time limit in one batch."""
 
     def __init__(self, at):
         self.at, self.batches = at, 0
@@ -394,7 +394,7 @@ def test_resume_auto_after_should_stop_does_not_train_further(tmp_path, capsys):
 
 @pytest.mark.parametrize(("options", "at"), once(OPTIONS, [2, 8, 12]), ids=str)
 def test_a_run_stopped_mid_epoch_by_max_time_resumes_exactly(tmp_path, options, at):
-    """The epoch ends early and writes its row. The resumed run continues the same epoch."""
+    """The unfinished epoch gets a row in metrics.csv. The resumed run continues the same epoch."""
     options = {"max_epochs": 3, "log_every_n_steps": 2, **options}
     whole = fit(tmp_path / "whole", on_step, train, val_loader, **options)
     limited = {**options, "callbacks": [OutOfTime(at)], "max_time": "00:01:00:00"}
