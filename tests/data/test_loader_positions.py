@@ -48,7 +48,7 @@ SAMPLERS = {
 
 class CountsReads:
     def __init__(self):
-        # Use a Record, because a resumed run would restore a tensor attribute, but does not restore a Record.
+        # A resumed run would restore a tensor attribute, but not a Record, which is a subclass of list.
         self.reads = Record([torch.zeros(1, dtype=torch.int64).share_memory_()])
 
     def __len__(self):

@@ -26,7 +26,7 @@ def recorded(tmp_path_factory):
 
 
 def find_problems(recorded, tmp_path, *kinds):
-    """Yield the problems after power cuts of the given kinds."""
+    """Simulate power cuts of the given kinds, and yield a description of each problem."""
     whole, states = recorded
     for one in states:
         if one.kind in kinds and (problem := power.check(whole, one, tmp_path / "cut", **OPTIONS)):
