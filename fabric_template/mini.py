@@ -1355,7 +1355,8 @@ class MiniLoop:
 
     def _set_up_steps(self, model: Any, training_step: Any, validation_step: Any) -> None:
         """Find the modules and the step functions of a model, and refuse unsupported models."""
-        self._is_lightning_module = isinstance(getattr(type(model), "trainer", None), property)
+        names = {base.__name__ for base in type(model).__mro__}
+        self._is_lightning_module = "LightningModule" in names
         kind, has_functions = type(model).__name__, bool(training_step or validation_step)
         refused = [name for name in REFUSED_HOOKS.split() if find_method(model, name)]
         if not getattr(model, "automatic_optimization", True):
