@@ -17,7 +17,7 @@ EPOCH = {"train": lambda: make_loader(32), "val": val_loader, "num_sanity_val_st
 
 
 def scored(*scores, every=2):
-    """Return a module whose n-th validation logs the n-th score."""
+    """Return a model class whose n-th validation logs the n-th score."""
 
     class Scored(Classifier):
         def validation_step(self, batch, batch_idx):
@@ -99,7 +99,7 @@ def test_a_run_stopped_during_validation_keeps_its_best_checkpoints(tmp_path):
 
 
 class Two(Classifier):
-    """Logs the n-th pair of scores in the n-th epoch."""
+    """A model that logs the n-th loss and the n-th accuracy in the n-th epoch."""
 
     losses, accuracies = (5.0, 4.0, 3.0, 3.5), (0.125, 0.5, 0.375, 0.25)
 
@@ -162,7 +162,7 @@ def test_best_checkpoints_remain_if_a_run_resumes_without_the_monitor_option(loo
 
 @pytest.mark.parametrize(("first", "second"), halve([1, 2, -1], [1, 2, 3, -1]))
 def test_resuming_with_a_different_save_top_k_keeps_the_best_checkpoints(tmp_path, first, second):
-    """The new checkpoints compete only with the checkpoints that the first run has kept."""
+    """New checkpoints compete only with the checkpoints that the first run did not delete."""
     scores = [5, 3, 4, 2.5, 3.5, 1]
     options = {**EPOCH, "monitor": "score", "mode": "min"}
     fit(tmp_path, scored(*scores, every=8), max_epochs=3, save_top_k=first, **options)

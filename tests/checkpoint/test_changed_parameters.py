@@ -19,7 +19,7 @@ OTHER_SHAPE = {"a": (8, 5), "b": (5, 8), "c": (8, 3)}
 
 
 class Layers(pl.LightningModule):
-    """Layers that are created in a given order but always called in the order a, b, c."""
+    """A model whose layers are created in a given order, but always called in the order a, b, c."""
 
     def __init__(self, order="abc", shapes=SAME_SHAPE, optimizer=torch.optim.Adam, frozen=""):
         super().__init__()
@@ -45,7 +45,7 @@ class ReverseOrder(Layers):
 
 
 class Renamed(Layers):
-    """Layers in which the layer saved as "a" is named "d"."""
+    """A model whose layer "d" has the name "a" in the saved run."""
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ class Sized(Classifier):
 
 
 class Scored(Classifier):
-    """Logs the val_loss values 3, 1, 2, 0.5 and 4, one in each epoch."""
+    """A model that logs the val_loss values 3, 1, 2, 0.5 and 4, one in each epoch."""
 
     scores = (3.0, 1.0, 2.0, 0.5, 4.0)
 
@@ -109,7 +109,7 @@ def _fit_trainer(trainer, module, **options):
 
 
 def _save_plainly(layout, weights, path):
-    """Write the weights in a checkpoint format that other programs use."""
+    """Write the weights in a file format that FabricLoop can load but does not write itself."""
     if layout == "fabric.save":
         fabric = Fabric(accelerator="cpu")
         net = nn.Linear(8, 3)

@@ -21,7 +21,7 @@ RUN = {"monitor": "val_loss", "save_top_k": -1, "max_epochs": 2}
 
 
 def flip(path):
-    """Change a byte of a tensor."""
+    """Flip one bit in the middle of a checkpoint file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -60,7 +60,7 @@ def test_resume_auto_starts_a_new_run_if_no_checkpoint_exists(tmp_path):
 
 
 class Disk:
-    """Raises OSError when a file with ``name`` in its name is synced during one of ``epochs``."""
+    """A disk that fails to sync files with ``name`` in their names during ``epochs``."""
 
     def __init__(self, monkeypatch, name, epochs):
         self.loop, self.epochs, self.sync = None, epochs, os.fsync

@@ -60,7 +60,7 @@ def make_scheduler(kind, optimizer):
 
 
 class Tiny(nn.Module):
-    """Has only two-dimensional weights, because Muon accepts no others."""
+    """A network with only two-dimensional weights, because Muon accepts no others."""
 
     def __init__(self, optimizer, scheduler, options):
         super().__init__()
@@ -84,7 +84,7 @@ class Tiny(nn.Module):
 
 
 class Saves:
-    """Saves a checkpoint in the middle of the second epoch."""
+    """A callback that saves a checkpoint in the middle of the second epoch."""
 
     def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_step == 4:

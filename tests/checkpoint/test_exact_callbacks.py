@@ -32,7 +32,7 @@ class Backbone(Normed):
 
 
 class Unfreezes(cb.BaseFinetuning):
-    """Unfreezes the layers of the backbone one after the other."""
+    """A callback that unfreezes the layers of the backbone one after the other."""
 
     def freeze_before_training(self, module):
         self.freeze(module.backbone, train_bn=False)
@@ -49,7 +49,7 @@ class TwoLayers(Backbone):
 
 
 class FreezesLayer(cb.Callback):
-    """Freezes a layer and changes accumulate_grad_batches in a hook."""
+    """A callback that freezes a layer and changes accumulate_grad_batches during training."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 2:
@@ -89,7 +89,7 @@ ONLY_WEIGHTS = {"swa_batchnorm": (10,)}
 
 
 def weights_only(name):
-    """Return the arguments that fit needs to resume a run with this callback."""
+    """Return the value of weights_only= that fit needs to resume a run with this callback."""
     return {"weights_only": HAS_PLAIN_SWALR or not name.startswith("swa")}
 
 
@@ -135,7 +135,7 @@ def test_resuming_a_finished_run_does_not_average_the_weights_again(tmp_path, na
 
 
 class Frozen(Classifier):
-    """Unfreezes its first layer in a hook."""
+    """A model with a frozen first layer, which a hook unfreezes during training."""
 
     def __init__(self, freezes_last=False):
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_layer_that_the_user_froze_before_resuming_stays_frozen(tmp_path):
 
 
 class EvalBackbone(Backbone):
-    """Switches its backbone to eval mode at the start of an epoch, as linear probes do."""
+    """A model that switches its backbone to eval mode at the start of an epoch, as linear probes do."""
 
     def on_train_epoch_start(self):
         if self.current_epoch > 0:
@@ -169,7 +169,7 @@ class EvalBackbone(Backbone):
 
 
 class EvalInStep(Backbone):
-    """Switches the backbone between train mode and eval mode in training steps."""
+    """A model that switches its backbone between train mode and eval mode in training steps."""
 
     def training_step(self, batch, batch_idx):
         self.backbone.train(self.global_step % 4 < 2)
@@ -177,7 +177,7 @@ class EvalInStep(Backbone):
 
 
 class EvalFromOwnHook(EvalBackbone):
-    """Overrides the hook that switches back to train mode after a validation."""
+    """A model that overrides the hook on_validation_model_train."""
 
     def on_validation_model_train(self):
         self.net.train()

@@ -13,7 +13,7 @@ def loader():
 
 
 class KeepsGradients(Classifier):
-    """Clears gradients only in every second batch, so that a step also uses older gradients."""
+    """A model that clears gradients only in every second batch, so that a step also uses older gradients."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class KeepsGradients(Classifier):
 
 
 class DecaysGradients(Classifier):
-    """Halves the gradients after a step instead of clearing them."""
+    """A model that halves the gradients after a step instead of clearing them."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         for parameter in self.parameters():
@@ -38,7 +38,7 @@ class DecaysGradients(Classifier):
 
 
 class ClipsAll(Classifier):
-    """Clips by the norm of all gradients, including that of a parameter without an optimizer."""
+    """A model that clips by the norm of all gradients, even those of parameters without an optimizer."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 
 class Pairs(Model):
-    """Keeps averages of its weights in a list of pairs."""
+    """A model that keeps averages of its weights in a list of pairs (weight, average)."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Table(Model):
 
 
 class Sparse(Model):
-    """Keeps counts in a sparse tensor and in sparse buffers."""
+    """A model that keeps counts in a sparse tensor and in sparse buffers."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Sparse(Model):
 
 
 class KeepsInHook(Model):
-    """Keeps sums in a dict and in a list, whose tensors a gradient hook changes in place."""
+    """A model with a gradient hook that changes tensors in a dict and in a list in place."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class KeepsInHook(Model):
 
 
 class ReplacesInList(Model):
-    """Keeps two tensors in a list. Only the first one changes in place."""
+    """A model with two tensors in a list. The first is changed in place, and the second is replaced."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class ReplacesInList(Model):
 
 
 class ChangesTensors(Model):
-    """Changes the dtype or the shape of buffers and of a frozen parameter."""
+    """A model that changes the dtype or the shape of buffers and of a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Quantizes(Model):
 
 
 class ChangesModes(Model):
-    """Changes global settings of torch during training."""
+    """A model that changes global settings of torch during training."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_step == 2:
@@ -176,7 +176,7 @@ class Labeled(torch.Tensor):
 
 
 class ReadsSubclass(Model):
-    """Gets images of a subclass of Tensor, so its loss and its metrics belong to the subclass, too."""
+    """A model whose images, losses and metrics are instances of a subclass of Tensor."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step([batch[0].as_subclass(Labeled), batch[1]], batch_idx)
@@ -222,7 +222,7 @@ class Order:
 
 
 class CountingDataset(Dataset):
-    """Counts how often it is read, in one element of a large array."""
+    """A dataset that counts how often it is read, in one element of a large array."""
 
     def __init__(self):
         self.data, self.counts = make_data(16), np.zeros(1_500_000)
@@ -240,7 +240,7 @@ class CountingDataset(Dataset):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Wraps another optimizer and shares its parameter groups."""
+    """An optimizer that wraps another optimizer and shares its parameter groups."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -252,7 +252,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class ReloadingWrapper(Wrapper):
-    """Shares the groups again in load_state_dict(), as common implementations of SAM do."""
+    """A wrapper that shares the groups again in load_state_dict(), as common SAM implementations do."""
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -260,10 +260,7 @@ class ReloadingWrapper(Wrapper):
 
 
 class KeepsContainers(torch.optim.Optimizer):
-    """Keeps lists, dicts and a float64 tensor in its state.
-
-    One key of the state is not a parameter.
-    """
+    """An optimizer whose state has lists, dicts, a float64 tensor and a key that is not a parameter."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -287,7 +284,7 @@ class KeepsContainers(torch.optim.Optimizer):
 
 
 class Optimized(Model):
-    """Changes the learning rate with a scheduler."""
+    """A model with a given optimizer class and a scheduler that changes the learning rate in each step."""
 
     def __init__(self, kind):
         super().__init__()
@@ -300,7 +297,7 @@ class Optimized(Model):
 
 
 class KeepsGroup(Model):
-    """Keeps a parameter group in an attribute and changes the group's learning rate."""
+    """A model that keeps a parameter group in an attribute and changes the group's learning rate."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -423,7 +420,7 @@ def find_loss(model, batch):
 
 
 class GroupScheduler(LRScheduler):
-    """Keeps the parameter groups in an attribute and changes their weight decay."""
+    """A scheduler that keeps the parameter groups in an attribute and changes their weight decay."""
 
     def __init__(self, optimizer):
         self.groups = optimizer.param_groups
@@ -448,7 +445,7 @@ def test_a_scheduler_whose_state_dict_contains_model_parameters_is_refused(tmp_p
 
 
 class LateGenerator(Model):
-    """Creates a random generator in its first batch."""
+    """A model that creates a random generator in its first batch."""
 
     def __init__(self, make):
         super().__init__()

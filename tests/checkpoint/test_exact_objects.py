@@ -65,7 +65,7 @@ class Noisy(Model):
 
 
 class StepsItself(Model):
-    """Steps its own scheduler, which configure_optimizers does not return."""
+    """A model that calls step on a scheduler that configure_optimizers does not return."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -94,7 +94,7 @@ class Average:
 
 
 class Averaged(Model):
-    """Keeps its weights near their average."""
+    """A model whose loss keeps its weights near their average."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class Averaged(Model):
 
 
 class View(Model):
-    """Changes a buffer through an attribute that is a view of the buffer."""
+    """A model that changes a buffer through an attribute that is a view of the buffer."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class View(Model):
 
 
 class ExtraState(Model):
-    """Saves a tensor in its state_dict() as extra state, and ignores it in load_state_dict()."""
+    """A model that saves a tensor as extra state, and ignores it in load_state_dict()."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class ExtraState(Model):
 
 
 class Views(Model):
-    """Changes tensors and arrays in place, which also changes their expanded and read-only views."""
+    """A model that changes tensors and arrays in place and reads them through expanded or read-only views."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Views(Model):
 
 
 class Stages(Model):
-    """Assigns constants and new values to its attributes, and never changes the constants in place."""
+    """A model that assigns constants to attributes, and never changes the constants in place."""
 
     zero = torch.zeros(2)
 
@@ -187,7 +187,7 @@ class Stages(Model):
 
 
 class Late(Model):
-    """Uses objects that on_train_start assigns. Only one of them is changed in place."""
+    """A model with attributes that on_train_start assigns. Only a list is changed in place."""
 
     zero = torch.zeros(1)
 
@@ -206,7 +206,7 @@ class Late(Model):
 
 
 class Handed(Model):
-    """Gives a new list to the sampler in each epoch, and changes the list in place."""
+    """A model that gives a new list to the sampler in each epoch, and changes the list in place."""
 
     def __init__(self, sampler):
         super().__init__()
@@ -223,7 +223,7 @@ class Handed(Model):
 
 
 class Running(Model):
-    """Scales its loss with metrics whose attributes share their default values."""
+    """A model that scales its loss with a torchmetrics object whose states share their default value."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ class Orders:
 
 
 class Grown(Model):
-    """Assigns a new tensor to one of two datasets that share a tensor."""
+    """A model that assigns a new tensor to one of two datasets that share a tensor."""
 
     def __init__(self, first, second):
         super().__init__()
@@ -305,7 +305,7 @@ class Jitter:
 
 
 class Points(Dataset):
-    """Applies the transforms to the points of another dataset."""
+    """A dataset that applies a random transform to the points of another dataset."""
 
     def __init__(self, points):
         self.points, self.transforms = points, [Jitter()]
@@ -319,7 +319,7 @@ class Points(Dataset):
 
 
 class Stronger(Model):
-    """Makes the transform of its dataset stronger after each batch."""
+    """A model that makes a transform of the dataset stronger after each batch."""
 
     def __init__(self, jitter):
         super().__init__()
@@ -330,7 +330,7 @@ class Stronger(Model):
 
 
 class Mining(Model):
-    """Changes the weights of a WeightedRandomSampler after each epoch."""
+    """A model that changes the weights of a WeightedRandomSampler after each epoch."""
 
     def __init__(self, sampler):
         super().__init__()
@@ -343,7 +343,7 @@ class Mining(Model):
 
 
 class WarmUp(Model):
-    """Deletes an attribute and a buffer after its warm-up, and sets another attribute to None."""
+    """A model that deletes an attribute and a buffer after its warm-up, and sets another attribute to None."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ class WarmUp(Model):
 
 
 class Worn(Dataset):
-    """Changes its large table in place each time an item is read."""
+    """A dataset that changes its large table in place each time an item is read."""
 
     def __init__(self, table):
         self.table, self.labels = table, make_data(16).tensors[1]
@@ -387,7 +387,7 @@ def make_arrays():
 
 
 class Pool:
-    """Keeps old values, and sometimes returns an old value instead of the new one."""
+    """A list of earlier values, like the image pool of a CycleGAN. swap() returns one of them at random."""
 
     def __init__(self, size):
         self.size, self.values, self.rng = size, [], random.Random(3)
@@ -412,7 +412,7 @@ class Meter:
 
 
 class HasHelpers(Model):
-    """The loss depends on objects of several classes that no state_dict contains."""
+    """A model whose loss depends on objects of several classes that no state_dict contains."""
 
     def __init__(self):
         super().__init__()
@@ -430,7 +430,7 @@ class HasHelpers(Model):
 
 
 class Pipeline(list):
-    """A list of objects. Checkpoints do not contain such a list, but the state of its objects."""
+    """A list of objects. Checkpoints contain the states of these objects, but not the list."""
 
 
 class Registry(dict):
@@ -449,7 +449,7 @@ class HasSubclasses(Model):
 
 
 class Recent(Dataset):
-    """Moves each index that is read to the end of a large cache, and reads from its start."""
+    """A dataset that moves each index to the end of a large OrderedDict when the index is read."""
 
     def __init__(self):
         self.cache = OrderedDict((index, index / 15_000) for index in range(15_000))
@@ -465,7 +465,7 @@ class Recent(Dataset):
 
 
 class ChangesModes(Model):
-    """Changes torch's default dtype after the first epoch, with torch's new precision settings."""
+    """A model that changes torch's default dtype after the first epoch."""
 
     def on_train_epoch_end(self):
         if self.current_epoch == 0:
@@ -487,7 +487,7 @@ class HasMeters(Model):
 
 
 class SlowWeights:
-    """Averages weights in copies, and trains a parameter with its own optimizer."""
+    """An object that averages weights in copies of a network, and has a parameter and an optimizer."""
 
     def __init__(self, net):
         self.weights, self.copies = list(net.parameters()), list(deepcopy(net).parameters())
@@ -507,7 +507,7 @@ class SlowWeights:
 
 
 class HasHiddenModules(Model):
-    """Keeps its weights near averages in modules that are not registered as submodules."""
+    """A model that keeps averaged weights in modules that are not registered as submodules."""
 
     def __init__(self):
         super().__init__()
@@ -527,7 +527,7 @@ def make_layers():
 
 
 class ChangesLayers(Model):
-    """Changes the modes, flags and attributes of modules that are not registered as submodules."""
+    """A model that changes modules that are not registered as submodules."""
 
     def __init__(self):
         super().__init__()
@@ -549,7 +549,7 @@ class ChangesLayers(Model):
 
 
 class AddsBuffers(Model):
-    """Registers buffers with persistent=False during training."""
+    """A model that registers buffers with persistent=False during training."""
 
     def __init__(self):
         super().__init__()
@@ -570,7 +570,7 @@ class AddsBuffers(Model):
 
 
 class ChangesDtypes(Model):
-    """Assigns tensors of other dtypes to its buffers."""
+    """A model that assigns tensors of other dtypes to its buffers."""
 
     def __init__(self):
         super().__init__()
@@ -587,7 +587,7 @@ class ChangesDtypes(Model):
 
 
 class WarmsUp(Model):
-    """Freezes and changes its modules in on_train_start, and undoes these changes later."""
+    """A model that freezes and changes its modules in on_train_start, and undoes these changes later."""
 
     def __init__(self):
         super().__init__()
@@ -617,7 +617,7 @@ class WarmsUp(Model):
 
 
 class KeepsMetrics(Model):
-    """Scales its loss by torchmetrics objects that are not registered as submodules."""
+    """A model that scales its loss by torchmetrics objects that are not registered as submodules."""
 
     def __init__(self):
         super().__init__()
@@ -644,7 +644,7 @@ class Statistics(NamedTuple):
 
 
 class HasPhases(Model):
-    """Keeps an Enum, and named tuples in a list."""
+    """A model whose attributes are an Enum and a list of named tuples."""
 
     def __init__(self):
         super().__init__()
@@ -658,7 +658,7 @@ class HasPhases(Model):
 
 
 class Rotates(Model):
-    """Scales its loss with a complex number."""
+    """A model that scales its loss with a complex number."""
 
     def __init__(self):
         super().__init__()
@@ -903,7 +903,7 @@ def test_fit_refuses_a_scheduler_state_that_torch_load_cannot_read(tmp_path, kin
 
 
 class Unsigned(Model):
-    """Changes a torch.uint16 tensor that is an attribute or a buffer."""
+    """A model that replaces a torch.uint16 tensor, which is an attribute or a buffer, after each batch."""
 
     def __init__(self, is_buffer):
         super().__init__()
@@ -997,7 +997,7 @@ def test_a_run_cannot_resume_if_a_hook_replaced_the_optimizer(tmp_path):
 
 
 class ReadsAnotherLoader(Model):
-    """Reads unlabelled samples from a second loader, like FixMatch."""
+    """A model that reads unlabelled samples from a second loader, like FixMatch."""
 
     def __init__(self):
         super().__init__()
@@ -1018,7 +1018,7 @@ def test_fit_warns_about_an_iterator_in_an_attribute_of_the_model(tmp_path, kind
 
 
 class RandomStream(torch.utils.data.IterableDataset):
-    """Draws samples from its own generator."""
+    """A dataset that draws samples from its own generator."""
 
     def __init__(self):
         self.generator, self.drawn = np.random.default_rng(3), 0
@@ -1064,7 +1064,7 @@ def test_a_run_whose_optimizer_saves_its_state_under_another_key_resumes_exactly
 
 
 class LayerReplacement(Model):
-    """Replaces a layer in the second epoch. The optimizer does not train the new layer."""
+    """A model that replaces a layer in the second epoch. The optimizer does not train the new layer."""
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -1116,7 +1116,7 @@ def test_mini_loop_refuses_a_hook_that_adds_a_parameter_to_the_model(tmp_path):
 
 
 class HasStrings(torch.nn.Module):
-    """The output depends on arrays of strings and dates that change in each step."""
+    """A network that depends on arrays of strings and dates, which change in each step."""
 
     def __init__(self):
         super().__init__()
@@ -1153,7 +1153,7 @@ def test_numpy_arrays_of_strings_and_dates_are_restored(tmp_path, writer, reader
 
 
 class ChangesLate(Model):
-    """Changes modules and attributes that on_train_start creates."""
+    """A model that changes modules and attributes that on_train_start creates."""
 
     def on_train_start(self):
         self.late, self.scale = torch.nn.Dropout(0.5), 1.0
@@ -1185,7 +1185,7 @@ def test_each_loop_restores_custom_objects_saved_by_the_other_loop(tmp_path, wri
 
 
 class HasQueue(Model):
-    """Empties a queue of losses every few batches, and has an empty buffer."""
+    """A model with a queue of losses, which is often empty, and with an empty buffer."""
 
     def __init__(self):
         super().__init__()
@@ -1208,7 +1208,7 @@ def test_a_run_whose_model_has_an_empty_tensor_and_an_empty_buffer_resumes_exact
 
 
 class HasKeyedMeters(Model):
-    """The loss depends on one object for each kind of batch. The object is created when it is first needed."""
+    """A model with a defaultdict. The dict creates an object when a new key is first read."""
 
     def __init__(self):
         super().__init__()
@@ -1229,7 +1229,7 @@ def test_resume_warns_about_dict_keys_that_are_neither_strings_nor_integers(tmp_
 
 
 class CreatesMeter(Model):
-    """Creates an object in its first batch, so a newly created model does not have this object yet."""
+    """A model that creates an object in its first batch instead of in __init__."""
 
     def training_step(self, batch, batch_idx):
         if not hasattr(self, "meter"):
@@ -1286,7 +1286,7 @@ class Rotated:
 
 
 class ModelWithConnection(Model):
-    """Has an object whose class is defined in an installed package."""
+    """A model with an object whose class is defined in an installed package."""
 
     def __init__(self, make):
         super().__init__()
@@ -1386,7 +1386,7 @@ def test_a_run_that_logs_subclasses_of_tensor_resumes_exactly(tmp_path, kind, ma
 
 
 class ReversedNoise(Dataset):
-    """Reads another dataset in a changing order, and adds noise from its own generator."""
+    """A dataset that reads another dataset in a changing order, and adds noise from its own generator."""
 
     def __init__(self):
         self.data, self.shift, self.generator = make_data(16), 0, np.random.default_rng(3)
@@ -1425,7 +1425,7 @@ def test_resuming_restores_the_dataset_and_the_sampler_of_a_dataloader_in_a_user
 
 
 class Follower(torch.nn.Linear):
-    """Replaces an attribute in each step."""
+    """A layer that replaces an attribute in each step."""
 
     def __init__(self):
         super().__init__(8, 3)
@@ -1542,7 +1542,7 @@ assert train(FabricLoop, "parts", 2, resume="last") == whole
 
 
 def test_a_copied_fabric_template_package_restores_objects_of_user_defined_classes(tmp_path):
-    """The copy must treat the other modules of the package that contains it as user code."""
+    """If fabric_template is copied into a user's package, that package's other modules are still user code."""
     source = Path(fabric_template.__file__).parent
     project = tmp_path / "project"
     shutil.copytree(source, project / "fabric_template", ignore=shutil.ignore_patterns("__pycache__"))
@@ -1565,7 +1565,7 @@ class Counted(torch.nn.Module):
 
 
 class ScriptedModel(Model):
-    """Contains a scripted module, which keeps its buffers in a C++ object."""
+    """A model with a scripted module, which keeps its buffers in a C++ object."""
 
     def __init__(self):
         super().__init__()

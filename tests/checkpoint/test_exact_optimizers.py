@@ -22,11 +22,11 @@ LOOPS = [FabricLoop, MiniLoop]
 
 
 class Stop(Exception):
-    """Ends a run as a crash would."""
+    """An error that ends a run as a crash would."""
 
 
 class StaysNear(torch.optim.SGD):
-    """Pulls the weights towards copies made at the start of the run."""
+    """An optimizer that pulls the weights towards copies made at the start of the run."""
 
     def __init__(self, parameters, has_ids=False):
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -82,7 +82,7 @@ class WithIds(Lit):
 
 
 class WithCopies(Lit):
-    """Adds copies of the weights to a list that __init__ has created."""
+    """A model whose configure_optimizers adds copies of the weights to a list that __init__ has created."""
 
     def configure_optimizers(self):
         self.kept += [p.detach().clone() for p in self.net.parameters()]
@@ -102,7 +102,7 @@ class WithTeacher(Lit):
 
 
 class WithGroups(Lit):
-    """Changes the learning rate and the weight decay through its list of the optimizer's parameter groups."""
+    """A model that changes options of its optimizer through a reference to the parameter groups."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -183,7 +183,7 @@ def test_mini_loop_refuses_modules_created_in_configure_optimizers(tmp_path):
 
 
 class WithArrays(torch.optim.SGD):
-    """Keeps its momentum in NumPy arrays."""
+    """An optimizer that keeps its momentum in NumPy arrays."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Net(pl.LightningModule):
-    """Draws random numbers from Python, NumPy and torch, and logs per step and per epoch."""
+    """A model that uses the random numbers of Python, NumPy and torch, and logs per step and per epoch."""
 
     def __init__(self, manual=False, metric=False):
         super().__init__()
@@ -157,7 +157,7 @@ def test_a_killed_and_resumed_run_matches_an_uninterrupted_run(tmp_path, name):
 
 
 class Raises(Callback):
-    """Raises an error in one hook at one batch of the run."""
+    """A callback that raises an error when the given hook is called for the n-th time."""
 
     def __init__(self, hook, batch, error=RuntimeError):
         # Count the batches with an iterator, because a resumed run would restore an int attribute.
@@ -254,7 +254,7 @@ def test_resume_restores_the_state_of_callbacks_and_datamodules(tmp_path):
 
 
 class WithBank(Net):
-    """Has a buffer that state_dict() does not contain, and that each step changes."""
+    """A model that changes a buffer in each step. state_dict() does not contain this buffer."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ class WithBank(Net):
 
 
 class FreezesAndKeepsZeros(Net):
-    """Sets gradients to zero instead of None, so that the optimizer also changes a frozen bias."""
+    """A model that sets gradients to zero instead of None, so momentum still changes a frozen bias."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
@@ -304,7 +304,7 @@ def test_resume_restores_the_buffers_of_the_averaged_model(tmp_path):
 
 
 class RandomSplit(pl.LightningDataModule):
-    """Splits the data at random when the validation loader is created."""
+    """A datamodule that splits the data at random when the validation loader is created."""
 
     def train_dataloader(self):
         return loader()

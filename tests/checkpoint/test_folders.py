@@ -91,7 +91,7 @@ def test_removing_a_checkpoint_removes_only_its_own_shards(tmp_path, name):
 
 
 class Odd(Plain):
-    """Returns a metric whose name contains glob characters, path separators and quotes."""
+    """A model that returns a metric whose name contains glob characters, path separators and quotes."""
 
     def validation_step(self, batch, batch_idx):
         loss, _ = super().validation_step(batch, batch_idx)

@@ -26,7 +26,7 @@ def folder(root, version):
 
 
 class Stops(Callback):
-    """Raises an error at the given step."""
+    """A callback that raises an error at the given step."""
 
     def __init__(self, step):
         self.step = step

@@ -134,7 +134,7 @@ OPTIMIZERS = [exponential, function, one_cycle, plateau]
 
 
 class Average(Callback):
-    """Keeps running sums in NumPy."""
+    """A callback that keeps running sums in NumPy."""
 
     def __init__(self):
         self.sums, self.count, self.names = np.zeros((2, 3), "f4"), np.int32(0), np.array(["a"])
@@ -151,7 +151,7 @@ class Average(Callback):
 
 
 class SavesArray(Classifier):
-    """Adds an array to the checkpoint in a hook."""
+    """A model that adds an array to the checkpoint in a hook."""
 
     losses = np.zeros(0)
 

@@ -57,7 +57,7 @@ class Outer:
 
 
 class MarksFile:
-    """Creates a folder if a reader executes the call in its pickle."""
+    """An object whose pickle contains a call that creates a folder."""
 
     def __init__(self, path):
         self.path = path
@@ -223,7 +223,7 @@ def test_accessing_a_checkpoint_entry_that_contains_a_custom_object_raises_an_er
 
 
 class Colored(Callback):
-    """Has an Enum in its state, an object that a resumed run refuses to create."""
+    """A callback with an Enum in its state, which a resumed run refuses to unpickle."""
 
     def __init__(self):
         self.color = Color.RED

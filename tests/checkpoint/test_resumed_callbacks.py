@@ -17,11 +17,11 @@ from fabric_template.plain_state import Part, PlainState
 
 
 class Interrupted(Exception):
-    """Stops a run as a crash would."""
+    """An error that stops a run as a crash would."""
 
 
 class Stops(cb.Callback):
-    """Raises Interrupted in the second epoch."""
+    """A callback that raises Interrupted in the second epoch."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (trainer.current_epoch, batch_idx) == (1, 2):
@@ -66,7 +66,7 @@ def test_a_parameter_is_not_replaced_by_a_saved_attribute_with_the_same_name():
 
 
 class LogsMost(Classifier):
-    """Logs the index of the batch with the reduction ``reduce_fx``."""
+    """A model that logs the batch index with the reduction ``reduce_fx``."""
 
     def __init__(self, reduce_fx):
         super().__init__()
@@ -79,7 +79,7 @@ class LogsMost(Classifier):
 
 @pytest.mark.parametrize("saves", [None, 1])
 def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, saves, recwarn):
-    """If the value of the epoch covers only the batches after the resume, a warning is shown."""
+    """If the mean of the epoch covers only the batches after the resume, a warning is shown."""
     options = {**OPTIONS, "save_every_n_steps": saves}
     interrupt(tmp_path, lambda: LogsMost("mean"), list, **options)
     resumed = fit(tmp_path, lambda: LogsMost("max"), resume="auto", **options)[2]
@@ -89,7 +89,7 @@ def test_resuming_uses_the_new_reduce_fx_instead_of_the_saved_one(tmp_path, save
 
 
 class LogsSums(Classifier):
-    """Logs a sum in each validation batch, with on_step=``on_step``."""
+    """A model that logs a sum in each validation batch, with on_step=``on_step``."""
 
     def __init__(self, on_step):
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_resumed_run_logs_validation_steps_if_the_saved_run_did_not(tmp_path):
 
 
 class Metrics(cb.Callback):
-    """Logs the mean of the losses with metrics that ``make`` creates."""
+    """A callback that logs the mean of the losses with torchmetrics objects."""
 
     def __init__(self, make, get):
         self.metric, self.get = make(), get
@@ -137,7 +137,7 @@ def test_a_resumed_run_restores_torchmetrics_objects_stored_in_a_callback(tmp_pa
 
 
 class Counts(cb.Callback):
-    """Adds ``step`` to a count after each batch."""
+    """A callback that adds ``step`` to a count after each batch."""
 
     def __init__(self, step):
         self.step, self.count = step, 0

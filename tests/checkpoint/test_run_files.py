@@ -26,7 +26,7 @@ FOLDER = "logs/run/version_0"
 
 
 class Known(pl.LightningModule):
-    """Logs predictable numbers. Batch i of an epoch logs i, and the weight stays 1."""
+    """A model that logs predictable numbers. Batch i of an epoch logs i, and the weight stays 1."""
 
     def __init__(self, lr=0.5):
         super().__init__()
@@ -105,7 +105,7 @@ def test_each_call_to_fit_gets_a_new_version_unless_a_version_is_given(tmp_path)
 
 
 class Odd(Classifier):
-    """Logs unusual values, some only in one epoch, under names that need quotes."""
+    """A model that logs unusual values, some only in one epoch, under names that need quotes."""
 
     def training_step(self, batch, batch_idx):
         epoch = self.current_epoch
@@ -287,7 +287,7 @@ def test_the_message_after_ctrl_c_mentions_the_saved_checkpoint(capsys):
 
 
 class Recorder(Logger):
-    """Records the calls to its methods."""
+    """A logger that records the calls to its methods."""
 
     def __init__(self):
         super().__init__()

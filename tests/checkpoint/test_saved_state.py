@@ -70,7 +70,7 @@ def test_fit_without_checkpoints_does_not_warn_about_unpicklable_hyperparameters
 
 
 class OwnScheduler(LRScheduler):
-    """Has a function in the state that state_dict() returns."""
+    """A scheduler with a function in its state_dict()."""
 
     def __init__(self, optimizer, function):
         self.function = function
@@ -110,7 +110,7 @@ def test_an_optimizer_or_scheduler_that_cannot_be_pickled_is_refused(tmp_path, o
 
 
 class Keeps(Callback):
-    """Returns a state that cannot be pickled, from epoch ``since`` on."""
+    """A callback whose state cannot be pickled from epoch ``since`` on."""
 
     def __init__(self, since=0):
         self.epoch, self.since = 0, since

@@ -126,7 +126,7 @@ def test_a_run_can_resume_whether_or_not_a_submodule_is_compiled(tmp_path, befor
 
 
 class TwoNames(nn.Module):
-    """Has two parameter names that differ only by "module.", the prefix of wrappers."""
+    """A network with two parameter names that differ only by "module.", the prefix of wrappers."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def test_parameter_names_that_differ_only_by_a_wrapper_prefix_stay_distinct(tmp_
 
 
 class Counts(nn.Linear):
-    """Has an extra state that is not a tensor."""
+    """A layer with an extra state that is not a tensor."""
 
     def __init__(self, make_state=dict):
         super().__init__(8, 3)
@@ -211,7 +211,7 @@ def test_load_needs_weights_only_false_to_read_a_pickled_module(tmp_path):
 
 
 class BuildsAverage(Classifier):
-    """Creates a submodule of averaged weights in one of the hooks before training."""
+    """A model that creates a submodule of averaged weights in one of the hooks before training."""
 
     def __init__(self, hook="setup"):
         super().__init__()
