@@ -87,7 +87,7 @@ def train(kind, model, epochs, loader=None, **fit):
     ids=["layers", "optimizer", "frozen layers", "shapes"],
 )
 def test_resuming_with_parameters_in_a_different_order_is_refused(kinds, first, second, names):
-    """Otherwise, the optimizer's state would be restored for the wrong parameters."""
+    """Optimizer states are saved by index, so each parameter would get the state of another parameter."""
     train(kinds[0], first(), 1)
     found, expected = names
     text = f"resume: parameter 0 of the optimizer is '{found}', but was '{expected}' in the saved run"

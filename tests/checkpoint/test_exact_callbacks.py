@@ -123,7 +123,6 @@ AVERAGES = {
 
 @pytest.mark.parametrize(("name", "resume"), halve(AVERAGES, ["auto", "last"]))
 def test_resuming_a_finished_run_does_not_average_the_weights_again(tmp_path, name, resume):
-    """If no epoch is left to train, fit does not average the weights again."""
     make, make_callback = AVERAGES[name]
     options = {"max_epochs": 3, "train": lambda: make_loader(12)}
     whole = fit(tmp_path, make, callbacks=[make_callback()], **options)

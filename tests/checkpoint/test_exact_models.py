@@ -38,7 +38,7 @@ class Pairs(Model):
             weight.add_(average, alpha=0.01)
 
 
-# Models and datasets with a large container or array, of which a run changes one value
+# Models and datasets with a large container or array in which a run changes one value
 
 
 class Large(Model):
@@ -134,7 +134,7 @@ class ChangesTensors(Model):
         self.queue = torch.cat([self.queue, row])
         self.mean = self.mean.double() * 0.9 + row[0]
         self.scale.data = self.scale.data.bfloat16()
-        # The order of the numbers in memory affects rounding.
+        # The strides of a weight affect rounding in matrix products.
         weight = self.net[0].weight
         weight.data = weight.data.t().contiguous().t()
         self.add(self.late.sum() + self.queue.sum() + self.mean.sum() + (self.scale / 7).sum())
@@ -142,7 +142,7 @@ class ChangesTensors(Model):
 
 def quantize(values, scale, zero_point):
     with warnings.catch_warnings():
-        # torch plans to remove quantized tensors.
+        # torch warns that quantized tensors are deprecated.
         warnings.simplefilter("ignore")
         return torch.quantize_per_tensor(values, scale, zero_point, torch.quint8)
 

@@ -381,7 +381,7 @@ def worn(make_table):
 
 
 def make_arrays():
-    """Return a dict of arrays for which MiniLoop compares checksums."""
+    """Return a dict of 1,500 arrays. MiniLoop detects changes in such a large dict with checksums."""
     arrays = {number: np.full(8, number / 900, dtype="f4") for number in range(1_500)}
     return {**arrays, "unused": torch.zeros(20_000)}
 
@@ -838,7 +838,7 @@ def test_a_run_with_objects_of_user_defined_classes_resumes_exactly(tmp_path, na
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_torchs_modes_are_restored_even_if_the_precision_of_float32_cannot_be_read(tmp_path, kind, monkeypatch):
+def test_the_default_dtype_is_restored_even_if_the_float32_matmul_precision_cannot_be_read(tmp_path, kind, monkeypatch):
     def fails():
         raise RuntimeError("The precision was set with torch.backends.fp32_precision")
 

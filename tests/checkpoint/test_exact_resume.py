@@ -183,7 +183,7 @@ def test_a_failed_run_with_two_iterable_datasets_of_different_lengths_resumes_ex
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("when", ["every_n_train_steps", "every_n_epochs", "validation"])
 def test_a_run_resumes_exactly_from_a_file_saved_by_a_model_checkpoint_callback(tmp_path, when):
-    """A resumed run repeats what followed the save, such as a validation or the end of an epoch."""
+    """A resumed run repeats everything that followed the save, such as a validation."""
     options = {"val_check_interval": 2, "log_every_n_steps": 1}
     saves = {"every_n_epochs": 1, "save_on_train_epoch_end": False} if when == "validation" else {when: 1}
     saver = lambda name: ModelCheckpoint(tmp_path / name, filename="{step}", save_top_k=-1, **saves)  # noqa: E731

@@ -95,7 +95,7 @@ def test_a_list_that_contains_itself_can_be_written_to_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "dtypes", [{"a": "O"}, {"a": "V8"}, {"a": "<f4,<f8"}, {"a": 3}, {"b": "<f4"}, {"a": {0: "<f4"}}, 5]
 )
-def test_restore_numpy_refuses_invalid_dtypes(dtypes):
+def test_a_saved_numpy_value_with_an_invalid_dtype_is_refused(dtypes):
     with pytest.raises(CheckpointError, match="invalid NumPy dtype"):
         restore_numpy({"a": 1.0, NUMPY_KEY: dtypes})
 

@@ -104,7 +104,7 @@ def test_containers_and_tensors_in_attributes_are_restored_in_place(tmp_path):
     assert (new.factory["a"], new.factory["b"]) == (1, 7)
 
 
-def test_a_rebound_attribute_is_restored_as_a_new_object(tmp_path):
+def test_an_attribute_with_a_newly_assigned_object_is_restored_as_a_new_object(tmp_path):
     """Other objects may refer to the old object, which the saved run has not changed."""
     before = {"list": [0], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2)}
     before["factory"] = defaultdict(lambda: 7)
@@ -154,7 +154,7 @@ def test_attributes_are_saved_only_if_their_values_have_changed():
     assert sorted(state.changed_attributes()) == [("a", "size"), ("a", "table")]
 
 
-def test_plain_state_detects_one_changed_number_in_a_large_attribute():
+def test_one_changed_number_in_a_large_attribute_is_detected():
     tensors = torch.zeros(300, 1000), torch.zeros(7)
     holder = Holder(large=tensors[0], small=[tensors[1]], array=np.zeros((300, 1000)), items=[0] * 9999)
     holder.texts = np.zeros(40_000, "S1000")
@@ -217,8 +217,8 @@ def test_a_restored_generator_draws_the_same_numbers_as_the_saved_generator(tmp_
     assert [draw(generator) for _ in range(2)] == [draw(other) for _ in range(2)]
 
 
-def test_find_generators_omits_the_global_random_generators():
-    """Each checkpoint already contains their states in a separate entry."""
+def test_the_search_for_random_generators_omits_the_global_generators():
+    """A checkpoint contains the states of the global generators in a separate entry."""
     own = {name: make() for name, make in GENERATORS.items()}
     others = {"system": random.SystemRandom(), "a": random._inst, "b": torch.default_generator, "c": np.random}
     found = find_generators({**own, "list": [1, own["torch"]], "dict": {"x": own["random"]}, **others})

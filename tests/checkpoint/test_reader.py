@@ -375,7 +375,7 @@ def test_a_checkpoint_with_sparse_indices_out_of_range_is_refused(tmp_path):
 
 
 class ObjectArray:
-    """An object array whose pickle claims that its pointers are numbers."""
+    """A NumPy array of objects whose pickle claims that its pointers are numbers."""
 
     def __reduce__(self):
         class_of_array = np.ndarray

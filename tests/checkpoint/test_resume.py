@@ -40,7 +40,7 @@ def plateau(module):
 
 
 def plateau_strict_off(module):
-    """Return plateau() with strict=False, so that a missing val_loss causes only a warning."""
+    """Return a ReduceLROnPlateau config with strict=False, so a missing val_loss causes only a warning."""
     found = plateau(module)
     scheduler = {"scheduler": found["lr_scheduler"], "strict": False, "monitor": "val_loss"}
     return {"optimizer": found["optimizer"], "lr_scheduler": scheduler}

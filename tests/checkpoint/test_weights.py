@@ -23,7 +23,7 @@ def make_net():
 
 
 class Inner(nn.Module):
-    """A network whose only child has a name that wrappers use."""
+    """A network whose only child has a name that wrappers use, such as "module"."""
 
     def __init__(self, name="module"):
         super().__init__()

@@ -44,7 +44,7 @@ def plateau(module):
 
 
 class Two(Classifier):
-    """Uses two optimizers in manual optimization. The second has a scheduler."""
+    """A model with two optimizers and manual optimization. Only the second optimizer has a scheduler."""
 
     def __init__(self):
         super().__init__(dropout=0.0)
@@ -91,7 +91,7 @@ CASES = {
 
 
 class Watch(pl.Callback):
-    """Records the progress and the learning rates at each batch."""
+    """A callback that records the progress and the learning rates at each batch."""
 
     def __init__(self):
         self.seen = Record()
@@ -130,7 +130,7 @@ def run(kind, root, case, make_saver=None, path=None, stops="train", **options):
 
 
 def end(trainer, module, callbacks):
-    """Return the part of a run's final state that does not depend on the loop."""
+    """Return those values of a finished run that FabricLoop and Trainer must have in common."""
     scaler = trainer.scaler if isinstance(trainer, FabricLoop) else getattr(trainer.precision_plugin, "scaler", None)
     states = {type(callback).__name__: callback.state_dict() for callback in callbacks[1:2]}
     return {
@@ -189,7 +189,7 @@ def test_fabric_loop_and_trainer_can_resume_from_each_others_end_of_epoch_checkp
 
 
 class CountsEpochs(Classifier):
-    """Counts in a buffer how often on_train_epoch_end has run, and logs the count."""
+    """A model that counts in a buffer how often on_train_epoch_end has run, and logs the count."""
 
     def __init__(self):
         super().__init__(dropout=0.0)
@@ -201,7 +201,7 @@ class CountsEpochs(Classifier):
 
 
 class Steps(pl.Callback):
-    """Records the epoch, the global step and the step in loggers at the start and the end of each epoch."""
+    """A callback that records the epoch, the global step and the loggers' step number twice per epoch."""
 
     def __init__(self):
         self.seen = []
@@ -278,7 +278,7 @@ def test_fabric_loop_refuses_to_resume_trainer_checkpoints_saved_within_an_epoch
 
 
 class EagerLoader:
-    """Draws its order from the global generator when its iterator is created."""
+    """A loader that draws its order from the global generator when its iterator is created."""
 
     def __len__(self):
         return 4

@@ -19,7 +19,7 @@ WINDOW = {"accumulate_grad_batches": 3}
 
 
 class Saves(pl.Callback):
-    """Saves one checkpoint in one hook, after `batches` batches have started. Records the progress at each batch."""
+    """A callback that saves a checkpoint in the given hook of the given batch, and records the progress."""
 
     def __init__(self, hook=None, batches=None, path=None):
         self.batches, self.path = batches, path
@@ -40,7 +40,7 @@ class Saves(pl.Callback):
 
 
 class Manual(Classifier):
-    """Takes an optimizer step after each batch with manual optimization."""
+    """A model that takes an optimizer step after each batch with manual optimization."""
 
     def __init__(self):
         super().__init__(by_step, dropout=0.0)
@@ -96,7 +96,7 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_saved_within_a_step_continues_after_the_last_finished_step(tmp_path, hook, make, batches, options):
-    """FabricLoop continues after the last whole accumulation window, and refuses Trainer's file."""
+    """FabricLoop continues after the last complete accumulation window, and refuses such a file of Trainer."""
     whole = run("trainer", Saves(), make, **options)
     ends = {}
     for first in LOOPS:
@@ -160,7 +160,7 @@ class Unsized:
 @pytest.mark.parametrize(("hook", "batch"), [(IN_A_STEP[0], 4), (IN_A_STEP[0], 7), ("on_train_batch_end", 7)])
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "sequential"])
 def test_resume_refuses_a_checkpoint_saved_within_a_step_after_one_loader_ended(tmp_path, kind, hook, batch, mode):
-    """Batch 4 is the last batch of the shorter loader. A run resumes exactly from a file saved between two batches."""
+    """The shorter loader ends with batch 4. Checkpoints saved between two batches are not refused."""
 
     def train(path=None, saves=()):
         seen = []

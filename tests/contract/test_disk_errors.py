@@ -76,7 +76,7 @@ def test_a_full_disk_at_the_start_is_reported_with_the_path_of_the_file(kind, tm
 
 
 class Fails(Classifier):
-    """Ends the run with an error while nothing can be written."""
+    """A model that makes each write to the disk fail, and raises an error in the same training step."""
 
     def __init__(self, limits):
         super().__init__()
@@ -151,11 +151,10 @@ def edit(root, name, change):
 
 
 class Edits(Classifier):
-    """Calls a function before the given optimizer step."""
+    """A model that calls a function before the given optimizer step."""
 
     def __init__(self, step, function):
         super().__init__()
-        # Store the function in a list of a type that checkpoints ignore.
         self.function, self.step = function, step
 
     def training_step(self, batch, batch_idx):
@@ -212,7 +211,7 @@ def test_a_resumed_run_writes_the_rows_that_could_not_be_written_before_the_chec
     (root / "moved").rename(logs)
     assert steps_of(root, "steps.csv")[-1] == 9
     if kind == "FabricLoop":
-        # A finished run writes its missing rows, too.
+        # Resuming a finished run also writes the missing rows.
         train(kind, 2, resume="last", default_root_dir=root)
         assert steps_of(root, "steps.csv")[-1] == 12
     train(kind, 3, resume="last", default_root_dir=root)
@@ -242,7 +241,7 @@ def test_a_deleted_metrics_csv_does_not_remove_the_rows_of_steps_csv_that_could_
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc/self/fd")
 @pytest.mark.parametrize("kind", LOOPS)
 def test_saving_a_checkpoint_syncs_the_csv_files_first(kind, tmp_path, monkeypatch):
-    """Otherwise, a power cut could remove rows that a saved checkpoint counts."""
+    """After a power cut, the CSV files must contain all rows that the checkpoint counts."""
     synced, sync = [], os.fsync
 
     def record(descriptor):

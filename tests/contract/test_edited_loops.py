@@ -140,7 +140,7 @@ def test_a_value_that_a_mini_loop_subclass_adds_to_the_checkpoint_is_restored(va
 
 
 class Counts(MiniLoop):
-    """Keeps a number, a generator, a module, an optimizer and a list on the loop, and stops early."""
+    """A loop with a number, a generator, a module, an optimizer and a list as additional attributes."""
 
     def _reset(self):
         super()._reset()
@@ -185,7 +185,7 @@ class Averages(MiniLoop):
 
 
 class Measures(MiniLoop):
-    """Adds a torchmetrics object, and a list with a module whose dropout rate changes."""
+    """A loop with a torchmetrics object, and with a list of modules whose dropout rate changes."""
 
     def _reset(self):
         super()._reset()
@@ -199,7 +199,7 @@ class Measures(MiniLoop):
 
 
 class CreatesLate(MiniLoop):
-    """Creates an object during training, and saves and restores the object itself."""
+    """A loop that creates an averaged model during training, and saves and restores it by itself."""
 
     ema = None
 
@@ -221,7 +221,7 @@ class CreatesLate(MiniLoop):
 
 @dataclass(kw_only=True, eq=False)
 class Decays(MiniLoop):
-    """Adds an option that changes during training, and reads batches from a second loader."""
+    """A loop with an option that changes during training and with a second loader."""
 
     decay: float = 1.0
 
@@ -282,7 +282,7 @@ def renamed_loop(name):
 
 
 class LogsAndValidates(nn.Module):
-    """Logs with self.log, and validates with another loop at the end of each epoch."""
+    """A model that logs with self.log, and validates with another loop at the end of each epoch."""
 
     def __init__(self, inner):
         super().__init__()
@@ -494,7 +494,7 @@ def test_the_optimizer_always_takes_a_step_after_the_last_batch_of_an_epoch():
 
 
 class OwnBatches(MiniLoop):
-    """Overrides _train_batches without super(), and sets _is_last only for the last batch."""
+    """A loop that overrides _train_batches, and sets _is_last only for the last batch."""
 
     def _train_batches(self):
         given = list(self.train_loader)

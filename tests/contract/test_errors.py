@@ -198,7 +198,7 @@ def test_a_monitored_metric_that_is_never_logged_raises_an_error_after_the_first
 
 
 class FetchesBatches(Classifier):
-    """Has the step methods of all stages, with the argument ``dataloader_iter``."""
+    """A model whose step methods have the parameter ``dataloader_iter``."""
 
     def training_step(self, dataloader_iter):
         return super().training_step(*next(dataloader_iter)[:2])
@@ -241,7 +241,7 @@ def test_a_step_function_with_a_dataloader_iter_parameter_is_refused(tmp_path):
 
 
 class NeedsLoaderIndex(Plain):
-    """Has steps with the argument ``dataloader_idx``, and can create its own loader."""
+    """An object whose step methods have the parameter ``dataloader_idx``."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         return super().training_step(batch)

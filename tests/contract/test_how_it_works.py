@@ -22,7 +22,7 @@ PAGE = (REPOSITORY / "docs" / "how-it-works.md").read_text(encoding="utf-8")
 
 
 class Tracer:
-    """Records which files of the package define a function that is called."""
+    """A tracer that records in which files of the package the called functions are defined."""
 
     def __init__(self):
         self.files = set()
@@ -41,7 +41,7 @@ class Tracer:
 
 
 class Logs(DigitsClassifier):
-    """Traces from the middle of the sixth batch to the middle of the seventh, and a call to log in the eighth."""
+    """A model that traces from the middle of a batch to the middle of the next, and traces one call to log."""
 
     def __init__(self):
         super().__init__(hidden=8)

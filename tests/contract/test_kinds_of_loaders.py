@@ -89,7 +89,7 @@ class OwnOrder(BatchSampler):
 
 
 class Continues(IterableDataset):
-    """A stream that starts at its position, which load_state_dict() can set."""
+    """A stream with a position as its state. It starts at this position."""
 
     def __init__(self):
         self.position = 0
@@ -122,7 +122,7 @@ class Shuffles(IterableDataset):
 
 
 class Noise(Dataset):
-    """Draws random numbers in each worker."""
+    """A dataset that draws random numbers whenever an item is read."""
 
     def __len__(self):
         return len(X)
@@ -269,7 +269,7 @@ def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, 
 
 @pytest.mark.parametrize(("loop_name", "limit"), once(LOOPS, [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}]))
 def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, loop_name, limit):
-    """The rows include the one that a run writes when it stops at max_steps."""
+    """A run that stops at max_steps within an epoch writes a row, which must not change either."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
     resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
@@ -584,7 +584,7 @@ class SavesEpochs(CountsEpochs):
 
 
 class SavesReads(Dataset):
-    """A dataset with state_dict() that counts its reads."""
+    """A dataset that counts its reads and returns the count in state_dict()."""
 
     def __init__(self):
         self.reads = 0
@@ -706,7 +706,7 @@ def test_mini_loop_resumes_exactly_if_the_sampler_depends_on_the_model(tmp_path,
 
 
 class Killed(Exception):
-    """Ends a run as a crash would, after the loop has saved a checkpoint."""
+    """An error that ends a run as a crash would, after the loop has saved a checkpoint."""
 
 
 def make_kill_switch(last):
@@ -847,7 +847,7 @@ class Scale:
 
 
 class ScalesInTransform(TensorDataset):
-    """The dataset's transform, an object in a list, refers to the model."""
+    """A dataset with a list of transforms that refer to the model."""
 
     def __init__(self, model):
         super().__init__(X, Y)

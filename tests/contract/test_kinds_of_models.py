@@ -40,7 +40,7 @@ def mlp():
 
 
 class Around(nn.Module):
-    """Has a network in an attribute. The attribute's name is a prefix of all parameter names."""
+    """A network in an attribute of another network, like in a wrapper."""
 
     def __init__(self, net, name="module"):
         super().__init__()
@@ -52,7 +52,7 @@ class Around(nn.Module):
 
 
 class WithHead(Around):
-    """Has a child named _orig_mod, like a compiled module, and another child."""
+    """A network with a child named _orig_mod, like a compiled module, and another child."""
 
     def __init__(self):
         super().__init__(nn.Linear(8, 8), "_orig_mod")
@@ -73,7 +73,7 @@ class Tied(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Has an extra state that is not a tensor."""
+    """A network with an extra state that is not a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Complex(nn.Module):
 
 
 class Cast(nn.Module):
-    """Computes in a different dtype."""
+    """A network that computes in a different dtype than that of its input."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -111,7 +111,7 @@ class Cast(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has a layer and a parameter without gradients."""
+    """A network with a layer and a parameter that the forward pass does not use."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Unused(nn.Module):
 
 
 class BuffersAndHead(nn.Module):
-    """Has random features in buffers."""
+    """A network with random features in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def compiled_in_place():
 
 
 class HasTrainer(nn.Module):
-    """Has a property with the name that a LightningModule uses for its loop."""
+    """A network that has a property named trainer, like a LightningModule."""
 
     trainer = property(lambda self: "mine")
 
@@ -244,7 +244,7 @@ def with_optimizer_of_head():
 
 
 class Object:
-    """Has its network in the attribute net."""
+    """A plain object with step methods and a network in an attribute."""
 
     def __init__(self, make=mlp):
         self.net = make()
@@ -286,7 +286,7 @@ class Lit(pl.LightningModule):
 
 
 class InList(Object):
-    """Has its modules in a list, a dict, a tuple and a nested container."""
+    """A plain object with modules in a list, a dict, a tuple and a nested container."""
 
     def __init__(self):
         self.layers = [nn.Linear(8, 6), nn.Dropout(0.2)]
@@ -315,7 +315,7 @@ class InEvalMode(InList):
 
 
 class WithParameters(Object):
-    """Has parameters in addition to those of its network."""
+    """A plain object with parameters in addition to those of its network."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class WithParameters(Object):
 
 
 class MadeInHook(Object):
-    """Creates its modules in a hook."""
+    """A plain object that creates its modules in a hook."""
 
     def __init__(self, hook):
         setattr(self, hook, self.create)
@@ -347,7 +347,7 @@ class MadeInHook(Object):
 
 
 class LowRank(Lit):
-    """Freezes its network, and adds low-rank parameters in a hook."""
+    """A module that freezes its network, and adds low-rank parameters in a hook."""
 
     def __init__(self, hook):
         super().__init__()
@@ -364,7 +364,7 @@ class LowRank(Lit):
 
 
 class HasFunctions(Lit):
-    """Has an attribute with the name that the adapter of a plain model uses."""
+    """A module with an attribute named functions, like FabricLoop's adapter for plain models."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ class HasFunctions(Lit):
 
 
 class Outside(Lit):
-    """Trains parameters outside of the module, as Trainer allows."""
+    """A module that trains parameters outside of the module, as Trainer allows."""
 
     def __init__(self):
         super().__init__()

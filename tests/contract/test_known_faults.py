@@ -109,7 +109,7 @@ FORMATS = {
 @pytest.mark.parametrize("format_name", FORMATS)
 @both_loops
 def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_class, format_name):
-    """Lightning's example fails with some formats, and ignores the scheduler in others."""
+    """Lightning's build_your_own_trainer example fails with some formats, and ignores the scheduler in others."""
     make_optimizer, rates = FORMATS[format_name]
     loop, net = fit(Net(make_optimizer), max_epochs=3, loop_class=loop_class)
     assert (loop.global_step, net.rates) == (12, rates)
@@ -117,7 +117,7 @@ def test_both_loops_accept_every_return_format_of_configure_optimizers(loop_clas
 
 @both_loops
 def test_accumulate_grad_batches_sets_the_number_of_batches_per_optimizer_step(loop_class):
-    """In Lightning's example, 24 batches give 1 optimizer step instead of 6."""
+    """In Lightning's build_your_own_trainer example, 24 batches give 1 optimizer step instead of 6."""
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 24)
     loop, net = fit(train=batches(24), accumulate_grad_batches=4, max_epochs=-1, max_steps=8, loop_class=loop_class)
@@ -135,7 +135,7 @@ def weight_after(loop_class, accumulate, x, batch_size):
 
 @both_loops
 def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
-    """Lightning's example does not divide the loss, and keeps the last gradients for the next epoch."""
+    """Lightning's build_your_own_trainer example does not divide the loss, and keeps the last gradients for the next epoch."""
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert weight_after(loop_class, 4, x, 1) == weight_after(loop_class, 1, x, 4) == -3.0
     assert weight_after(loop_class, 2, torch.tensor([1.0, 3.0, 8.0]), 1) == -(1.0 + 3.0) / 2 - 8.0 / 2
@@ -145,7 +145,7 @@ def test_accumulated_gradients_are_averaged_and_cleared(loop_class):
 
 @both_loops
 def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_the_monitored_metric(loop_class):
-    """In Lightning's example, the scheduler gets the value of the last batch."""
+    """In Lightning's build_your_own_trainer example, the scheduler gets the value of the last batch."""
     seen = []
 
     class Recorder(ReduceLROnPlateau):
@@ -167,7 +167,7 @@ def test_a_scheduler_with_a_monitor_gets_the_epoch_mean_of_the_monitored_metric(
 
 @both_loops
 def test_schedulers_take_no_step_if_max_steps_ends_the_epoch(loop_class):
-    """In Lightning's example, the scheduler also takes a step if max_steps ends the epoch."""
+    """In Lightning's build_your_own_trainer example, the scheduler also takes a step if max_steps ends the epoch."""
     loop, net = fit(Net(halving), max_epochs=-1, max_steps=6, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (6, 6)
     assert net.optimizer.param_groups[0]["lr"] == 0.05
@@ -175,7 +175,7 @@ def test_schedulers_take_no_step_if_max_steps_ends_the_epoch(loop_class):
 
 @both_loops
 def test_submodules_in_eval_mode_stay_in_eval_mode_after_validation(loop_class):
-    """In Lightning's example, validation switches submodules in eval mode back to training mode."""
+    """In Lightning's build_your_own_trainer example, validation switches submodules in eval mode back to training mode."""
 
     class ModeRecorder(Net):
         def training_step(self, batch, batch_idx):
@@ -196,7 +196,7 @@ def test_submodules_in_eval_mode_stay_in_eval_mode_after_validation(loop_class):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @both_loops
 def test_training_step_runs_in_the_given_precision(loop_class, precision):
-    """In Lightning's example, training_step runs in float32 on one device."""
+    """In Lightning's build_your_own_trainer example, training_step runs in float32 on one device."""
 
     class Look(Net):
         def training_step(self, batch, batch_idx):
@@ -210,7 +210,7 @@ def test_training_step_runs_in_the_given_precision(loop_class, precision):
 
 @both_loops
 def test_a_second_fit_trains_for_max_epochs_again(loop_class):
-    """In Lightning's example, max_epochs=0 trains for one epoch, and so does a second fit."""
+    """In Lightning's build_your_own_trainer example, max_epochs=0 trains for one epoch, and so does a second fit."""
     loop, net = fit(max_epochs=0, loop_class=loop_class)
     assert (loop.global_step, net.trained) == (0, 0)
     loop, net = fit(max_epochs=3, loop_class=loop_class)
@@ -221,7 +221,7 @@ def test_a_second_fit_trains_for_max_epochs_again(loop_class):
 
 @both_loops
 def test_resuming_a_run_that_reached_max_steps_takes_no_optimizer_step(loop_class, tmp_path):
-    """In Lightning's example, a run that is resumed at max_steps takes one more step."""
+    """In Lightning's build_your_own_trainer example, a run that is resumed at max_steps takes one more step."""
     options = {"max_epochs": -1, "max_steps": 6}
     saving_loop(loop_class, **options).fit(Net(), batches())
     trained = []
@@ -238,7 +238,7 @@ def test_resuming_a_run_that_reached_max_steps_takes_no_optimizer_step(loop_clas
 
 @both_loops
 def test_training_without_limits_stops_after_1000_epochs(loop_class):
-    """In Lightning's example, training without limits never ends."""
+    """In Lightning's build_your_own_trainer example, training without limits never ends."""
 
     class Stops(Net):
         def on_train_epoch_end(self):
@@ -252,7 +252,7 @@ def test_training_without_limits_stops_after_1000_epochs(loop_class):
 
 
 class CountReads(TorchDispatchMode):
-    """Counts how often a tensor's value is read from its device."""
+    """A dispatch mode that counts how often a tensor's value is read from its device."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +265,7 @@ class CountReads(TorchDispatchMode):
 
 @both_loops
 def test_logging_in_a_training_step_does_not_read_values_from_the_device(loop_class):
-    """Lightning's example reads each logged value from the device in each batch.
+    """Lightning's build_your_own_trainer example reads each logged value from the device in each batch.
 
     Its steps can return only scalars.
     """
@@ -305,7 +305,7 @@ class Rows(IterableDataset):
 
 @both_loops
 def test_both_loops_accept_loaders_without_length(loop_class):
-    """Lightning's example calls len(loader), which fails for an iterable dataset."""
+    """Lightning's build_your_own_trainer example calls len(loader), which fails for an iterable dataset."""
 
     class Unpacked(Net):
         def training_step(self, batch, batch_idx):

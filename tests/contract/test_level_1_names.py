@@ -131,7 +131,7 @@ def setup_other_loaders(fabric, loop):
     text = "^loop.setup: got a Stream, which setup does not divide among the processes. Pass a DataLoader"
     with pytest.warns(UserWarning, match=text) if is_first else nullcontext():
         assert len(list(loop.setup(make_net(), None, Stream())[1])) == 2
-    # setup() must not divide a loader again that it has returned.
+    # A loader that setup() has returned must not be divided again.
     loader = loop.setup(make_net(), None, DataLoader(range(6)))[1]
     assert len(list(loop.setup(make_net(), None, loader)[1])) == 3
     assert loop._setup_loader(Divided([0, 1, 2, 3])) == [[0, 2], [1, 3]][loop.fabric.global_rank]

@@ -114,7 +114,7 @@ class Stream(IterableDataset):
 
 
 class Hooked(Classifier):
-    """Logs in hooks and with torchmetrics, and records the order of the hooks."""
+    """A model that logs in hooks and with torchmetrics, and records the order of the hooks."""
 
     def __init__(self, optimizers=by_epoch):
         super().__init__(optimizers)
@@ -292,7 +292,7 @@ class Moves(Plain):
 
 
 class Freezes(Classifier):
-    """Freezes a layer and turns off dropout at the start of the second epoch."""
+    """A model that freezes a layer and turns off dropout at the start of the second epoch."""
 
     def on_train_epoch_start(self):
         if self.trainer.current_epoch == 1:
@@ -401,10 +401,7 @@ def test_both_loops_restore_containers_such_as_deques_and_sets(writer, reader):
 
 
 class ChangesOptions(Classifier):
-    """Changes options of its loop in the second epoch.
-
-    If ``fails`` is set, the third epoch fails.
-    """
+    """A model that changes options of its loop in the second epoch. With ``fails``, the third epoch fails."""
 
     fails = False
 
@@ -480,7 +477,7 @@ def test_mini_loop_refuses_to_resume_mid_epoch_with_torchmetrics_objects():
 
 
 class Noisy(Plain):
-    """Has a generator in an attribute."""
+    """A model with a random generator in an attribute."""
 
     def __init__(self, seed=7):
         super().__init__()
@@ -585,7 +582,7 @@ DRAWS = [partial(torch.rand, 3), partial(torch.manual_seed, 7)]
 def test_a_run_resumed_mid_epoch_matches_an_uninterrupted_run_even_if_a_hook_draws_random_numbers(
     hook, draw, num_workers
 ):
-    """A DataLoader without workers draws its order after the hook has run."""
+    """A DataLoader without workers draws its order after hooks such as on_train_epoch_start have run."""
 
     def make_module():
         module = Plain()
@@ -665,7 +662,7 @@ def test_a_new_run_may_reuse_the_version_of_a_run_that_saved_no_checkpoint():
 
 
 class ReadsOptimizer(Classifier):
-    """Reads its optimizer and its scheduler in a hook, and halves the learning rate."""
+    """A model that reads its optimizer and its scheduler in a hook, and halves the learning rate."""
 
     def on_train_epoch_start(self):
         assert self.lr_schedulers().get_last_lr()
@@ -858,7 +855,7 @@ class Unsized:
 
 @pytest.mark.parametrize(("make", "every"), halve([lambda: DataLoader(Stream(), 4), Unsized], [None, 2, 4]))
 def test_both_loops_return_the_same_history_for_a_validation_loader_without_length(make, every):
-    """With ``every``, each epoch of five batches ends between two validations."""
+    """``every`` is the value of validate_every_n_steps. Each epoch has five batches."""
     results = {}
     for name, (loop_class, quiet) in LOOPS.items():
         pl.seed_everything(1, verbose=False)
@@ -898,7 +895,7 @@ def test_estimated_stepping_batches_is_the_same_in_both_loops(make_train, limits
 
 
 class UnevenStream(IterableDataset):
-    """Ends after ten samples in process 0 and after seven in the other."""
+    """A stream that ends after ten samples in process 0 and after seven samples in process 1."""
 
     def __iter__(self):
         x, y = make_data(20).tensors
@@ -924,7 +921,7 @@ def train_on_uneven_streams(rank):
 @pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.filterwarnings("ignore:train_dataloaders. the processes")
 def test_an_epoch_ends_in_both_processes_when_the_loader_of_one_process_ends():
-    """Otherwise, the process with the longer loader would wait forever."""
+    """If one process continued alone, it would wait forever for gradients of the other process."""
     codes, errors = run_processes(train_on_uneven_streams, ranks=2, timeout=90)
     assert codes == [0, 0], errors
 
@@ -1393,7 +1390,7 @@ class AccumulationChange(Classifier):
 
 
 def test_no_gradient_is_used_in_two_optimizer_steps_if_a_hook_changes_accumulate_grad_batches():
-    """After such a change, Trainer adds the new gradients to those of the previous step."""
+    """If a hook changes this option, Trainer adds the new gradients to those of the previous step."""
     (loop, module, _), (other, expected, _) = (fit(kind, kind, 2, make_module=AccumulationChange) for kind in LOOPS)
     assert_same_weights(expected, module)
     assert loop.global_step == other.global_step
@@ -1520,7 +1517,7 @@ def test_load_refuses_a_file_that_has_none_of_the_weights_of_the_model(kind, con
 
 
 class MovingCenters(Classifier):
-    """Replaces buffers in each step, so that Adam's state may be allocated in their old memory."""
+    """A model that replaces buffers in each step, so Adam's state may be allocated in their old memory."""
 
     def __init__(self):
         super().__init__(lambda module: torch.optim.Adam(module.parameters()))

@@ -230,7 +230,7 @@ def test_a_training_step_that_calls_backward_is_refused_in_each_precision(name, 
 
 
 class TrainsAnotherNet:
-    """Fits a second network, which the loop does not train, in each step."""
+    """A training step that also trains a second network with its own optimizer."""
 
     def __init__(self):
         self.other = nn.Linear(8, 3)
@@ -652,7 +652,7 @@ def test_a_lightning_module_may_return_keys_that_refer_to_the_same_column(name):
 
 @pytest.mark.parametrize("view", [lambda weight: weight, lambda weight: weight.view(()), lambda weight: weight[0]])
 def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
-    """The optimizer changes the parameter in place."""
+    """An optimizer step changes the parameter in place, and so the loss."""
     net, seen = nn.ParameterList([nn.Parameter(torch.ones(1))]), []
     loop = make_loop("FabricLoop", log_every_n_steps=1)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
@@ -740,7 +740,7 @@ def test_mini_loop_refuses_invalid_values_of_resume_and_load(argument, given):
 @pytest.mark.parametrize("epoch", [0, 1])
 @both_loops
 def test_should_stop_in_on_train_epoch_start_skips_the_batches_of_the_epoch(name, epoch):
-    """Like Trainer, both loops call on_train_epoch_end for this epoch."""
+    """Like Trainer, both loops still call on_train_epoch_end for the skipped epoch."""
 
     class Stops(pl.LightningModule):
         def __init__(self):

@@ -52,7 +52,7 @@ def interrupt():
 
 @pytest.mark.usefixtures("notebook")
 def test_a_failed_run_leaves_no_progress_bar_in_the_output_of_the_next_run(capsys):
-    # Like a notebook, keep the error, whose frames refer to the progress bar.
+    # Keep a reference to the error, as a notebook does. Its frames refer to the progress bar.
     with pytest.raises(ZeroDivisionError) as error:
         fit(MiniLoop(max_epochs=1, accelerator="cpu"), divide_by_zero, at=4, seconds=0.15)
     capsys.readouterr()
@@ -77,7 +77,7 @@ def test_ctrl_c_removes_the_progress_bar_and_prints_what_to_do(capsys):
 
 
 @pytest.mark.parametrize("is_notebook", [True, False])
-def test_rows_within_an_epoch_do_not_draw_a_progress_bar_that_is_not_due(is_notebook, capsys, request):
+def test_a_row_printed_within_an_epoch_does_not_show_the_progress_bar_too_early(is_notebook, capsys, request):
     if is_notebook:
         request.getfixturevalue("notebook")
     seconds = 0.0 if is_notebook else 0.1
@@ -112,7 +112,7 @@ def test_an_optimizer_of_an_earlier_model_is_refused_with_the_reason(kind):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_best_is_the_best_checkpoint_of_the_same_loop_even_if_another_run_is_newer(kind):
+def test_load_best_uses_the_last_run_of_the_same_loop_even_if_another_run_is_newer(kind):
     loop_class, options = LOOPS[kind]
     options = {"accelerator": "cpu", "monitor": "val_loss", **options}
     first, second = loop_class(max_epochs=1, **options), loop_class(max_epochs=3, **options)

@@ -33,7 +33,7 @@ def execute(notebook, folder, timeout=900):
     with mock.patch.dict(os.environ, private):
         executed = NotebookClient(nbformat.from_dict(notebook), **options, coalesce_streams=True).execute()
     for cell in code_cells(executed):
-        # Remove the messages about its profiler, Python 3.13.0 or a missing GPU that torch prints on some machines.
+        # Remove messages that torch prints only on some machines, such as those about a missing GPU.
         printed = r"USDT:|Python 3\.13\.0|No CUDA runtime is found"
         cell.outputs = [out for out in cell.outputs if not re.search(printed, out.get("text", ""))]
     return executed

@@ -48,7 +48,7 @@ def both(make_module, **options):
 
 
 class OwnLog(Classifier):
-    """Overrides log with a method that calls Lightning's log."""
+    """A module that overrides log with a method that calls Lightning's log."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def test_fabric_loop_and_trainer_log_the_same_values_if_a_module_overrides_log(m
 
 
 class Chooses(Classifier):
-    """Monitors val_loss if there are validation loaders, and train_loss otherwise."""
+    """A module that monitors val_loss if there are validation loaders, and train_loss otherwise."""
 
     def configure_optimizers(self):
         validates = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
@@ -115,7 +115,7 @@ def test_validate_and_test_do_not_change_the_current_epoch_and_global_step():
 
 
 class Data(pl.LightningDataModule):
-    """Draws random data in setup, so its loaders differ from the module's loader."""
+    """A datamodule that draws random data in setup, so its loaders differ from the module's loader."""
 
     def setup(self, stage):
         self.rows = torch.randn(12, 8)
@@ -128,7 +128,7 @@ class Data(pl.LightningDataModule):
 
 
 class OwnLoader(Classifier):
-    """Has a validation loader and no other loader."""
+    """A module with a validation loader and no other loader."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ def test_validate_after_fit_uses_the_loaders_of_the_module_and_not_those_of_the_
 
 
 class Uncounted(Gan):
-    """Excludes steps of the critic from global_step, as many modules with two optimizers do."""
+    """A GAN that excludes the critic's steps from global_step, as many modules with two optimizers do."""
 
     def training_step(self, batch, batch_idx):
         of_generator, of_critic = self.optimizers()
@@ -169,7 +169,7 @@ class Uncounted(Gan):
 
 
 class OverridesOnce(Gan):
-    """Replaces the hook _on_after_step of an optimizer.
+    """A GAN that replaces the private hook _on_after_step of an optimizer.
 
     Trainer restores the hook after the batch.
     """
@@ -181,7 +181,7 @@ class OverridesOnce(Gan):
 
 
 class StepsInOtherHooks(Gan):
-    """Calls optimizer.step() outside of training_step, where optimizer steps are not counted."""
+    """A GAN that calls optimizer.step() in hooks, where optimizer steps are not counted."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.optimizers()[0].step()
@@ -192,7 +192,7 @@ class StepsInOtherHooks(Gan):
 
 
 class CountsBatches(Gan):
-    """Counts each batch as a step. Steps of its unwrapped optimizers are not counted."""
+    """A GAN whose global_step counts batches instead of optimizer steps."""
 
     def optimizers(self, use_pl_optimizer=True):
         return super().optimizers(use_pl_optimizer=False)
@@ -221,7 +221,7 @@ def test_a_callback_can_replace_the_optimizer_through_the_strategy():
 
 
 class Grows(Classifier):
-    """Adds a parameter at the end of an epoch, and makes a new optimizer for it."""
+    """A module that adds a parameter at the end of an epoch, and makes a new optimizer for it."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_removed_hook_is_refused_only_in_its_stage():
 
 
 class ShuffledByEpoch(torch.utils.data.IterableDataset):
-    """Shuffles with the epoch number as the seed."""
+    """A dataset that is shuffled with the epoch number as the seed."""
 
     epoch = 0
 
@@ -277,7 +277,7 @@ class ShuffledByEpoch(torch.utils.data.IterableDataset):
 
 
 class SetsEpoch(Classifier):
-    """Calls set_epoch() on each dataset that it finds through trainer.fit_loop."""
+    """A module that calls set_epoch() on each dataset that it finds through trainer.fit_loop."""
 
     def on_train_epoch_start(self):
         loaders = [self.trainer.fit_loop._combined_loader]

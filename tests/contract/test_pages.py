@@ -52,7 +52,7 @@ NEWER_LINE = re.compile(r"^.*  # needs (lightning>=[\d.]+).*$", re.M)
 
 
 def run_page(rank, page, sources, check):
-    """Run a page's blocks as one program. Warnings are errors, except Trainer's own."""
+    """Run a page's code blocks as one program. All warnings except those of Trainer are errors."""
     warnings.resetwarnings()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)

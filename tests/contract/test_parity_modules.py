@@ -20,7 +20,7 @@ def val():
 
 
 class WithMetrics(Classifier):
-    """Logs a torchmetrics object per step and per epoch, and a MetricCollection."""
+    """A module that logs a torchmetrics object per step and per epoch, and a MetricCollection."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class WithMetrics(Classifier):
 
 
 class Everywhere(Classifier):
-    """Logs in every hook that allows it, with every reduction."""
+    """A module that logs in every hook that allows it, with every reduction."""
 
     def on_train_start(self):
         self.log("at_start", 1.0)
@@ -75,7 +75,7 @@ class Everywhere(Classifier):
 
 
 class Stepped(Classifier):
-    """Creates its scheduler with trainer.estimated_stepping_batches."""
+    """A module that creates its scheduler with trainer.estimated_stepping_batches."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -93,7 +93,7 @@ class NoIdx(Classifier):
 
 
 class Frozen(Classifier):
-    """Has a submodule in eval mode, which must stay in eval mode."""
+    """A module with a submodule that must stay in eval mode."""
 
     def __init__(self):
         super().__init__()

@@ -126,13 +126,13 @@ def test_a_run_with_a_datamodule_can_switch_between_trainer_and_fabric_loop(ours
 
 
 def hook_names(part):
-    """Return the names of the hooks of a class."""
+    """Return the names of the hooks that a class defines."""
     skipped = {"log", "log_dict", "optimizers", "lr_schedulers", "configure_sharded_model", "state_dict"}
     return {name for name, _ in getmembers(part, isfunction) if not name.startswith("_")} - skipped
 
 
 def record_hooks(part, names, label, calls):
-    """Append each call to a hook of ``part`` to ``calls``, with the numbers in its arguments."""
+    """Append each call to a hook of ``part`` to ``calls``, with the arguments that are numbers or strings."""
 
     def recorded(name, method):
         def call(*args, **kwargs):

@@ -193,7 +193,7 @@ def test_fabric_loop_resumes_from_an_old_checkpoint_after_a_newer_run_failed(fir
 
 
 class Scored(Classifier):
-    """Logs falling losses and falling accuracies."""
+    """A model that logs falling losses and falling accuracies."""
 
     def validation_step(self, batch, batch_idx):
         self.log("loss", 4.0 - self.trainer.current_epoch)
@@ -218,7 +218,7 @@ def test_a_run_resumed_with_a_new_monitor_ignores_scores_of_the_old_monitor(loop
 
 
 class ChangesFiles(Classifier):
-    """Change the files of the run before the fourth optimizer step."""
+    """A model that changes the files of its run before the fourth optimizer step."""
 
     change = None
 
@@ -255,7 +255,7 @@ def test_training_continues_even_if_the_files_of_the_run_are_deleted(kind, chang
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_run_whose_folders_were_deleted_during_training_is_still_the_newest_run(kind):
-    """The new folders contain no .lock file, because the run still holds the deleted file."""
+    """The new folders contain no .lock file, because the run still has the deleted file open."""
     train(kind, 1)
 
     class Changes(ChangesFiles):
@@ -266,7 +266,7 @@ def test_a_run_whose_folders_were_deleted_during_training_is_still_the_newest_ru
 
     train(kind, 2, model=Changes)
     with warnings.catch_warnings():
-        # The deleted rows are missing.
+        # Ignore the warning about CSV rows that were deleted.
         warnings.simplefilter("ignore")
         train(kind, 3, resume="last")
     assert [steps_in(f"version_{number}") for number in (0, 1)] == [{"last.ckpt": 6}, {"last.ckpt": 18}]

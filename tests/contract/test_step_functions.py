@@ -226,7 +226,7 @@ def test_on_before_optimizer_step_is_not_called_before_a_closure_has_computed_th
 
 
 def test_clipping_includes_parameters_outside_of_the_network_that_a_hook_has_added():
-    """The added parameter's large gradient makes the gradients of the network small."""
+    """The added parameter's large gradient makes the clipped gradients of the network small."""
 
     class AddScale:
         def on_train_start(self, loop, net):
@@ -245,7 +245,7 @@ def test_clipping_includes_parameters_outside_of_the_network_that_a_hook_has_add
 
 
 def test_a_gradient_scaler_is_refused_if_the_training_step_calls_step():
-    """The step function's optimizers would use the scaled gradients."""
+    """The optimizers would use gradients that are still multiplied by the loss scale."""
     parts, optimizers = make_gan()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loop = FabricLoop(**quiet(max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)]))
@@ -254,7 +254,7 @@ def test_a_gradient_scaler_is_refused_if_the_training_step_calls_step():
 
 
 def test_a_training_step_may_call_step_twice_on_one_optimizer():
-    """Truncated backpropagation takes two steps in each batch."""
+    """Truncated backpropagation through time takes two optimizer steps in each batch."""
     net = make_net()
     net.automatic_optimization, optimizer = False, sgd(net)
 
@@ -281,7 +281,7 @@ def test_calling_loss_backward_with_two_processes_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("loop_class", [FabricLoop, MiniLoop])
 def test_a_step_function_argument_with_a_default_value_does_not_get_the_batch_idx(loop_class):
-    """Otherwise, the step function would get 0, 1, 2, ... as its factor."""
+    """The batch index must not replace the default value of a parameter such as ``factor=0.5``."""
     seen = []
 
     def scaled(net, batch, factor=0.5):

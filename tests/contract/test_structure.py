@@ -35,7 +35,7 @@ def runtime_imports(path):
 
 
 def area_of(path):
-    """Return a file's folder, or its own name if it is at the top of the package."""
+    """Return the top folder of a file in the package, or the name of a file that is in no folder."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

@@ -24,12 +24,12 @@ def shuffled_on_device():
 
 
 def fused_adam(module):
-    """Return fused Adam, which keeps its step count on the device."""
+    """Return fused Adam, which keeps its step count on the GPU."""
     return torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
 
 
 class Drawing(Classifier):
-    """Draws noise and dropout masks on the device, and keeps BatchNorm's running statistics there."""
+    """A module that draws noise and dropout masks on the GPU, and keeps BatchNorm's statistics there."""
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)
@@ -41,7 +41,7 @@ class Drawing(Classifier):
 
 
 class Still(Classifier):
-    """Draws no random numbers on the device."""
+    """A module that draws no random numbers on the GPU."""
 
     def __init__(self, optimizers=by_step):
         super().__init__(optimizers)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 
 class Refusing(Callback):
-    """Turns each synchronization with the GPU into an error, except between epochs."""
+    """A callback that turns each synchronization with the GPU into an error, except between epochs."""
 
     def __init__(self, first=0, last=10**9):
         self.first, self.last, self.batches = first, last, 0
@@ -88,7 +88,7 @@ def test_steps_without_logging_do_not_wait_for_the_gpu(tmp_path):
 
 
 def test_mini_loop_does_not_wait_for_the_gpu_within_an_epoch():
-    """Synchronizations are errors from the second batch to the second-last batch."""
+    """Synchronizations are errors from the second to the second-to-last batch."""
 
     class Watched(Drawing):
         def on_train_batch_start(self, batch, batch_idx):

@@ -48,7 +48,7 @@ def test_fabric_loop_and_trainer_end_with_the_same_weights_if_the_loader_pins_me
 
 
 class GanOnDevice(Gan):
-    """Draws its noise on the device."""
+    """A GAN that draws its noise on the GPU."""
 
     def training_step(self, batch, batch_idx):
         on_cpu, torch.randn = torch.randn, lambda *size: on_cpu(*size, device=self.device)
@@ -66,7 +66,7 @@ def test_manual_optimization_gives_the_same_weights_as_with_trainer(precision):
 
 
 class Numbers(Classifier):
-    """Logs a metric, and also numbers and tensors that are not on the device."""
+    """A module that logs a metric, and also numbers and tensors that are not on the GPU."""
 
     def __init__(self):
         super().__init__(by_step)
