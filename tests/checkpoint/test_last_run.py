@@ -54,7 +54,7 @@ def copy(root):
 
 
 def copy_older_files(root):
-    """Copy checkpoints without their .lock file."""
+    """Copy a checkpoint of version_1 to version_9, without a .lock file."""
     folder(root, 9).mkdir()
     shutil.copy(folder(root, 1) / "last.ckpt", folder(root, 9) / "last.ckpt")
 

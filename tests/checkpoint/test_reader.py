@@ -149,7 +149,7 @@ def test_reading_a_checkpoint_drops_the_python_attributes_of_a_tensor(tmp_path):
     assert not hasattr(found["weight"], "scale")
 
 
-# Objects in a checkpoint that reading the file does not create
+# Objects in a checkpoint that are not created when the file is read
 
 
 def objects(folder):
@@ -254,7 +254,7 @@ def test_resuming_is_refused_if_a_callback_state_contains_a_custom_object(tmp_pa
     fit(tmp_path, max_epochs=1, **options)
     with pytest.raises(CheckpointError, match=r"Color in the part 'callbacks/Colored/color'"):
         fit(tmp_path, max_epochs=2, resume="last", **options)
-    # load="last" accepts the file, because it reads only the weights.
+    # load="last" accepts this checkpoint, because load= reads only the weights.
     assert fit(tmp_path, max_epochs=1, load="last", **options)[0].current_epoch == 1
 
 

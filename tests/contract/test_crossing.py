@@ -130,7 +130,7 @@ def run(kind, root, case, make_saver=None, path=None, stops="train", **options):
 
 
 def end(trainer, module, callbacks):
-    """Return those values of a finished run that FabricLoop and Trainer must have in common."""
+    """Return the values of a finished run that FabricLoop and Trainer must have in common."""
     scaler = trainer.scaler if isinstance(trainer, FabricLoop) else getattr(trainer.precision_plugin, "scaler", None)
     states = {type(callback).__name__: callback.state_dict() for callback in callbacks[1:2]}
     return {

@@ -96,7 +96,7 @@ IN_A_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward",
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_saved_within_a_step_continues_after_the_last_finished_step(tmp_path, hook, make, batches, options):
-    """FabricLoop continues after the last complete accumulation window, and refuses such a file of Trainer."""
+    """FabricLoop continues after the last complete accumulation window, but refuses Trainer's checkpoint."""
     whole = run("trainer", Saves(), make, **options)
     ends = {}
     for first in LOOPS:

@@ -38,7 +38,7 @@ def steps_of(root, name):
 
 @contextmanager
 def file_size_limit(size):
-    """Let each write beyond a file size fail, like on a full disk."""
+    """Make each write beyond a file size fail, as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -108,7 +108,7 @@ def test_an_unreadable_checkpoint_is_not_replaced_by_an_older_one(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_folder_as_checkpoint_path_is_refused_by_name(kind, tmp_path):
+def test_a_folder_in_place_of_a_checkpoint_is_refused(kind, tmp_path):
     train(kind, 1, default_root_dir=tmp_path)
     with pytest.raises(ValueError, match="got the folder '.*version_0', expected a checkpoint file"):
         train(kind, 2, resume=tmp_path / "checkpoints/run/version_0", default_root_dir=tmp_path)

@@ -457,7 +457,7 @@ def test_resuming_duplicates_no_rows_if_a_csv_file_was_created_after_the_checkpo
         assert (loop.log_dir / "own.csv").read_text().split() == ["step", *map(str, range(9, 25))]
 
 
-# Subclasses that override a method and may break a rule of its docstring
+# Subclasses that override methods of MiniLoop
 
 
 def step_lr(optimizer):

@@ -269,7 +269,7 @@ def test_a_run_whose_model_changes_its_own_attributes_resumes_exactly(tmp_path, 
 
 @pytest.mark.parametrize(("loop_name", "limit"), once(LOOPS, [{"max_steps": 8}, {"max_epochs": 2}, {"max_steps": 12}]))
 def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, loop_name, limit):
-    """A run that stops at max_steps within an epoch writes a row, which must not change either."""
+    """The rows include the last row of a run that stops at max_steps within an epoch."""
     make_loader = LOADERS["shuffled"]
     expected, rows = train(loop_name, tmp_path, make_loader, **limit)
     resumed, found = train(loop_name, tmp_path, make_loader, seed=9, resume="auto", **limit)
@@ -662,7 +662,7 @@ def test_a_run_resumed_twice_mid_epoch_matches_an_uninterrupted_run_if_set_epoch
 
 
 class OrdersItself(nn.Module):
-    """A network that chooses the order of the next epoch, and a sampler that reads the order."""
+    """A network that chooses the order of the samples in the next epoch. A sampler reads this order."""
 
     def __init__(self):
         super().__init__()
@@ -1070,7 +1070,7 @@ class ContinuesIterator(Order):
 
 
 class ReadsIterator(Noise):
-    """A dataset that reads a second source in order."""
+    """A dataset that also reads from an endless iterator."""
 
     def __init__(self):
         self.others = itertools.cycle(range(20))

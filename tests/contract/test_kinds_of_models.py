@@ -40,7 +40,7 @@ def mlp():
 
 
 class Around(nn.Module):
-    """A network in an attribute of another network, like in a wrapper."""
+    """A network that wraps another network in an attribute."""
 
     def __init__(self, net, name="module"):
         super().__init__()

@@ -267,7 +267,7 @@ class CountReads(TorchDispatchMode):
 def test_logging_in_a_training_step_does_not_read_values_from_the_device(loop_class):
     """Lightning's build_your_own_trainer example reads each logged value from the device in each batch.
 
-    Its steps can return only scalars.
+    A training step in that example can return only scalars.
     """
 
     class LoggingModule(pl.LightningModule):
@@ -339,7 +339,7 @@ def test_a_second_fit_does_not_call_the_hooks_of_the_first_module(loop_class):
 
 
 def test_mini_py_imports_neither_private_names_nor_trainer():
-    """tests/contract/test_private_names.py checks the same for the package."""
+    """tests/contract/test_private_names.py checks the other files of the package."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "mini.py").read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -84,7 +84,7 @@ def assert_history(history, expected_rows):
     torch.testing.assert_close(values, torch.tensor(expected_rows, dtype=values.dtype), rtol=1e-6, atol=1e-7)
 
 
-def test_a_hand_written_loop_can_call_setup_and_backward_and_log_dict(expected, tmp_path):
+def test_a_hand_written_loop_can_call_setup_backward_and_log_dict(expected, tmp_path):
     torch.manual_seed(1)
     loop = make_loop("parts")
     bare = make_net()

@@ -361,7 +361,7 @@ def test_a_loader_that_yields_more_batches_than_its_length_is_refused(tmp_path, 
 
 
 class KeepsIterator(DataLoader):
-    """A loader whose workers continue in the next epoch, like those of a loader that repeats its sampler."""
+    """A loader that continues one iterator over 25 batches, and yields five of them in each epoch."""
 
     def __init__(self, **options):
         super().__init__(DATA, 4, sampler=torch.randperm(100) % 20, **options)

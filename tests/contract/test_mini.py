@@ -1390,7 +1390,7 @@ class AccumulationChange(Classifier):
 
 
 def test_no_gradient_is_used_in_two_optimizer_steps_if_a_hook_changes_accumulate_grad_batches():
-    """If a hook changes this option, Trainer adds the new gradients to those of the previous step."""
+    """If accumulate_grad_batches changes, Trainer adds new gradients to those of the previous step."""
     (loop, module, _), (other, expected, _) = (fit(kind, kind, 2, make_module=AccumulationChange) for kind in LOOPS)
     assert_same_weights(expected, module)
     assert loop.global_step == other.global_step

@@ -652,7 +652,7 @@ def test_a_lightning_module_may_return_keys_that_refer_to_the_same_column(name):
 
 @pytest.mark.parametrize("view", [lambda weight: weight, lambda weight: weight.view(()), lambda weight: weight[0]])
 def test_a_loss_that_is_a_parameter_is_recorded_before_the_optimizer_step(view):
-    """An optimizer step changes the parameter in place, and so the loss."""
+    """The loss shares memory with the parameter, which an optimizer step changes in place."""
     net, seen = nn.ParameterList([nn.Parameter(torch.ones(1))]), []
     loop = make_loop("FabricLoop", log_every_n_steps=1)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)

@@ -254,7 +254,7 @@ class OldTestHook(Classifier):
     test_step = Classifier.validation_step
 
 
-def test_a_removed_hook_is_refused_only_in_its_stage():
+def test_a_hook_that_lightning_has_removed_is_refused_only_in_its_stage():
     trainer, _, loop, module = both(OldTestHook)
     loop.validate(module, val(), verbose=False)
     for engine in (trainer, loop):

@@ -525,7 +525,7 @@ OF_TRAINER = set(inspect.signature(lightning.pytorch.Trainer.__init__).parameter
 
 
 def test_reference_md_lists_all_options(monkeypatch):
-    """If this fails, run python docs/options_table.py."""
+    """If the table is outdated, run python docs/options_table.py."""
     monkeypatch.syspath_prepend(DOCS)
     import options_table
 

@@ -315,7 +315,7 @@ def test_fit_clips_the_gradients_of_two_parameter_groups_like_a_plain_pytorch_lo
 
 
 def test_calling_setup_and_backward_gives_the_same_weights_as_plain_pytorch():
-    """The user writes the loop and calls only setup and backward."""
+    """A loop written by hand calls only setup() and backward() of FabricLoop."""
     torch.manual_seed(1)
     expected = make_net()
     plain(expected, make_loader(40))

@@ -168,7 +168,7 @@ def test_hooks_are_called_in_the_same_order_as_with_trainer(name, tmp_path):
 
 
 def test_validate_test_and_predict_return_the_same_values_as_with_trainer(tmp_path):
-    """test and predict are compared with one loader and with several loaders."""
+    """test() runs with two loaders. predict() runs with one loader and with two loaders."""
     Module.test_step, results = Module.validation_step, []
     for kind in (pl.Trainer, FabricLoop):
         loop, module = run(kind, tmp_path, CASES["plain"], max_epochs=1, enable_checkpointing=False)

@@ -84,7 +84,7 @@ NAMES_OF_OTHERS = {
     "_actions": "List the options that can be suggested for a mistyped option.",
 }
 
-# FabricLoop provides these private attributes of Trainer, because the given file of Lightning reads them.
+# Map each private attribute of Trainer that FabricLoop provides to the Lightning module that reads it.
 OFFERED = [
     ("_evaluation_loop", "callbacks.throughput_monitor"),
     ("_results", "core.module"),

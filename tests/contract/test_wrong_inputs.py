@@ -24,8 +24,8 @@ from fabric_template import FabricLoop, TensorLoader, plot_logs, read_logs
 # to that point, because the rest depends on the versions of Lightning and torch.
 ERRORS = dict(line.split(": ", 1) for line in Path(__file__).with_name("wrong_inputs.txt").read_text().splitlines())
 
-# Two cases raise neither ValueError nor TypeError: one reports a missing package,
-# and the error of the other one has the class that code written for Trainer catches.
+# Two cases raise neither ValueError nor TypeError. One reports a missing
+# package. The other raises the class that code written for Trainer catches.
 OTHER_KINDS = {"accelerator_missing": ModuleNotFoundError, "optimizer_two": RuntimeError}
 
 
