@@ -945,7 +945,7 @@ class ModelWithNotingSGD(Model):
 
 
 def test_mini_loop_refuses_custom_objects_in_the_optimizer_state(tmp_path):
-    """FabricLoop can read such a checkpoint with weights_only=False. MiniLoop has no such option."""
+    """FabricLoop can read custom objects with weights_only=False. MiniLoop has no such option."""
     with pytest.warns(UserWarning, match="got an instance of .*Note in the part 'optimizer_states"):
         train(FabricLoop, tmp_path / "loop", shuffled(ModelWithNotingSGD))
     with pytest.raises(
@@ -1346,7 +1346,7 @@ def test_resuming_restores_nested_random_transforms_of_an_installed_package(tmp_
 
 
 class Tagged(torch.Tensor):
-    """A subclass of Tensor, like those of MONAI. The results of operations are also Tagged."""
+    """A subclass of Tensor, like those of MONAI. Operations on Tagged tensors return Tagged tensors."""
 
 
 class LogsTagged(Model):
@@ -1464,7 +1464,7 @@ def test_a_run_with_two_loaders_resumes_exactly_if_each_step_replaces_a_model_at
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_resuming_restores_the_generator_but_not_the_socket_of_a_connection_object(tmp_path, monkeypatch, kind):
-    """The new process opens its own socket, so resuming must not restore the saved socket number."""
+    """A new process opens a new socket, so resuming must not restore the saved socket number."""
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "connections.py").write_text(INSTALLED)

@@ -74,7 +74,7 @@ VALUES = {
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", VALUES)
 def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_new):
-    """Until the saved run sets the attribute, it has a different value or does not exist."""
+    """In a new run, the attribute has a different value or does not exist."""
     before = {} if is_new else {"value": "before"}
     found = restored(before, {"value": VALUES[name]}, before, tmp_path).value
     assert type(found) is type(VALUES[name])
@@ -87,7 +87,7 @@ def test_resume_restores_attributes_of_every_supported_type(tmp_path, name, is_n
 
 
 def test_containers_and_tensors_in_attributes_are_restored_in_place(tmp_path):
-    """Other objects may refer to the containers and tensors, so they are not replaced."""
+    """Other objects may refer to containers and tensors, so resuming must not replace them."""
     fresh = {"list": [], "dict": {}, "tensor": torch.zeros(3), "array": np.zeros(2), "set": set()}
     fresh["queue"], fresh["factory"] = deque(maxlen=2), defaultdict(lambda: 7)
     originals, saved = dict(fresh), Holder(**{name: copy(value) for name, value in fresh.items()})

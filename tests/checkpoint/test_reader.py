@@ -184,8 +184,8 @@ class WithObjects(Classifier):
 @pytest.mark.filterwarnings("ignore:Attribute 'module' is an instance of `nn.Module`")
 def test_a_run_with_any_type_of_hyperparameter_resumes_exactly(tmp_path):
     def make():
-        # Leave out "call" and "state", because Lightning copies
-        # hyperparameters, and copying these two calls a function.
+        # Leave out "call" and "state". Lightning copies hyperparameters,
+        # and a copy of either value would execute a function call.
         values = {name: v for name, v in objects(tmp_path).items() if name not in ("call", "state")}
         return WithObjects(**values)
 

@@ -19,7 +19,7 @@ class WithHyperparameters(Classifier):
     def __init__(self, **values):
         super().__init__()
         self.save_hyperparameters()
-        # Add these values after save_hyperparameters(), which copies its values, because some of them cannot be copied.
+        # save_hyperparameters() copies its values, but some of these values cannot be copied, so add them later.
         self.hparams.update(late_values())
 
 

@@ -324,7 +324,7 @@ def test_resuming_a_trainer_checkpoint_runs_the_same_sanity_check_as_trainer(tmp
 
 @pytest.mark.parametrize("keyword", ["resume", "ckpt_path"])
 def test_fabric_loop_can_load_but_not_resume_a_mid_epoch_checkpoint_of_trainer(tmp_path, keyword):
-    """Trainer may save such a checkpoint because of max_steps, an error or a mid-epoch validation."""
+    """Trainer may save in the middle of an epoch because of max_steps, an error or a validation."""
     saver = cb.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 1, "val_check_interval": 3}
     pl.Trainer(**quiet(**options)).fit(Classifier(), in_order(), val_loader())

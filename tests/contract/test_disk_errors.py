@@ -1,4 +1,4 @@
-"""Test that each loop survives disk errors, and that their messages name the file and the cause."""
+"""Test that each loop survives disk errors, and that error messages name the file and the cause."""
 
 import os
 import resource

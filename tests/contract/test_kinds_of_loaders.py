@@ -279,7 +279,7 @@ def test_resuming_a_finished_run_changes_no_weights_and_no_csv_rows(tmp_path, lo
 
 @pytest.mark.parametrize("loop_name", LOOPS)
 def test_a_run_with_a_best_checkpoint_but_no_last_ckpt_resumes_exactly(tmp_path, loop_name):
-    """The run was killed after it saved best.ckpt for the first time, and before last.ckpt."""
+    """A run that is killed during its first save may have written best.ckpt but not last.ckpt."""
     options = {"monitor": "val_loss", "make_loader": LOADERS["shuffled"]}
     expected, rows = train(loop_name, tmp_path / "whole", max_epochs=3, **options)
     train(loop_name, tmp_path / "cut", max_epochs=1, **options)

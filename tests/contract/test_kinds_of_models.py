@@ -626,7 +626,7 @@ def test_training_in_two_forked_processes_updates_the_model_in_the_parent_proces
     ],
 )
 def test_parameters_created_in_hooks_are_refused_with_two_processes(tmp_path, monkeypatch, name, message):
-    """The processes would not synchronize the gradients of these parameters."""
+    """DDP would not average the gradients of parameters that a hook creates."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(MODELS, "Lightning, on_fit_start", lambda: (LowRank("on_fit_start"), {}))
     with pytest.raises(Exception, match=message):

@@ -319,7 +319,7 @@ def test_both_loops_accept_loaders_without_length(loop_class):
 
 @both_loops
 def test_a_second_fit_does_not_call_the_hooks_of_the_first_module(loop_class):
-    """Fabric keeps each LightningModule as a callback, so the next fit would also call its hooks."""
+    """Fabric keeps each LightningModule as a callback, and calls the hooks of all callbacks."""
 
     class Named(Classifier):
         def __init__(self, name):

@@ -179,7 +179,7 @@ def test_mini_loop_writes_the_same_csv_rows_as_fabric_loop():
         pd.testing.assert_frame_equal(*rows, check_exact=True)
 
 
-# Files of a MiniLoop run, and resuming it
+# Files of MiniLoop runs, and resumed runs
 
 
 def fit(kind, name, epochs, resume=None, make_module=lambda: Classifier(by_epoch), loop_class=None, **options):

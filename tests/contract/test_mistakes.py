@@ -326,7 +326,7 @@ def fit_with_own_backward_in_one_process(rank, own_step):
 
 @pytest.mark.parametrize("own_step", [backward_twice, adversarial])
 def test_training_does_not_hang_if_only_one_of_two_processes_calls_backward(own_step):
-    """FabricLoop refuses such a step only if it calls backward in all processes."""
+    """FabricLoop refuses a step that calls backward only if backward is called in all processes."""
     codes, errors = run_processes(fit_with_own_backward_in_one_process, own_step, ranks=2, timeout=120)
     assert codes == [0, 0], errors
 

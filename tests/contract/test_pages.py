@@ -546,7 +546,7 @@ def test_the_page_for_trainer_users_lists_each_trainer_option_that_fabric_loop_r
 
 
 def test_the_page_for_trainer_users_lists_each_argument_that_only_fabric_loop_has():
-    """The table shows how to write each of these arguments with Trainer."""
+    """The table "The way back to Trainer" shows what to write instead of each argument."""
     rows = section(TRAINER_PAGE, "## The way back to Trainer").splitlines()
     left = " ".join(row.split(" | ")[0] for row in rows if row.startswith("| "))
     names = (OWN | OF_FABRIC) - OF_TRAINER
