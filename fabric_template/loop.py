@@ -250,7 +250,11 @@ class FabricLoop(TrainerAPI):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Run ``predict_step`` or ``forward`` on all batches. Return the outputs."""
+        """Run ``predict_step`` or ``forward`` on all batches.
+
+        Return a list with one output per batch. With several loaders, return one such list per
+        loader. With return_predictions=False, return None.
+        """
         start = {"load": load, "ckpt_path": ckpt_path}
         parts = (model, {"predict": dataloaders}, datamodule, {"predict_step": predict_step})
         is_returned = return_predictions is not False
@@ -362,7 +366,22 @@ class FabricLoop(TrainerAPI):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Log a value inside a step function or a hook, like a LightningModule's ``self.log``."""
+        """Log a value inside a step function or a hook, like a LightningModule's ``self.log``.
+
+        Args:
+            name: The name of the metric, such as "train_loss".
+            value: A number, a tensor with one element, or a torchmetrics object.
+            prog_bar: Whether to show the value in the progress bar.
+            on_step: Whether to log the value of single batches, every log_every_n_steps steps. By
+                default, True in training_step and in the hooks of a training batch.
+            on_epoch: Whether to log the mean over the epoch. By default, True in all other steps
+                and hooks.
+            sync_dist: Whether to log the mean over all processes. If True, all processes must call
+                log.
+            batch_size: The weight of the value in the mean over the epoch. By default, the batch
+                size is inferred from the batch.
+            **options: Other arguments of LightningModule.log, such as reduce_fx.
+        """
         log = self.require_run("log").results.log
         levels: dict[str, Any] = {"on_step": on_step, "on_epoch": on_epoch}
         options |= {"sync_dist": sync_dist, "batch_size": batch_size}
@@ -384,7 +403,8 @@ class FabricLoop(TrainerAPI):
 
         Args:
             dictionary: The numbers to log, by name. In a step, it may be a MetricCollection.
-            step: The number of optimizer steps so far.
+            step: The number of optimizer steps so far. Without it, TensorBoard draws a value from
+                your own loop at step 0.
             sync_dist: Whether to log the means over all processes. If True, all processes must call
                 log_dict.
             **options: Arguments of ``log``, such as on_step, on_epoch and batch_size.
@@ -422,6 +442,8 @@ class FabricLoop(TrainerAPI):
     def save(self, path: str | Path, state: dict[str, Any]) -> None:
         """Atomically write a checkpoint that contains modules, optimizers and other values.
 
+        With several processes, call it in all of them: only the first one writes the file.
+
         By default, ``loop.load`` reads only state_dicts, tensors, arrays, numbers, strings, dates,
         paths and containers. Save ``vars(args)`` instead of ``args``, because ``load`` refuses an
         argparse.Namespace.
@@ -440,6 +462,8 @@ class FabricLoop(TrainerAPI):
         self, path: str | Path, state: dict[str, Any], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Restore the objects in ``state`` from a checkpoint.
+
+        With several processes, call it in all of them.
 
         Return the checkpoint's values for all keys that ``state`` lacks.
 
