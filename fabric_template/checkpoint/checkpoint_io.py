@@ -199,8 +199,8 @@ def with_items(container: Any, replaced: dict[Any, Any]) -> Any:
     """
     has_keys = isinstance(container, dict) and any(isinstance(k, np.generic) for k in container)
     if not replaced and not has_keys:
-        # Return the container itself, because replace_numpy_values() treats a copy as a changed
-        # value.
+        # If nothing has changed, return the container itself, because replace_numpy_values() treats
+        # a copy as a changed value.
         return container
     items = [(key, replaced.get(key, item)) for key, item in items_of(container)]
     if isinstance(container, dict):

@@ -109,11 +109,11 @@ def save_shards(run: Run, checkpoint: dict[str, Any], path: Path) -> dict[str, A
 
 
 def map_items(function: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    """Return a copy of nested dicts and lists, with ``function`` applied to each item.
+    """Return a copy of nested dicts and lists, with each item replaced by ``function(name, item)``.
 
     Args:
-        name: The name of ``value``, such as "state_dict". The name of each item in ``value`` is
-            extended by the item's key, as in "state_dict/weight".
+        name: The name of ``value``, such as "state_dict". An item's name is the path to the item,
+            such as "state_dict/weight".
     """
     if isinstance(value, dict):
         return {key: map_items(function, item, f"{name}/{key}") for key, item in value.items()}

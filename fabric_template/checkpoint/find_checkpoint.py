@@ -180,11 +180,11 @@ class Version:
 
 
 def callbacks_of(plan: Plan) -> list[Any]:
-    """Return the callbacks that may have saved the checkpoint."""
+    """Return the loop's callbacks and, if none of them saves checkpoints, those of the module."""
     callbacks = plan.loop.callbacks
     own = None if find_callbacks(callbacks, "Checkpoint") else plan.module
     if own is not None and overridden(own, "configure_callbacks") is not None:
-        # configure_callbacks may raise an error, because the module has no trainer yet.
+        # Ignore errors in configure_callbacks, because the module has no trainer yet.
         with suppress(Exception), unchanged_rng_state():
             return [*callbacks, *as_list(own.configure_callbacks())]
     return callbacks
@@ -352,7 +352,7 @@ def run_folder(plan: Plan, kind: str = "checkpoints") -> Path:
 
 
 def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
-    """Return the version of the run whose folder contains a checkpoint, such as 0, or None."""
+    """Return the version whose folder contains a checkpoint, such as 0 for version_0, or None."""
     file = Path(path).resolve()
     for kind in ("checkpoints", "logs"):
         # Lightning's ModelCheckpoint saves checkpoints to the log folder by default.
@@ -365,7 +365,7 @@ def version_of_checkpoint(plan: Plan, path: str) -> int | str | None:
 def report_missing(
     plan: Plan, argument: str, keyword: str, versions: list[Version], callbacks: list[Any]
 ) -> None:
-    """Raise an error, or warn for "auto" and Trainer's "last", if no checkpoint was found."""
+    """Raise an error if no checkpoint was found, but only warn for "auto" and ckpt_path="last"."""
     if keyword == "auto":
         # An earlier run with a ModelCheckpoint callback may have saved checkpoints in ``logs``.
         found = next(run_folder(plan, "logs").glob("*/checkpoints/**/*.ckpt"), None)

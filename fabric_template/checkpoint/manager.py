@@ -40,7 +40,7 @@ class CheckpointManager:
         folder: The folder of the checkpoints, or None if no checkpoints are saved.
         folders: The locked folders of the run's checkpoints and CSV files.
         last_model_path: The path of last.ckpt, as in Lightning's ModelCheckpoint.
-        resume_keyword: The value of resume= that finds this file.
+        resume_keyword: The value of resume= that continues this run: "last" or "auto".
     """
 
     is_per_process = False
@@ -161,7 +161,7 @@ class CheckpointManager:
             self.last_model_path = str(path)
 
     def save_after_signal(self, run: Run) -> None:
-        """Save a checkpoint before a signal ends training, also in a run with ModelCheckpoints."""
+        """Save a checkpoint before a signal ends training, also in a run with a ModelCheckpoint."""
         if self.folder is not None:
             self.save_last(run)
             return
@@ -177,11 +177,12 @@ class CheckpointManager:
             name = saver.CHECKPOINT_NAME_LAST if "{" not in saver.CHECKPOINT_NAME_LAST else "last"
             default = Path(saver.dirpath, name + saver.FILE_EXTENSION)
             path = Path(saver.last_model_path or default)
-            # Otherwise, the callback would save its own last.ckpt as last-v1.ckpt.
+            # Set the callback's last_model_path, so that the callback later replaces this file
+            # instead of saving last-v1.ckpt.
             saver.last_model_path = str(path)
         else:
-            # Do not call this file "last". The callback would never replace it, and a later resume
-            # would prefer it to newer checkpoints.
+            # Do not save the checkpoint as last.ckpt. The callback would never replace that file,
+            # and a later resume would prefer it to newer checkpoints.
             name = f"signal-step={run.progress.global_step}{savers[0].FILE_EXTENSION}"
             path, self.resume_keyword = Path(savers[0].dirpath, name), "auto"
         if self.write(run, path):

@@ -30,7 +30,7 @@ _HYPERPARAMETERS = (
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
-# Marks a zip entry as a folder. Reject entries with this bit, because torch.load reads them as
+# The bit that marks a zip entry as a folder. Reject such entries, because torch.load reads them as
 # empty files.
 _FOLDER = 0x10
 
@@ -298,7 +298,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class Builder:
-    """Calls a function with arguments from a pickle, or returns a placeholder if one of them is."""
+    """Calls a function, or returns a placeholder if one of the arguments is a placeholder."""
 
     __slots__ = ("_function",)
 

@@ -159,9 +159,8 @@ def restore_metadata(
     """Restore the dtypes, shapes and strides that training has changed.
 
     Args:
-        start: The dtype, shape and strides that each of these tensors had when the saved run
-            started. If a tensor of this model has different ones, load_state_dict() decides
-            whether it accepts the weights.
+        start: The dtype, shape and strides of each changed tensor at the start of the saved run. A
+            tensor of this model is changed only if it matches ``start``.
     """
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
         value, current = weights.get(name), metadata_of(tensor)
@@ -307,7 +306,8 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
             is_buffer = module is not None and (tag == "buffer" or name in buffers)
             part = Part(module, has_buffers=is_buffer)
             current = part.namespace().get(name, getattr(type(module), str(name), None))
-            # The saved run may have overridden a class attribute on the instance.
+            # Accept an attribute that only the class defines, because the saved run may have
+            # overridden it on the instance.
             is_known = is_buffer or name in part.namespace() or hasattr(type(module), str(name))
             if tag != "state" and (not is_known or is_generator(current)):
                 raise CheckpointError(
@@ -339,7 +339,8 @@ def restore_position(run: Run) -> None:
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
         if run.progress.is_in_epoch and run.data.train.prefetch_saved():
-            # The checkpoint contains the attributes from after the prefetch.
+            # Loading batches may have changed attributes. The checkpoint contains the values from
+            # after the prefetch, so restore them again.
             run.plain_state.load_state_dict(attributes)
 
 
@@ -394,7 +395,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     skipped.append("schedulers")
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if not is_in_epoch:
-        # Between two epochs, users may add data.
+        # The number of batches may change between two epochs, because users may add data.
         skipped.append("number of batches")
     changed = [name for name in saved if name not in skipped and saved[name] != current[name]]
     has_same_loaders = len(saved["batch size"]) == len(current["batch size"])
@@ -469,7 +470,7 @@ def restore_optimizers(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def check_schedulers(run: Run, num_saved: int) -> None:
-    """Raise an error if a scheduler has a different class or interval from the saved run.
+    """Raise an error if a scheduler's class, interval or frequency differs from the saved run.
 
     Args:
         num_saved: The number of schedulers whose state is restored.
@@ -477,7 +478,7 @@ def check_schedulers(run: Run, num_saved: int) -> None:
     saved = run.plan.start.own.get("settings", {}).get("schedulers", ())
     pairs = zip(run_settings(run)["schedulers"], saved, strict=False)
     for found, expected in islice(pairs, num_saved):
-        # torch would load the state of a different class without an error.
+        # torch would load the state of a different scheduler class without an error.
         if found != expected:
             raise CheckpointError(
                 "resume: the class, interval and frequency of a scheduler changed from"
@@ -512,7 +513,7 @@ def check_parameter_order(run: Run) -> None:
         names = zip(names_in_order(new), names_in_order(old), strict=False)
         for index, (found, expected) in enumerate(names):
             # Ignore names that this run does not have, because a layer may have been renamed. Do
-            # not ignore "optimizer.0.3", the name of a parameter that is no longer in the model.
+            # not ignore names such as "optimizer.0.3", whose parameters are outside the model.
             if found != expected and (expected in known or expected.startswith("optimizer.")):
                 raise CheckpointError(
                     f"resume: parameter {index} of the optimizer is {found!r}, but was"

@@ -69,8 +69,8 @@ class RunFolders:
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
             self._files = {folder: file for folder, file in opened.items() if file is not None}
-            # The system clock may have been set back since another version was used. Record later
-            # times than all versions, so that resume="last" finds this run.
+            # The system clock may have been set back since an earlier run. Record a time later than
+            # the times of all versions, so that resume="last" finds this run.
             self._newest = max((newest_time(folder.parent) for folder in self._files), default=0.0)
             _open_files.update(self._files.values())
             stack.callback(_open_files.difference_update, self._files.values())
@@ -101,11 +101,11 @@ class RunFolders:
             set_aside(self._replaced_logs.parent, self._replaced_logs)
 
     def save_time(self) -> float:
-        """Return the current time, or a time after those in the .lock files if this is later."""
+        """Return the current time, or a later time if the .lock files contain a later time."""
         return max(time.time(), self._newest + 0.001)
 
     def record_save(self, path: Path, saved_at: float) -> None:
-        """Record when a checkpoint was saved, and remove the files of the run that was replaced."""
+        """Record when a checkpoint was saved, and remove the files of a replaced run."""
         # The new run has saved a checkpoint, so the CSV files of the earlier run are no longer
         # needed. Remove them even if a ModelCheckpoint saved the checkpoint to a different folder.
         self.remove_replaced_logs()
@@ -202,7 +202,7 @@ def choose_version(run: Run) -> None:
 
 
 def saved_version(run: Run) -> int | str | None:
-    """Return the version whose log folder is named in the checkpoint, or None if it is missing."""
+    """Return the version that the checkpoint names, or None if its log folder does not exist."""
     saved = Path(run.plan.start.own.get("row", {}).get("folder", ""))
     folders = run_folder(run.plan, "logs")
     is_own = saved.parts == (run.config.name, saved.name) and saved.name in list_names(folders)

@@ -53,7 +53,7 @@ class StartPoint:
             self.sampler_seed = self.own.get("sampler_seed")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the checkpoint, because each spawned process reads the file itself."""
+        """Do not pickle the checkpoint, because each spawned process reads the file itself."""
         return {**vars(self), "checkpoint": None, "own": {}}
 
     @property
@@ -67,7 +67,7 @@ class StartPoint:
             self.checkpoint = None
 
     def training_state(self, has_max_steps: bool) -> dict[str, Any]:
-        """Return the saved training state, and find Trainer's position in the saved epoch."""
+        """Return the saved training state. Set the attributes that Trainer checkpoints need."""
         if self.own["writer"] == "Trainer":
             self.restarts_epoch = has_max_steps or not self.own["is_between_epochs"]
             self.is_before_epoch_end = self.own["is_before_epoch_end"]
@@ -166,7 +166,7 @@ def convert_trainer_state(path: Any, checkpoint: dict[str, Any]) -> dict[str, An
     check_trainer_position(path, epoch["processed"], batch)
     # Trainer saves the checkpoint before it increments the loggers' step, so increment it here.
     progress["logging_step"] += 1
-    # If Trainer saved the checkpoint in on_train_batch_end, it skips on_train_epoch_end.
+    # If Trainer resumes from a checkpoint saved in on_train_batch_end, it skips on_train_epoch_end.
     own["is_before_epoch_end"] = batch["total"]["ready"] == batch["total"]["completed"]
     if own["is_before_epoch_end"]:
         progress["batches_done"] = batch["current"]["processed"]

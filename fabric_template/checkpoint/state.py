@@ -404,7 +404,8 @@ def check_optimizer_states(run: Run, states: list[Any]) -> None:
     plain = [p for p in parameters if type(p) is torch.nn.Parameter and is_plain_tensor(p)]
     addresses = {address_of(parameter) for parameter in plain} - {0}
     for optimizer, state in zip(run.optimization.optimizers, states, strict=False):
-        # An optimizer's own load_state_dict() may copy the saved weights back into the parameters.
+        # Accept weights in the state of an optimizer that overrides load_state_dict(), because this
+        # method may copy the weights back into the parameters.
         weights = set() if has_own_state(optimizer) else addresses
         if refers_to(state, {*map(id, parameters)}, weights):
             # Saved ids are useless in a resumed run, because its parameters have different ids.
