@@ -193,7 +193,7 @@ def switch_mode(run: Run, hook: str, default: Callable[[], Any]) -> None:
 
 
 def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
-    """Raise an error if ``dataloader_idx`` is missing with several loaders or required with one."""
+    """Raise an error if a hook lacks ``dataloader_idx`` for several loaders or needs it for one."""
     loader = "val_dataloader" if name == "validation" else f"{name}_dataloader"
     functions = run.plan.functions
     for hook in (f"{name}_step", f"on_{name}_batch_start", f"on_{name}_batch_end"):
@@ -202,7 +202,7 @@ def check_dataloader_idx(run: Run, name: str, has_several: bool) -> None:
             continue
         where = f"`{hook}()`" if hook in functions else f"`{type(run.model).__name__}.{hook}()`"
         parameter = parameters_of(method).get("dataloader_idx")
-        # The argument is optional in the steps of a model that is not a LightningModule.
+        # dataloader_idx is optional in the steps of a model that is not a LightningModule.
         is_optional = hook == f"{name}_step" and not run.is_lightning_module
         if has_several and not is_optional and not takes_dataloader_idx(method):
             raise RuntimeError(

@@ -176,8 +176,8 @@ def set_up_training(run: Run, has_weights: bool) -> None:
     if run.plan.start.resumes and checkpoint is not None:
         restore_training(run, checkpoint)
         print_if_finished(run)
-    # Checkpoints contain only the flags that change after record_flags(). Hooks of the sanity check
-    # may change flags, so call record_flags() first.
+    # Checkpoints contain only the training and requires_grad flags that change after
+    # record_flags(). Hooks of the sanity check may change flags, so call record_flags() first.
     run.steps.record_flags(run.optimization.named_parameters())
     run_sanity_check(run)
 

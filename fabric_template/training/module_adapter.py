@@ -289,7 +289,7 @@ class StepRunner:
         self._modes: dict[str, bool] | None = None
         self._flags_at_start: dict[str, dict[str, bool]] = {"requires_grad": {}, "training": {}}
         self._metadata_at_start: dict[str, Any] = {}
-        # The default dtype outside of the step that is running, or None between steps.
+        # The default dtype from before the step that is running, or None between steps.
         self._outer_dtype: torch.dtype | None = None
 
     def unwrap(self) -> None:
@@ -321,7 +321,7 @@ class StepRunner:
                 module.training = modes[name]
 
     def call_train(self, modes: Mapping[str, bool]) -> None:
-        """Restore modes with ``train``, which a module may override to merge its weights."""
+        """Restore modes by calling ``train``, because a module may merge weights in ``train``."""
         # A module comes before its submodules, so train() is usually called only once.
         for name, module in self.network.named_modules():
             if module.training != modes.get(name, module.training):
@@ -350,7 +350,7 @@ class StepRunner:
         self._metadata_at_start = {plain_name(name): tensors[name] for name in tensors}
 
     def changed_tensor_metadata(self) -> dict[str, Any]:
-        """Return the original dtypes, shapes and strides of the tensors for which they changed."""
+        """Return the original dtype, shape and strides of each tensor that no longer has them."""
         start = self._metadata_at_start
         tensors = collect_metadata(self.network) if start else {}
         current = {plain_name(name): tensors[name] for name in tensors}
@@ -360,7 +360,10 @@ class StepRunner:
         self._flags_at_start = self.flags(parameters)
 
     def mark_changed_flags(self, parameters: Mapping[str, Any]) -> None:
-        """Make each checkpoint contain the flags that on_train_start has changed."""
+        """Mark the flags that on_train_start has changed, so that checkpoints contain them.
+
+        The flags are each module's ``training`` and each parameter's ``requires_grad``.
+        """
         for kind, flags in self.flags(parameters).items():
             unchanged = flags.items() & self._flags_at_start[kind].items()
             self._flags_at_start[kind] = dict(unchanged)
@@ -375,7 +378,10 @@ class StepRunner:
     def load_flags(
         self, flags: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Any]
     ) -> None:
-        """Restore the flags from a checkpoint. Later checkpoints contain them, too."""
+        """Restore the ``training`` and ``requires_grad`` flags from a checkpoint.
+
+        Later checkpoints also contain these flags.
+        """
         self.set_training_modes(flags["training"])
         for name, parameter in parameters.items():
             parameter.requires_grad = flags["requires_grad"].get(name, parameter.requires_grad)
@@ -456,7 +462,7 @@ class StepRunner:
 
     @contextmanager
     def outer_dtype(self) -> Iterator[None]:
-        """Leave the default dtype that the precision sets in a step, during the `with` block."""
+        """In a `with` block, use the default dtype from before the step that is running."""
         current = torch.get_default_dtype()
         torch.set_default_dtype(self._outer_dtype or current)
         try:
@@ -487,7 +493,7 @@ class StepRunner:
         return step
 
     def _precision_context(self) -> Callable[[], AbstractContextManager] | None:
-        """Return a function such as torch.autocast, or None if the precision needs none."""
+        """Return a function that creates a context such as torch.autocast, or None for float32."""
         if isinstance(self.precision, MixedPrecision):
             is_bfloat16 = self.precision.precision == "bf16-mixed"
             dtype = torch.bfloat16 if is_bfloat16 else torch.float16

@@ -176,8 +176,9 @@ class Optimization:
     def _clipped_parameters(self, optimizer: Optimizer) -> list[Tensor]:
         """Return an optimizer's parameters in the order in which their norms are added up.
 
-        The order affects the rounding of the total norm. Trainer uses the order of the optimizer. A
-        hand-written loop calls ``clip_grad_norm_(model.parameters(), 1.0)``.
+        The order affects the rounding of the total norm. For a LightningModule, use the order of
+        the optimizer, as in Trainer. For other models, use the order of ``model.parameters()``, as
+        in a hand-written loop.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.run.is_lightning_module:
@@ -446,7 +447,8 @@ class ManualOptimization(Optimization):
     def _prepare_unwrapped_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        # If step() gets a closure, the gradients are computed only later.
+        # If step() gets a closure, do not call on_before_optimizer_step, because the closure has
+        # not computed the gradients yet.
         has_closure = len(args) > 1 or bool(kwargs)
         if self.run.hooks.current == "training_step" and not has_closure:
             self.prepare_step(optimizer)
@@ -455,13 +457,13 @@ class ManualOptimization(Optimization):
         """Run ``training_step``, and return the outputs for ``on_train_batch_end``."""
         run = self.run
         if run.is_lightning_module:
-            # Set the step callbacks before every batch, because a hook may have replaced an
-            # optimizer.
+            # Before every batch, register the callbacks that count optimizer steps, because a hook
+            # may have replaced an optimizer.
             for index, optimizer in enumerate(self.lightning_optimizers):
                 set_step_callback(optimizer, partial(self._count_step, index))
         else:
-            # Clear the set before each batch. loop.backward(loss) also clears the set, but a step
-            # function may call loss.backward() instead.
+            # Forget the optimizer steps of the previous batch. loop.backward(loss) also does this,
+            # but a step function may call loss.backward() instead.
             self._stepped_optimizers.clear()
         output = self.call_step(batch, batch_idx)
         if output is None:

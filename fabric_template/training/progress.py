@@ -123,7 +123,7 @@ class Progress:
         self.is_last_batch = True
 
     def resume_epoch_end(self) -> None:
-        """Return to the end of the saved epoch, after its last batch."""
+        """Continue at the end of the saved epoch, after its last batch."""
         self.is_in_epoch = self.is_last_batch = True
         self.phase = "end_epoch"
 
@@ -195,7 +195,7 @@ class Progress:
         """Return the counters to save, without the batches that a resumed run will repeat."""
         without = ("stage", "num_train_batches", "has_started", "accumulate_grad_batches")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in without}
-        # A run that resumes in one of these two phases repeats the entire phase.
+        # A run that resumes in the phase "train_batch" or "start_epoch" repeats the entire phase.
         if self.phase == "train_batch":
             dropped = self.batches_done - self.batches_at_window_start
             state["batches_done"] -= dropped
@@ -415,7 +415,7 @@ class ValidationSchedule:
         return count % self.every_n_batches == 0
 
     def _check_time(self, interval: float) -> None:
-        """Set ``_is_time_up`` if ``interval`` seconds have passed since the last validation."""
+        """Check whether ``interval`` seconds have passed since the last validation."""
         now, batches = time.monotonic(), self.run.progress.total_batches
         remaining = interval - (now - self._restarted_at)
         if self.run.fabric.world_size == 1:
@@ -439,8 +439,8 @@ class ValidationSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._restarted_at
-        # The interval differs from the option if a hook has changed the option since the loader was
-        # created. An option that is a duration never changes the interval.
+        # After a hook has changed val_check_interval, the old value stays in use until the training
+        # loader is reloaded, so save both values. Durations need not be saved.
         option = self.run.config.val_check_interval
         interval = (option, self._interval) if isinstance(option, int | float) else (None, None)
         return {

@@ -120,7 +120,7 @@ class Run:
         self.optimization = self.optimization.start()
 
     def find_new_modules(self) -> None:
-        """If the model is not an nn.Module, update ``network`` with modules from its hooks."""
+        """If the model is not an nn.Module, add modules that its hooks created to ``network``."""
         if isinstance(self.network, ObjectNetwork) and creates_modules(self.model):
             self.network.collect(self.model)
 
