@@ -292,8 +292,8 @@ class LoopConfig:
             # with_defaults() has set check_val_every_n_epoch to None. Restore its default.
             values = {"check_val_every_n_epoch": 1, **values}
         if isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0:
-            # with_defaults() may have set this value, which is refused if a user passes it together
-            # with check_val_every_n_epoch=None.
+            # with_defaults() may have set val_check_interval to 1.0. Restore its default, because a
+            # float raises an error together with check_val_every_n_epoch=None.
             values = {"val_check_interval": None, **values}
         return replace(self, **values).with_defaults()
 
@@ -331,7 +331,8 @@ def to_yaml_value(value: Any, is_strict: bool = False) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, str):
-        # Replace characters that UTF-8 cannot store. Python creates them for file names in Latin-1.
+        # Replace surrogate characters, which UTF-8 cannot store. Python uses surrogates for file
+        # names that are not encoded in UTF-8.
         return value.encode(errors="replace").decode()
     if isinstance(value, Mapping | Namespace):
         items = (value if isinstance(value, Mapping) else vars(value)).items()

@@ -41,7 +41,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        # If the disk is full, torch.save raises a RuntimeError with an unrelated message.
+        # If the disk is full, torch.save raises a RuntimeError with an unrelated message. Raise the
+        # OSError that caused this error instead.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError) and cause.errno and cause.filename is None:
             raise OSError(cause.errno, cause.strerror, str(path)) from error

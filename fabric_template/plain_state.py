@@ -64,7 +64,7 @@ _OF_MODULE = frozenset(vars(nn.Module()))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 # In a checkpoint, this value marks a deleted attribute.
 REMOVED: Any = ("removed", None)
-# The digest of an attribute that is saved even if it does not change.
+# Replaces the digest of an attribute that is saved even if it does not change.
 ALWAYS_SAVED: Any = ("always", None)
 _SMALL_BYTES = 10 * 2**20
 _START_VALUE_BYTES = 100_000
@@ -172,9 +172,10 @@ def objects_in(
 
 
 def objects_in_package(path: str, value: Any, known: set[int], depth: int = 5) -> dict[str, Part]:
-    """Return objects with random generators, and the user's objects, in an object of a package.
+    """Search an object of an installed package for objects whose state must be saved.
 
-    Examples are the random transforms in a pipeline of transforms.
+    Return the objects of the user's classes, and the objects with random generators, such as the
+    random transforms in a pipeline.
     """
     found: dict[str, Part] = {}
     for key, item, _ in items_of(vars(value)):
@@ -190,17 +191,18 @@ def objects_in_package(path: str, value: Any, known: set[int], depth: int = 5) -
 
 
 def items_of(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (key, value, is in a container) for attributes and for the items of containers."""
+    """Yield (key, value, is_in_container) for attributes and for the items of containers."""
     for name, value in attributes.items():
         items: dict[Any, Any] = {name: value}
-        # Call no methods of a subclass, because they may draw random numbers.
+        # Do not call methods that a subclass of list or dict overrides, because these methods may
+        # draw random numbers.
         kind: Any = next((kind for kind in type(value).__mro__ if kind in CONTAINERS), None)
         is_container = kind is not None and kind.__len__(value) <= MOST_SEARCHED
         if is_container:
             is_dict = issubclass(kind, dict)
             pairs = kind.items(value) if is_dict else enumerate(kind.__iter__(value))
             items = {f"{name}.{key}": item for key, item in pairs}
-            # The attributes of a subclass may contain objects, too.
+            # An instance of a subclass of list or dict may also have attributes.
             items |= {} if type(value) is kind else {name: value}
         for key, item in items.items():
             if type(item) not in ATOMS:
@@ -308,10 +310,11 @@ class PlainState:
     """Save and restore the random generators and attributes of objects such as the model.
 
     Args:
-        parts: The objects, keyed by name. Attributes are saved if they change after this call.
+        parts: The objects, keyed by name. An attribute is saved if it changes after the PlainState
+            is created.
         device: The run's device.
         network: The run's network. If it is None, objects in attributes are not saved.
-        find_parts: Returns the network's modules at the time of the call. Hooks may add modules.
+        find_parts: A function that returns the network's modules, to which hooks may add modules.
     """
 
     is_per_process = True
@@ -367,7 +370,7 @@ class PlainState:
         self._record_objects()
 
     def _record_objects(self) -> None:
-        """Record the objects in attributes, and the tensors in containers, at the start."""
+        """Remember the objects in attributes, and the tensors in containers, to detect new ones."""
         self._start_objects: dict[Place, Callable[[], Any]] = {}
         self._start_tensors: dict[Place, list[Callable[[], Any]]] = {}
         for place, value in self.attributes():
@@ -490,7 +493,7 @@ class PlainState:
         """Return the attributes of at most 100 kB, in encoded form."""
         found: dict[Place, Any] = {}
         for place, value in self.attributes():
-            # Values of other types cannot be saved.
+            # Skip values that cannot be saved.
             with suppress(Exception):
                 if check_size(value) <= _START_VALUE_BYTES:
                     found[place] = encode(value, self._device)
@@ -546,8 +549,8 @@ class PlainState:
         self.load_generator_states(state["generators"])
         kept = set(state.get("kept", ()))
         self.load_attributes(state["attributes"], set(state["rebound"]), kept)
-        # The next checkpoint must contain the restored attributes, even if they already had the
-        # restored values when the resumed run started, for example after an earlier call to fit.
+        # The next checkpoint must contain the restored attributes, even if this run started with
+        # the same values, for example after an earlier call to fit.
         self._at_start |= dict.fromkeys(state["attributes"], ALWAYS_SAVED)
         for place in state["rebound"]:
             self._start_objects.pop(place, None)

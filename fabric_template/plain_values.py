@@ -78,7 +78,8 @@ def digest(value: Any, most: int = 10_000) -> Any:
         # bytes in later formats.
         with suppress(ValueError):
             return kind, len(items), zlib.crc32(marshal.dumps(items, 2))
-    # In the items of a dict, keys and values alternate, so an even step would select only keys.
+    # Use an odd step. In the items of a dict, keys and values alternate, so an even step would
+    # select only keys.
     step = 1 + len(items) // most // 2 * 2
     marks = [item if type(item) in ATOMS else id(item) for item in items if step > 1]
     order = zlib.crc32(marshal.dumps(marks, 2))
@@ -408,7 +409,8 @@ class TorchModes:
             "num_threads": torch.get_num_threads(),
             "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         }
-        # torch raises an error after the user has set torch.backends.fp32_precision.
+        # get_float32_matmul_precision() may raise an error if the user has set
+        # torch.backends.fp32_precision.
         with suppress(RuntimeError):
             state["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         return state

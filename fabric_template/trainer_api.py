@@ -233,7 +233,7 @@ class TrainerAPI:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A changed option affects the current run and all later runs."""
-        # The constructor sets the attribute `recipe` last. Until then, it may set these options.
+        # Only the constructor may set these options. The last attribute that it sets is `recipe`.
         if name in _OPTIONS_OF_CREATION and "recipe" in vars(self):
             raise ConfigurationError(
                 f"{name}: got {describe(value)} for an existing loop, but this option can only be"
@@ -507,7 +507,7 @@ class LoopAPI:
         return not self.progress.is_window_end
 
     def _should_check_val_epoch(self) -> bool:
-        """Return whether the loop validates in this epoch. Lightning's progress bar calls this."""
+        """Return whether the loop validates in this epoch, for Lightning's progress bar."""
         run = self.current_run
         return run.should_validate and run.validation_schedule.is_in_this_epoch()
 
