@@ -19,7 +19,7 @@ from .reader import is_placeholder, kind_of, read_archive
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# Under this key, a checkpoint contains the dtypes of the NumPy values that were converted.
+# The checkpoint key for the original dtypes of NumPy values that were converted.
 NUMPY_KEY = "fabric_template_numpy"
 # Matches the NumPy dtypes that can be restored: booleans, numbers, durations, dates and text.
 _DTYPE = re.compile(r"[<>|=][biufcmMSU]\d*(\[\w+\])?")

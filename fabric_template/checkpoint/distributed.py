@@ -31,7 +31,7 @@ from .checkpoint_io import replace_numpy
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# Checkpoints store the state that Trainer does not save, such as RNG states, under this key.
+# The checkpoint key for the state that Trainer does not save, such as RNG states.
 OWN_KEY = "fabric_template"
 SHARDS_KEY = "fabric_template_shards"
 _PLACEHOLDER = "sharded"

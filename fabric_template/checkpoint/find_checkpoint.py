@@ -286,7 +286,8 @@ def pattern_of(saver: Any, name: str = "*") -> str:
 
 def is_in_log_folder(path: str | Path, folder: Path) -> bool:
     """Return whether ``path`` has the form ``folder/version_0/checkpoints``."""
-    # In a run with a logger, a ModelCheckpoint without dirpath= saves to such a folder.
+    # In a run with a logger, a ModelCheckpoint without dirpath= saves to the log folder's
+    # subfolder "checkpoints".
     path = Path(path).resolve()
     return path.name == "checkpoints" and path.parent.parent == folder.resolve()
 

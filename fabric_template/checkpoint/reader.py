@@ -54,7 +54,8 @@ class Placeholder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    # The unpickler calls these methods to fill an object, but a placeholder stores no content.
+    # The unpickler calls methods such as append() to fill an object, but a placeholder stores no
+    # content.
     __setstate__ = __setitem__ = append = extend = add = __init__
 
     def __repr__(self) -> str:
@@ -155,7 +156,7 @@ def read_plain(
             different size, an error is raised.
         is_mapped: Read a tensor's values from disk only when they are used.
     """
-    # torch.load creates an instance of pickle_module.Unpickler.
+    # torch.load creates an instance of the Unpickler class of the given pickle_module.
     unpickler = type("Unpickler", (PlainUnpickler,), {"sizes": sizes or {}})
     module = SimpleNamespace(__name__="pickle", Unpickler=unpickler)
     # Check that the indices of sparse tensors are within bounds.
@@ -344,7 +345,7 @@ VALUES |= {"builtins.long": int, "builtins.unicode": str}
 _BUILTINS = (bytearray, bytes, complex, frozenset, range, set, slice)
 _OF_DATETIME = ("date", "datetime", "time", "timedelta", "timezone")
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
-# The reader calls these functions instead of the classes and functions that a pickle names.
+# The functions that the unpickler calls instead of the classes and functions that a pickle names.
 BUILDERS: dict[str, Callable[..., Any]] = {
     **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
     **{f"datetime.{name}": getattr(datetime, name) for name in _OF_DATETIME},

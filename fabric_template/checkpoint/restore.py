@@ -219,7 +219,7 @@ def rename_weights(weights: Mapping[str, Any], target: nn.Module) -> Mapping[str
     # Wrappers such as DistributedDataParallel add components such as "module" to the names of
     # weights. Compare names without these components.
     own_names = {plain_name(name): name for name in own}
-    # If two names are the same without these components, rename no weights.
+    # Rename no weights if two names differ only in components such as "module".
     if len(own_names) < len(own) or len(set(map(plain_name, weights))) < len(weights):
         return weights
     renamed = OrderedDict((own_names.get(plain_name(k), k), value) for k, value in weights.items())
@@ -391,7 +391,7 @@ def check_settings(run: Run, saved: dict[str, Any]) -> None:
     # A checkpoint saved in on_fit_start has no batch sizes, because the loaders do not exist yet.
     of_loaders = ("batch size", "num_workers", "number of batches")
     skipped = [name for name in of_loaders if not saved.get(name)]
-    # check_schedulers has already compared the schedulers.
+    # Skip the schedulers, which check_schedulers has already compared.
     skipped.append("schedulers")
     is_in_epoch = run.progress.is_in_epoch and not run.progress.is_last_batch
     if not is_in_epoch:

@@ -107,7 +107,7 @@ class RunFolders:
     def record_save(self, path: Path, saved_at: float) -> None:
         """Record when a checkpoint was saved, and remove the files of a replaced run."""
         # The new run has saved a checkpoint, so the CSV files of the earlier run are no longer
-        # needed. Remove them even if a ModelCheckpoint saved the checkpoint to a different folder.
+        # needed. Remove these files even if a ModelCheckpoint saved the checkpoint elsewhere.
         self.remove_replaced_logs()
         folders = {Path(os.path.abspath(folder)) for folder in self._files}
         if folders.isdisjoint(Path(os.path.abspath(path)).parents):

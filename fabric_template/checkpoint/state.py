@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # The names of the counters in Trainer's progress objects.
 _COUNTS = ("ready", "started", "processed", "completed")
-# Checkpoints contain only FabricLoop options of these types.
+# The types of the FabricLoop options that checkpoints contain.
 OPTION_TYPES = bool | int | float | str | None
 # The attributes that Lightning sets in every module and datamodule.
 _OF_MODULE = frozenset(vars(LightningModule()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOADER_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 STEP_OF_STAGE = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
-# Trainer refuses these hooks only in the stages that would call them.
+# Removed hooks, which Trainer refuses only in the stages that would have called them.
 REMOVED_HOOKS = {
     "fit": ("training_epoch_end", "validation_epoch_end"),
     "validate": ("validation_epoch_end",),

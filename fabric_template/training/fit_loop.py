@@ -238,7 +238,8 @@ def end_epoch(run: Run) -> None:
         run.row.record_learning_rates()
         run.hooks.call_train_epoch_end()
         if not progress.is_epoch_complete:
-            # A run with a higher max_steps can resume from this checkpoint and finish the epoch.
+            # The epoch has ended early, for example because of max_steps. A run with a higher
+            # max_steps can resume from this checkpoint and finish the epoch.
             run.checkpoints.save_in_epoch(run)
     run.results.update_metrics()
     if progress.is_epoch_complete:

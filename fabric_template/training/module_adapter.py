@@ -29,7 +29,7 @@ from ..lightning_compat.overrides import is_instance_of, overridden
 from ..plain_values import collect_metadata
 
 _MODULE_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# The loop calls these LightningModule methods on any model that defines them.
+# The LightningModule methods that the loop calls on any model that defines them.
 _HOOKS = ["setup", "teardown", "prepare_data", "backward", "optimizer_zero_grad"]
 _HOOKS += [n for n in dir(LightningModule) if n.startswith(("on_", "configure_", "transfer_"))]
 _HOOKS += [n for n in dir(LightningModule) if n.endswith(("_step", "_dataloader"))]
@@ -238,8 +238,8 @@ def takes_batch_idx(step: Callable) -> bool:
         is_positional = name != "dataloader_idx" and parameter.kind < parameter.KEYWORD_ONLY
         if parameter.kind is parameter.VAR_POSITIONAL or (is_positional and name == "batch_idx"):
             return True
-        # A partial contains a step function that was passed to the loop. Do not count its arguments
-        # with default values, because they may be options, as in step(model, batch, scale=2.0).
+        # A partial contains a step function that was passed to the loop. Do not count arguments of
+        # this function with default values, which may be options, as in step(net, batch, scale=2).
         is_own = isinstance(step, partial) and parameter.default is not parameter.empty
         if is_positional and not is_own:
             count += 1
@@ -332,7 +332,8 @@ class StepRunner:
         modes = self.training_modes()
         parts = [part for part in self.network.modules() if not isinstance(part, ObjectNetwork)]
         has_training_parts = any(part.training for part in parts)
-        # A model may override train(), for example to keep BatchNorm in eval mode.
+        # Call train() on the whole network, which may override train(), for example to keep
+        # BatchNorm in eval mode.
         self.network.train()
         if has_training_parts:
             # If only some modules are in eval mode, the user has probably frozen them on purpose.

@@ -61,8 +61,8 @@ class Run:
         self.stop: StopCondition = StopCondition(config, self.progress, timers)
         self.checkpoints: CheckpointManager = CheckpointManager(config)
         if plan.stage != "fit" and loop.run is not None:
-            # An evaluation continues with the previous run's counters, such as global_step, its
-            # should_stop and its checkpoint manager.
+            # An evaluation takes over the counters, the should_stop flag and the checkpoint manager
+            # of the previous run.
             self.progress.continue_after(loop.run.progress)
             self.stop.request(loop.run.stop.should_stop)
             self.checkpoints = loop.run.checkpoints
