@@ -468,7 +468,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "hparams": ('a dict of your settings, such as {"lr": 0.1}', lambda value: True),
 }
-# In these options, 3.0 means 3 batches. In overfit_batches, every float is a fraction of the
+# The options in which 3.0 means 3 batches. In overfit_batches, every float is a fraction of the
 # batches, as in Trainer.
 _NUMBERS_OF_BATCHES = (*_LIMITS, "val_check_interval")
 _HINTS = get_type_hints(LoopConfig)

@@ -121,8 +121,8 @@ class FabricLoop(TrainerAPI):
         self.status = TrainerStatus.INITIALIZING
         self.strategy = StrategyAPI(self)
         self.next_ckpt_path: Any = None
-        # config.yaml contains these options. ``fabric-template fit`` also writes the names of the
-        # model and the data to config.yaml.
+        # The loop writes its options to config.yaml. ``fabric-template fit`` also writes the names
+        # of the model and the data to config.yaml.
         self.recipe: dict[str, Any] = {**vars(given)}
         if fabric is None:
             recorded = {name: of_fabric[name] for name in (*FABRIC_ARGUMENTS, "callbacks")}

@@ -13,12 +13,12 @@ STEP_NAMES = (
     *("iteration", "iterations", "iter", "iters", "boosting_round", "round"),
     *("training_iteration", "num_updates", "total_timesteps", "time/total_timesteps"),
 )
-# Columns with these names do not contain metrics.
+# Names of columns that do not contain metrics.
 NOT_METRICS = (
     *("name", "version", "index", "batch", "batch_idx", "seed", "best_epoch", "best_step"),
     *("total_flos", "number", "trial", "fold", "rank", "pid", "timesteps_total"),
 )
-# Columns with one of these endings, such as "eval_runtime", do not contain metrics.
+# Endings of column names that do not belong to metrics, such as "eval_runtime".
 DURATIONS = (
     *("time", "runtime", "timestamp", "second", "seconds", "elapsed", "eta", "waiting"),
     *("duration", "dur", "memory", "mem", "id", "fps"),

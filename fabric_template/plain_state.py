@@ -53,7 +53,7 @@ from .plain_values import (
 )
 from .rng_state import find_generators, get_generator_state, set_generator_state
 
-# Do not save objects of these packages, because such objects may hold open files or processes.
+# The packages whose objects are not saved, because they may hold open files or processes.
 _LIBRARIES = {"lightning", "numpy", "pytorch_lightning", "torch", "torchmetrics"}
 _LIBRARIES |= sys.stdlib_module_names
 # Classes of torch, such as Subset, that may wrap a user's dataset. A loader may wrap a DataLoader.
@@ -62,9 +62,9 @@ _WRAPPERS: Any = (Dataset, DataLoader, Sampler)
 _OF_MODULE = frozenset(vars(nn.Module()))
 # The dicts in which a module keeps its parameters, buffers and submodules.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# In a checkpoint, this value marks a deleted attribute.
+# The value that marks a deleted attribute in a checkpoint.
 REMOVED: Any = ("removed", None)
-# Replaces the digest of an attribute that is saved even if it does not change.
+# The value that replaces the digest of an attribute that is always saved.
 ALWAYS_SAVED: Any = ("always", None)
 _SMALL_BYTES = 10 * 2**20
 _START_VALUE_BYTES = 100_000
@@ -386,8 +386,8 @@ class PlainState:
     def _has_kept(self, place: Place, value: Any) -> bool:
         """Return whether a container still has the tensors that it had at the start.
 
-        Hooks may refer to these tensors. If the run has changed only their content, a resumed run
-        must change their content, too.
+        Hooks may refer to these tensors. If the saved run has changed the tensors only in place, a
+        resumed run must also change its tensors in place.
         """
         start, tensors = self._start_tensors.get(place, []), tensors_in(value)
         pairs = zip(start, tensors, strict=False)

@@ -198,7 +198,7 @@ class TrainerAPI:
         run = self.fit_run
         if run is None:
             return []
-        # In manual optimization, a model that is not a LightningModule calls step() on these
+        # In manual optimization, a model that is not a LightningModule calls step() on the returned
         # optimizers. Return wrapped optimizers, whose step() handles precision, hooks and counters.
         is_plain = not run.is_lightning_module and not run.module.automatic_optimization
         optimization = run.optimization
