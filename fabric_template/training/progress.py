@@ -365,6 +365,11 @@ class ValidationSchedule:
         num_batches = self.run.progress.num_train_batches
         if self._seconds is not None or config.validate_every_n_steps:
             return
+        if not isinstance(interval, int | float):
+            raise ConfigurationError(
+                f"val_check_interval: got {interval!r} in a hook, expected a number of batches, or"
+                " a fraction of an epoch. Pass a duration to FabricLoop(val_check_interval=...)."
+            )
         if isinstance(interval, int):
             if interval > num_batches and self._counts_in_epoch and is_enabled:
                 raise ValueError(

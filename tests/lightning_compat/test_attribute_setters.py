@@ -268,3 +268,14 @@ def test_save_top_k_can_be_changed_in_a_hook(tmp_path):
     make_loop(FabricLoop, tmp_path, **options).fit(Falls())
     names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
     assert names == ["best.ckpt", "epoch=1-step=8-x=0.1111.ckpt", "epoch=2-step=12-x=0.07692.ckpt", "last.ckpt"]
+
+
+def test_a_hook_cannot_change_val_check_interval_to_a_duration(tmp_path):
+    class Sets(Callback):
+        def on_train_start(self, trainer, module):
+            trainer.val_check_interval = "00:00:00:01"
+
+    options = {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
+    loop = make_loop(FabricLoop, tmp_path, callbacks=[Sets()], max_epochs=2, **options)
+    with pytest.raises(ConfigurationError, match="val_check_interval: got '00:00:00:01' in a hook"):
+        loop.fit(RecordsEvents())
