@@ -277,12 +277,15 @@ class Run:
         codes = wait(pids, self.event is not None)
         if self.end_path.exists():
             end = {**read_pickle(self.end_path), "codes": codes}
+            other_path = Path(f"{self.end_path}1")
+            other = read_pickle(other_path) if other_path.exists() else {}
+            if other.get("error") and "error" in end:
+                end["where"] += f"Rank 1: {other['where']}"
             if self.ranks > 1 and "weights" in end:
-                others = read_pickle(Path(f"{self.end_path}1"))
                 # Ranks count as in sync even if buffers differ, because
                 # each rank updates its buffers with a different last batch.
                 names = {name for buffers in end["buffers"] for name in buffers}
-                found = differences(end["weights"], others)
+                found = differences(end["weights"], other["weights"])
                 end["is_in_sync"] = all(any(name in line for name in names) for line in found)
             return end
         return {"codes": codes, "log": self.log_path.read_text(errors="replace")[-2000:]}
@@ -323,7 +326,8 @@ class Run:
         except Exception as error:
             end, code = describe_error(error, points), 3
         with open(f"{self.end_path}{rank or ''}", "wb") as file:
-            pickle.dump(end if rank == 0 else end.get("weights"), file)
+            of_other_rank = {name: end.get(name) for name in ("weights", "error", "where")}
+            pickle.dump(end if rank == 0 else of_other_rank, file)
         return code
 
     def _disk(self, event):
