@@ -2338,15 +2338,17 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     load_state_dict() alone would convert the dtypes of tensors, and would not restore strings.
     """
     groups = optimizer.param_groups
-    options, missing = {*optimizer.defaults}.intersection(*groups), {"state"}
-    # With the state of a different class, some optimizers raise a KeyError. Others load it, but
-    # then lack options in their param_groups.
-    with suppress(KeyError):
-        optimizer.load_state_dict(saved)
-        missing = options.difference(*optimizer.param_groups[:1])
+    options = {*getattr(optimizer, "defaults", ())}.intersection(*groups)
     text = f"resume: the saved optimizer state does not fit {type(optimizer).__name__}. Create the"
     text += " same optimizer as in the saved run, or use load= to start a new run from the weights."
-    check(not missing, text)
+    # With the state of a different class, some optimizers raise a KeyError. Others load it, but
+    # then lack options in their param_groups.
+    try:
+        optimizer.load_state_dict(saved)
+    except KeyError as error:
+        raise ValueError(text) from error
+    missing = sorted(options.difference(*optimizer.param_groups[:1]))
+    check(not missing, f"{text} Missing options: {', '.join(missing)}.")
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         # Update the list and the dicts in param_groups in place, because hooks may refer to them.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):

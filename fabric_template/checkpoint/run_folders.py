@@ -65,9 +65,11 @@ class RunFolders:
                 are kept until the new run saves a checkpoint, because until then the user may
                 still resume the earlier run.
         """
-        self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
         with ExitStack() as stack:
             opened = {folder: open_lock(folder, stack) for folder in folders}
+            # Do not set this attribute earlier. If another run holds the lock, this run must not
+            # remove the CSV files that the other run has kept.
+            self._replaced_logs = None if log_folder is None else log_folder / REPLACED_LOGS
             self._files = {folder: file for folder, file in opened.items() if file is not None}
             # The system clock may have been set back since an earlier run. Record a time later than
             # the times of all versions, so that resume="last" finds this run.

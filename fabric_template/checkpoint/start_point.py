@@ -107,11 +107,11 @@ def convert_training_state(
             f" new run from the weights, write load='{path}'."
         )
     if own is None:
-        if not {"epoch", "global_step"} <= checkpoint.keys():
+        if missing := sorted({"epoch", "global_step"} - checkpoint.keys()):
             raise CheckpointError(
-                f"resume: got {path} without the keys 'epoch' and 'global_step', expected a"
-                " checkpoint of FabricLoop, MiniLoop or Trainer. To start a new run from the"
-                f" weights, write load='{path}'."
+                f"resume: got {path} without {' and '.join(missing)}, expected a checkpoint of"
+                " FabricLoop, MiniLoop or Trainer. To start a new run from the weights, write"
+                f" load='{path}'."
             )
         return convert_trainer_state(path, checkpoint)
     # A MiniLoop checkpoint has no "writer" key.

@@ -202,8 +202,9 @@ class Predictions:
         self.batch_indices = [[] for _ in loaders.loaders]
 
     def start_batch(self, batch_idx: int, dataloader_idx: int) -> None:
-        loader = self._loaders[dataloader_idx]
-        part = getattr(loader, "batch_sampler", loader)
+        part = self._loaders[dataloader_idx]
+        if not isinstance(part, TensorLoader):
+            part = getattr(part, "batch_sampler", None)
         has_indices = isinstance(part, TensorLoader | TrackingBatchSampler)
         self.current_indices = part.batch_indices(batch_idx) if has_indices else []
 

@@ -422,6 +422,12 @@ class StepRunner:
         if not is_training and isinstance(self.fabric.strategy, DDPStrategy):
             broadcast_network(self.fabric, self.network)
         if is_training and not isinstance(self.fabric.strategy, SingleDeviceStrategy):
+            if not any(parameter.requires_grad for parameter in self.network.parameters()):
+                raise ConfigurationError(
+                    f"strategy: got {type(self.fabric.strategy).__name__} for a model in which no"
+                    " parameter requires a gradient, expected at least one trainable parameter."
+                    " The buffers would differ between the processes. Train with devices=1."
+                )
             self.wrapped = self.fabric.strategy.setup_module(_CallStep(self.network))
             parameters = self.network.parameters()
             self._synchronized = {part for part in parameters if part.requires_grad}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from modules import assert_same_weights
 from test_exact_resume import Net, fit
 
@@ -168,6 +169,20 @@ def test_two_runs_cannot_write_to_the_same_version_folder(tmp_path):
             fit(tmp_path, resume="last", max_epochs=2)
         assert fit(tmp_path, max_epochs=1)[0].checkpoint_dir.name == "version_1"
     assert fit(tmp_path, resume="last", version=0, max_epochs=2)[0].current_epoch == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_a_refused_run_does_not_delete_csv_files_that_the_running_one_has_kept(tmp_path):
+    """The refused run saves a checkpoint with OnExceptionCheckpoint."""
+    loop = fit(tmp_path, max_epochs=1)[0]
+    kept = Path(loop.log_dir, ".replaced", "metrics.csv")
+    kept.parent.mkdir()
+    kept.write_text("epoch,step\n")
+    callback = OnExceptionCheckpoint(tmp_path / "failed")
+    with RunFolders().locked([tmp_path / FOLDER]), pytest.raises(CheckpointError, match="another run is writing"):
+        fit(tmp_path, max_epochs=1, version=0, callbacks=[callback])
+    assert (tmp_path / "failed" / "on_exception.ckpt").exists()
+    assert kept.exists()
 
 
 def test_runs_that_start_at_the_same_time_get_different_versions(tmp_path):

@@ -81,6 +81,27 @@ class NoSubclass:
         self.inner.load_state_dict(state)
 
 
+class AroundAnother(torch.optim.Optimizer):
+    """An optimizer that wraps another one, like Lookahead, without calling super().__init__()."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
 def in_groups(parameters):
     first, *others = parameters
     groups = [{"params": [first], "lr": 0.3}, {"params": others, "weight_decay": 0.1}]
@@ -93,10 +114,12 @@ OPTIMIZERS = {
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
     "zero_grad": lambda parameters: KeepsGradients(parameters, lr=0.1, momentum=0.9),
     "groups": in_groups,
+    "around another": AroundAnother,
     "no subclass": NoSubclass,
 }
 NEEDS_CLOSURE = ("sharpness-aware", "LBFGS")
-REFUSED_BY_TRAINER = ("without closure", "no subclass")
+REFUSED_BY_TRAINER = ("without closure", "around another", "no subclass")
+REFUSED_BY_MINI_LOOP = (*NEEDS_CLOSURE, "no subclass")
 
 
 def make_net():
@@ -112,11 +135,15 @@ def step(net, batch):
     return cross_entropy(net(batch[0]), batch[1])
 
 
-def train(make, root, seed=5, resume=None, **options):
+def train(make, root, seed=5, resume=None, loop_class=FabricLoop, **options):
     net = make_net()
     optimizer, loader = make(net.parameters()), make_loader()
     torch.manual_seed(seed)
-    loop = FabricLoop(**with_files(root, max_epochs=2, **options))
+    if loop_class is MiniLoop:
+        options = {"default_root_dir": root, "accelerator": "cpu", "max_epochs": 2, **options}
+    else:
+        options = with_files(root, max_epochs=2, **options)
+    loop = loop_class(**options)
     loop.fit(net, loader, optimizer=optimizer, training_step=step, resume=resume)
     return loop, net
 
@@ -155,14 +182,18 @@ class Lit(pl.LightningModule):
         return self.make(self.parameters())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_matches_a_hand_written_loop_even_after_resuming(tmp_path, name):
-    make = OPTIMIZERS[name]
+CASES = [(FabricLoop, name) for name in OPTIMIZERS]
+CASES += [(MiniLoop, name) for name in OPTIMIZERS if name not in REFUSED_BY_MINI_LOOP]
+
+
+@pytest.mark.parametrize(("loop_class", "name"), CASES)
+def test_each_optimizer_matches_a_hand_written_loop_even_after_resuming(tmp_path, loop_class, name):
+    make, options = OPTIMIZERS[name], {"loop_class": loop_class}
     expected = train_by_hand(make, name in NEEDS_CLOSURE).state_dict()
-    whole, net = train(make, tmp_path / "whole")
+    whole, net = train(make, tmp_path / "whole", **options)
     assert same(dict(net.state_dict()), dict(expected))
-    train(make, tmp_path / "cut", max_steps=8)
-    resumed, net = train(make, tmp_path / "cut", seed=9, resume="last")
+    train(make, tmp_path / "cut", max_steps=8, **options)
+    resumed, net = train(make, tmp_path / "cut", seed=9, resume="last", **options)
     assert same(dict(net.state_dict()), dict(expected))
     states = [loop.optimizers[0].state_dict() for loop in (whole, resumed)]
     assert same(*states)
