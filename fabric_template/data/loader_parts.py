@@ -85,7 +85,7 @@ def parts_of_loader(loader: Any) -> dict[str, dict[str, Part]]:
 
 
 def as_object(value: Any) -> Any:
-    """Wrap a loader or batch sampler that is a list, because only attributes are saved."""
+    """Wrap a list in an object, because checkpoints store only the attributes of objects."""
     return ListItem(item=value) if isinstance(value, list) else value
 
 
@@ -183,8 +183,8 @@ class StreamState:
     """Saves and restores the position of a loader or dataset that has a ``state_dict``.
 
     After load_state_dict(), some streams start every epoch at the restored position, not only the
-    resumed epoch. At the end of the resumed epoch, ``end_pass`` therefore resets the attributes
-    that load_state_dict() has changed to their values in the saved run.
+    resumed epoch. Therefore, ``end_pass`` resets the attributes that load_state_dict() has changed.
+    They get the values that they had in the saved run.
     """
 
     def __init__(self, loader: Any, stream: Any) -> None:
@@ -198,8 +198,8 @@ class StreamState:
         self._start_values = dict(self._plain.attributes())
         self._start_digests = self._plain.digests()
         self._saved_attributes: dict[Place, Any] = {}
-        # The attributes whose values after load_state_dict() differ from those in the saved run,
-        # each with the digest of its value after load_state_dict().
+        # Maps each attribute that load_state_dict() has changed to a digest of its new value. These
+        # attributes are reset at the end of the resumed epoch.
         self._to_reset: dict[Place, Any] = {}
         # Holds the loader's saved state_dict until the first batch is requested.
         self._loaded: Any = None
@@ -225,7 +225,8 @@ class StreamState:
         self._loaded = state["state"]
         yield
         for place, loaded in self._plain.digests().items():
-            # A start value that is not plain has no digest. In this case, keep the loaded value.
+            # If the initial value cannot be saved, it has no digest. In this case, keep the loaded
+            # value.
             unknown = loaded if place in self._start_values else None
             expected = self._start_digests.get(place, unknown)
             with suppress(Exception):

@@ -61,8 +61,8 @@ class ResumableLoader:
     Args:
         is_saved: Whether checkpoints contain the position. If False, the loader's attributes are
             not recorded, because recording a large dataset may take seconds.
-        find_model_state: Returns the PlainState with the model's attributes. Because the loader may
-            read these attributes, the small ones are recorded and restored with the loader's own.
+        find_model_state: A function that returns the state of the model's attributes. The loader
+            may read these attributes. Small ones are saved together with the loader's attributes.
 
     Attributes:
         length: The length of the loader when its batches were counted, or None.
@@ -151,8 +151,8 @@ class ResumableLoader:
         self._restore(state)
         self._resumed_state = self._plain()
         if model is not None and current is not None:
-            # _resume_pass() has set the model's attributes back to their values from before the
-            # finished batches, so restore the current values.
+            # Reading the finished batches again requires the model's old attributes, which are now
+            # set. Restore the current values.
             model.load_state_dict(current)
         if state["passes"] > 0:
             return self._reader
@@ -162,7 +162,7 @@ class ResumableLoader:
         return self._start_pass() if batch is END else chain([batch], self._reader)
 
     def restore_again(self) -> None:
-        """Restore the state of the resumed loader's samplers and dataset a second time."""
+        """Restore the samplers and the dataset again, after the model may have changed them."""
         if self._resumed_state is not None:
             self._restore(self._resumed_state)
 
@@ -172,7 +172,7 @@ class ResumableLoader:
         return self.batches > 0 or self.is_finished
 
     def read_to_end(self) -> None:
-        """If all batches were read, run the loader's code that follows them."""
+        """After the last batch, request one more item, so that the loader's remaining code runs."""
         reader, number = self._reader, self.batches
         if reader is None or self.is_finished or number != self.length:
             return
@@ -320,7 +320,7 @@ class ResumableLoader:
             )
 
     def _iterate(self, first: int, sampler: Iterable[Any] | None = None) -> Any:
-        """Create the loader's iterator, whose workers start with the batch at index ``first``."""
+        """Create the loader's iterator. Its workers, if any, start with batch number ``first``."""
         if not self.workers:
             return iter(self.loader)
         self._first_worker = first % len(self.workers)
@@ -471,7 +471,7 @@ class ResumableLoader:
     def _with_start_values(
         self, snapshot: dict[str, Any], current: dict[str, Any]
     ) -> dict[str, Any]:
-        """Add the attributes that have changed only since the snapshot, with their old values.
+        """Add the old values of the attributes that have changed since the snapshot was recorded.
 
         A resumed run may get the same loader again, whose attributes have already changed.
         """

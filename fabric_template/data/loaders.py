@@ -99,7 +99,7 @@ class DataConnector:
     def request(self, stage: str) -> Any:
         """Return the user's loaders, or those that a hook such as train_dataloader() returns."""
         if stage in self.given:
-            # The user's loaders have already been checked in make_plan.
+            # The loaders that the user passes are checked before the run starts.
             return self.given[stage]
         name, provider, hooks = f"{stage}_dataloader", self.source, self.run.hooks
         call = hooks.call_datamodule if provider is self.run.datamodule else hooks.call_module
@@ -244,13 +244,13 @@ class DataConnector:
                 loader.mark_changes()
 
     def set_train_epoch(self) -> None:
-        """Call set_epoch() on the training samplers, unless setup_train_loader() already has."""
+        """Call set_epoch() on the training samplers, unless it was called for this epoch."""
         if not self._is_epoch_set:
             self.train.set_epoch()
         self._is_epoch_set = False
 
     def start_train_batches(self) -> None:
-        """Start an epoch's training iterator, unless setup_train_loader has already started it."""
+        """Create the iterator of a training epoch, unless it already exists."""
         if not self._is_train_started:
             self.train.start()
         self._is_train_started = False
@@ -261,8 +261,8 @@ class DataConnector:
         if not self._is_load_due("evaluation"):
             return
         if "evaluation" in self.created:
-            # Like Trainer, restart the step numbers of logged evaluation metrics when the
-            # evaluation loaders are reloaded.
+            # Like Trainer, count the steps of logged evaluation metrics from 0 again after a
+            # reload.
             run.progress.restart_eval_steps()
         loaders = self._create("evaluation", stage)
         if run.loop.sanity_checking and run.config.check_val_every_n_epoch not in (None, 1):
@@ -417,7 +417,7 @@ class StageLoaders:
         # If a reload returns the same loader, keep its persistent workers.
         used = previous.resumable if previous is not None else []
         known: dict[int, Any] = {id(part.loader): part for part in used}
-        # Look up plain_state in each call, because the run replaces it before training.
+        # Look up run.plain_state in each call, because the attribute is replaced before training.
         find_state = (lambda: run.plain_state) if stage == "train" else None
         self.resumable: list[ResumableLoader] = [
             known.pop(id(x), None) or ResumableLoader(x, run.stage == "fit", find_state)
@@ -508,7 +508,8 @@ class StageLoaders:
             else:
                 batch, batch_idx, dataloader_idx = item
                 yield transfer(batch, dataloader_idx), batch_idx, dataloader_idx
-            # If a reference is left, zip() creates a second tuple, which keeps a second batch.
+            # Delete the reference, so that zip() can reuse its tuple. A new tuple would keep a
+            # second batch in memory.
             del item
             requested = now()
         self.read_to_end()
@@ -533,8 +534,8 @@ class StageLoaders:
     def prefetch_saved(self) -> bool:
         """In a resumed epoch, prefetch the batch that the saved run had prefetched.
 
-        The model or the datamodule may refer to the dataset, so restoring their attributes changes
-        the dataset. Restore the dataset's own state, which was saved before the prefetch, first.
+        Before the prefetch, restore the dataset again. The model or the datamodule may refer to the
+        dataset, so restoring their attributes may have changed it.
         """
         if self._restored_rng is None or self._has_uneven_end:
             return False
@@ -576,9 +577,9 @@ class StageLoaders:
             self.run.warn_once(message)
 
     def read_to_end(self) -> None:
-        """After the last batch, run the rest of the loaders' code, as a hand-written loop does.
+        """After the last batch, request one more item, so that the loaders' remaining code runs.
 
-        Trainer does not run this code if a loader has a length.
+        A hand-written loop also runs this code. Trainer does not if the loader has a length.
         """
         is_combined = len(self.loaders) > 1 and self._mode != "sequential"
         if not self.run.is_lightning_module and not is_combined:
@@ -617,8 +618,9 @@ class StageLoaders:
                 self.run.warn_once(f"train_dataloaders: {loader.restart_problem}. {advice}")
         are_known = True
         if dropped:
-            # If one of several loaders has ended or restarted in this epoch, moving the positions
-            # back would be wrong. In this case, resuming from the checkpoint raises an error.
+            # Move the positions back by these batches. If one of several loaders has ended or
+            # restarted in this epoch, its earlier position is unknown, and resuming raises an
+            # error.
             are_known = len(positions) == 1 or all(map(self._is_in_first_pass, positions))
             self._warn_of_repeated_batches()
             positions = [step_back(position, dropped) for position in positions]

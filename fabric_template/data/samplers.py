@@ -121,7 +121,7 @@ def choose_sampler(run: Run, loader: DataLoader, stage: str) -> Any:
 
 
 def remake_batch_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """Copy a batch sampler and replace the sampler in the copy."""
+    """Create a batch sampler of the same class and options with a different sampler."""
     if batch_sampler is None:
         return None
     kind = type(batch_sampler)
