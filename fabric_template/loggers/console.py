@@ -373,7 +373,7 @@ def best_row(
     rows: Sequence[Mapping[str, Any]], monitor: str, mode: str
 ) -> Mapping[str, Any] | None:
     """Return the first row with the best value of ``monitor``, or None if no row has a value."""
-    # A user may have edited the CSV file of a resumed run.
+    # Skip texts, because a user may have edited the CSV file of a resumed run.
     found = [row for row in rows if isinstance(row.get(monitor), int | float)]
     found = [row for row in found if not math.isnan(row[monitor])]
     choose = max if mode == "max" else min

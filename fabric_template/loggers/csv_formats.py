@@ -141,7 +141,7 @@ def split_runs(columns: Columns) -> dict[str, Columns]:
 
 
 def group_rows(keys: Iterable[Any]) -> dict[Any, list[int]]:
-    """Return the row numbers of each key."""
+    """Return the row indices of each distinct key in a list of one key per row."""
     rows: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
@@ -153,7 +153,7 @@ def choose_run_names(columns: Columns, axis: str) -> list[str]:
     if {"name", "version"} <= {*columns}:
         return ["name", "version"]
     names = [name for name in columns if name.lower() in RUN_NAMES]
-    # Further columns must have a value in every row.
+    # Use the second and later columns only if they have a value in every row.
     names = [*names[:1], *(name for name in names[1:] if all(columns[name]))]
 
     def count_positions(count: int) -> int:
@@ -204,7 +204,8 @@ def split_exported(columns: Columns, exported: list[str], others: list[str]) -> 
         run, _, metric = name.rpartition(" - ")
         base, _, number = metric.rpartition(".")
         if number.isdigit() and f"{run} - {base}" in columns:
-            # If two runs have the same name, name_columns() has numbered their columns.
+            # If two runs have the same name, their columns were numbered, as in "<run> -
+            # <metric>.1".
             run, metric = f"{run}.{number}", base
         # Skip the columns whose names end in __MIN or __MAX, which W&B adds for each metric.
         if not metric.endswith(("__MIN", "__MAX")):

@@ -347,7 +347,8 @@ def rows_before(
         return rows[:count], False
     for index in range(len(rows), 0, -1):
         if cells_of(rows[index - 1]) == last:
-            # If a user has sorted the rows, earlier rows may follow the last one.
+            # If a user has sorted the file, earlier rows may follow the checkpoint's last row. Keep
+            # them.
             return rows[:index] + [r for r in rows[index:] if is_earlier(r, rows[index - 1])], True
     if position.get("waiting"):
         num_written = count - len(position["waiting"])

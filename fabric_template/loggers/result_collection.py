@@ -31,14 +31,15 @@ from .log_arguments import REDUCTIONS, LogArguments, check_arguments, check_metr
 if TYPE_CHECKING:
     from ..training.run import Run
 
-# For values that a step returned, such as the loss, LogArguments.hook is "returned".
+# Values that a step returned, such as the loss, are stored under this name instead of a hook's
+# name.
 RETURNED = "returned"
 # If weight is a power of two, torch.add(total, value, alpha=weight) gives exactly the same result
 # as total + value * weight.
 _POWERS_OF_TWO = frozenset(2**power for power in range(24))
 # The types of values that torch.load(weights_only=True) loads by default.
 _LOADABLE_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
-# The attributes of LoopResults that a checkpoint contains.
+# Checkpoints contain these attributes of the training results.
 _SAVED_ATTRIBUTES = ("is_first_batch", "last_hook", "has_new_values")
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -242,7 +243,10 @@ class LoopResults:
                 yield metric
 
     def record_arguments(self, key: tuple, metric: LoggedMetric) -> None:
-        """Record where a metric's values go. A resumed run may log it with other arguments."""
+        """Record whether a metric is logged for each step, and its column in metrics.csv.
+
+        A resumed run may log the metric with other arguments.
+        """
         arguments = metric.arguments
         self.has_step_values |= arguments.on_step
         if arguments.on_epoch and arguments.logger and not metric.is_returned:
@@ -279,8 +283,8 @@ class ResultCollection:
     """Implements ``self.log`` and Trainer's dicts of logged values, such as callback_metrics.
 
     Attributes:
-        active: ``train`` during training, and ``evaluation`` during an evaluation. After the run,
-            an empty LoopResults.
+        active: The results to which ``self.log`` adds values: ``train`` during training, and
+            ``evaluation`` during an evaluation. After the run, the results are empty.
         callback_metrics, logged_metrics, progress_bar_metrics: Like the Trainer attributes
             with these names.
         returned: The latest means of the values that steps returned.
@@ -498,7 +502,7 @@ class ResultCollection:
     def _compute(self, sums: dict[LoggedMetric, Sums]) -> dict[LoggedMetric, Tensor | None]:
         """Return the value of each metric over all processes."""
         if self._all_reduce is not None:
-            # Processes may have logged the metrics in different orders.
+            # Sort the metrics, because processes may have logged them in different orders.
             metrics = sort_by_name(sums)
             names = [metric.full_name() for metric in metrics if metric.is_reduced(sums[metric])]
             found = gather_objects(self.run, names)
@@ -584,7 +588,7 @@ class ResultCollection:
         results = self.active
         is_step = results.is_first_batch is not None
         if self._all_reduce is not None and not is_step:
-            # Processes may have logged the metrics in different orders.
+            # Sort the metrics, because processes may have logged them in different orders.
             for metric in sort_by_name(results.current()):
                 metric.compute(metric.epoch)
         for metric in results.current():

@@ -57,8 +57,8 @@ class RowWriter:
         self._is_validated = False
         # The number of training samples that this process has used since the last row.
         self._num_samples = 0
-        # From the checkpoint: the seconds since the last row, the seconds spent waiting for
-        # batches, and the seconds spent on validation and saving.
+        # In a resumed run, three durations from the checkpoint, in seconds: the time since the last
+        # row, the time spent waiting for batches, and the time spent on validation and saving.
         self._seconds_before_resume: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._started, self._waited_at_start = time.monotonic(), 0.0
         self._excluded_seconds = 0.0
@@ -169,7 +169,8 @@ class RowWriter:
     def write_after_validation(self) -> None:
         """Write or print a row after a validation in the middle of an epoch."""
         run = self.run
-        # Write no row after the last batch of an epoch, because write_after_epoch writes that row.
+        # Write no row after the last batch of an epoch, because the end of the epoch writes that
+        # row.
         if run.progress.is_epoch_complete or not self._is_validated:
             return
         if self.is_step_based:
@@ -198,8 +199,8 @@ class RowWriter:
             logger.log_epoch(row)
         run.console.add_row(row)
         if is_in_epoch and not run.is_lightning_module:
-            # For a LightningModule, log_train_epoch logs the metrics at the end of the epoch. For a
-            # model that is not a LightningModule, log the metrics here.
+            # The metrics of a LightningModule are logged at the end of the epoch. Log those of any
+            # other model here.
             means = {name: value for name, value in row.items() if name.startswith("train_")}
             run.loggers.log_metrics(means, step_offset=-1)
 
@@ -365,7 +366,7 @@ def has_rows(folder: Path, row: Mapping[str, Any] | None, position: Mapping[str,
 
 
 def has_written_rows(folder: Path, position: Mapping[str, Any]) -> bool:
-    """Return whether a folder contains rows that were on disk at the time of a checkpoint."""
+    """Return whether a folder contains rows that were on disk when a checkpoint was saved."""
     lasts = {
         name: of_file.get("last_written", of_file["last"]) for name, of_file in position.items()
     }

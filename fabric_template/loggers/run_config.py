@@ -229,7 +229,7 @@ def check_own_hparams(hparams: Mapping[str, Any], *parts: Any) -> None:
 def merge_hyperparameters(
     model: Any, datamodule: Any, own: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Merge the saved hyperparameters of a module and a datamodule, and add those in ``own``."""
+    """Merge the saved hyperparameters of a module and a datamodule with the loop's, ``own``."""
     merged: dict[str, Any] = {}
     for part in (model, datamodule):
         hparams = dict(part.hparams_initial) if logs_hyperparameters(part) else {}
