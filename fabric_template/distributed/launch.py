@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..training.plan import Plan
     from ..training.run import Run
 
-# The Run attributes whose states are copied back from a launched process.
+# The attributes of a run whose states are copied from a launched process to the main process.
 _PARTS = ("progress", "stop", "checkpoints")
 _PATHS = ("best_model_path", "last_model_path", "best_model_score")
 

@@ -170,7 +170,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:
-        # Without this line, Python would print a BrokenPipeError when it flushes stdout at exit.
+        # Redirect stdout, because Python would otherwise print a BrokenPipeError when it flushes
+        # stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except SystemExit as stop:
@@ -364,7 +365,7 @@ def read_run(command: str, folder: Path, is_new_run: bool) -> dict[str, Any]:
 
 
 def warn_of_default_values(config: dict[str, Any], argv: list[str]) -> None:
-    """Name the arguments of the model and the data that the run's own script did not save."""
+    """Warn that default values replace the arguments that the run's script did not save."""
     unknown = (config.get("about") or {}).get("unknown") or {}
     given = {token.partition("=")[0] for token in argv}
     names = [f"--{name}" for name in unknown if "." in name]
@@ -617,7 +618,7 @@ def make_table(batches: list[Any]) -> Any:
 
 
 def name_predictions(batch: Any) -> dict[str, Any]:
-    """Return the parts of a batch's predictions, keyed by column name."""
+    """Return a batch's predictions as a dict that maps column names to values."""
     if isinstance(batch, tuple):
         fields = getattr(batch, "_fields", [f"prediction_{i}" for i in range(len(batch))])
         return dict(zip(fields, batch, strict=True))

@@ -131,7 +131,7 @@ class Comparison:
             return f"equal    no difference in {self.steps} steps"
         a, b = (f"{value:.4g}" if isinstance(value, float) else value for value in self.values)
         if a == b:
-            # The difference is too small for four digits.
+            # If two numbers look equal with four digits, show all digits.
             a, b = self.values
         difference = f"{self.quantity}: {a} in the first, {b} in the second"
         return f"step {self.step:<4}{difference}\nreason   {self.reason}\nfix      {self.fix}"
@@ -486,7 +486,7 @@ class Recorder:
         return [names.get(id(parameter), "a parameter") for parameter in parameters]
 
     def describe_buffers(self) -> tuple[Record, dict[str, list[str]]]:
-        """Return quantities of the buffers that changed since the first forward pass.
+        """Return the number, dtypes and norms of buffers changed since the first forward pass.
 
         Also return the names of these buffers, keyed by quantity.
         """
@@ -499,7 +499,7 @@ class Recorder:
                 if now != before:
                     full_name = f"{self.names[module]}.{name}".lstrip(".")
                     entries.append((list(buffer.shape), before, now, str(buffer.dtype), full_name))
-        # The order of the modules may differ between the runs.
+        # Sort the buffers, because the order of the modules may differ between the runs.
         entries.sort(key=lambda entry: entry[:2])
         quantities = {
             "number of buffers": [len(entries)],

@@ -128,7 +128,7 @@ def name_runs(runs: list[Run]) -> None:
 
 
 def keep_in_legend(label: str) -> str:
-    """Change a label that the legend would omit or confuse with the best values."""
+    """Add a space to a label that the legend would omit or merge with its own entry "best"."""
     # Matplotlib's legend omits labels that start with "_".
     return f" {label}" if label.startswith("_") or label == "best" else label
 
@@ -152,7 +152,8 @@ def draw_into(
     if log:
         ax.set_yscale("log")
     for text in ax.legend(fontsize="small").get_texts():
-        # A name with dollar signs is not a formula. Leave the labels of the user's own lines alone.
+        # A run's name may contain dollar signs, which do not mark a formula. Keep formulas in the
+        # labels of lines that the user drew.
         text.set_parse_math(text.get_parse_math() and text.get_text() not in drawn)
     return ax
 
@@ -509,8 +510,8 @@ def draw_line(ax: Axes, run: Run, metric: Metric, x: str, smooth: float | None, 
     elif metric.split == "test":
         style["linestyle"] = ":"
     if len(rows) > 1:
-        # Average the runs epoch by epoch. Other x values, such as times, may differ between the
-        # runs, so average these runs row by row.
+        # On an epoch axis, average the values of each epoch. Other x values, such as times, may
+        # differ between the runs, so average the values of each row.
         groups = points.groupby((points["x"] if x == "epoch" else points.index).to_numpy())
         points, low, high = groups.mean(), groups["y"].min(), groups["y"].max()
         if metric.split != "train":
@@ -562,7 +563,7 @@ def add_legend(axes: list[Axes], title: str) -> None:
         entries.update(zip(labels, handles, strict=True))
     if not entries:
         return
-    # List the label of the other runs after all runs, and that of the best values at the end.
+    # At the end of the legend, list the gray "other runs", and then the markers of the best values.
     names = sorted(entries, key=lambda name: (name == "best", name.endswith(" other runs")))
     figure: Any = axes[0].figure
     # Estimate how many legend entries fit on a line. A letter is about 1/14 inch wide.

@@ -24,7 +24,7 @@ LIBRARIES = (f"{__package__.rpartition('.')[0]}.", "torch.", "lightning.", "torc
 
 @dataclass(frozen=True)
 class Profile:
-    """The median duration of each part of a step in ms, and the lines that wait for the GPU."""
+    """The median time of each part of a step in ms, and the code lines that wait for the GPU."""
 
     parts: dict[str, float]
     device: str

@@ -165,9 +165,10 @@ def run_in_process(function: Callable[[], Any]) -> Any:
 def send_result(function: Callable[[], Any], sender: Any, threads: int) -> None:
     """Call a function, hide its output, and send its result or error to the parent process."""
     if hasattr(signal, "SIGCHLD"):
-        # Otherwise, torch's SIGCHLD handler would end this process if a DataLoader worker fails.
+        # Reset SIGCHLD, because torch's handler would end this process if a DataLoader worker
+        # fails.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # After Ctrl-C, the parent process ends this process.
+    # Ignore Ctrl-C, because the parent process ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
         # Run in a new thread, because OpenMP may hang in the main thread of a forked process.
