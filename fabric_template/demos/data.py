@@ -42,10 +42,10 @@ class SplitData:
 
 def hold_out(train: Tensors, test: Tensors) -> dict[str, TensorDataset]:
     """Return the "train", "val" and "test" datasets, with the last tenth of ``train`` as "val"."""
-    val_size = len(train[0]) // 10
+    first_of_val = len(train[0]) - len(train[0]) // 10
     return {
-        "train": TensorDataset(*(tensor[:-val_size] for tensor in train)),
-        "val": TensorDataset(*(tensor[-val_size:] for tensor in train)),
+        "train": TensorDataset(*(tensor[:first_of_val] for tensor in train)),
+        "val": TensorDataset(*(tensor[first_of_val:] for tensor in train)),
         "test": TensorDataset(*test),
     }
 
