@@ -1090,7 +1090,7 @@ class MiniLoop:
             return path, read_checkpoint(path)
         newest, checkpoint = self._find_newest(given)
         if newest is None and given != "auto":
-            text = f"{argument}: got {given!r}, but the newest run has no undamaged {given}.ckpt in"
+            text = f"{argument}: got {given!r}, but the newest run has no readable {given}.ckpt in"
             raise FileNotFoundError(f"{text} {self._checkpoints}. Train first, or pass a path.")
         return newest, checkpoint
 
@@ -1115,7 +1115,7 @@ class MiniLoop:
                 text = f"{path}: the file is damaged. Using the previous checkpoint instead."
                 warnings.warn(text, stacklevel=4)
             if found:
-                # If the newest run lacks an undamaged checkpoint, do not silently use an older run.
+                # If the newest run has no readable checkpoint, do not silently use an older run.
                 break
         return None, {}
 
@@ -3275,7 +3275,7 @@ def encode(
 ) -> Any:
     """Encode an attribute's value for a checkpoint: (1, 2) becomes ("tuple", [1, 2]).
 
-    Raise a TypeError for an unsupported value, and an OverflowError for a value above the limits.
+    Raise a TypeError for an unsupported value, and an OverflowError if the value has too many items.
 
     Args:
         weights: The names of the model's weights, keyed by their ids and memory addresses.

@@ -127,8 +127,8 @@ _LOOP_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # If the monitored metric is missing, ModelCheckpoint raises an error if ``val_loop._has_run``
     # is True, and otherwise only warns.
     "_has_run": lambda api: api.progress.eval_batches_done > 0,
-    # Some LightningModules check ``_data_source``, to monitor a training metric if there is no
-    # validation loader.
+    # Some LightningModules read ``_data_source`` to find out whether there is a validation loader.
+    # If there is none, these LightningModules monitor a training metric.
     "_data_source": lambda api: SimpleNamespace(
         is_defined=lambda: api.current_run.data.has_loader("val")
     ),

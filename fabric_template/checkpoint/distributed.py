@@ -1,7 +1,7 @@
 """Save a sharded model with torch.distributed.checkpoint, as a small file and a folder of shards.
 
-Each process writes its shards to a new folder beside the checkpoint file, such as
-``last.ckpt.step=400``. The checkpoint file contains the name of the shard folder, and all values
+Each process writes its shards to a new folder, such as ``last.ckpt.step=400``, which is beside the
+checkpoint file. The checkpoint file contains the name of the shard folder, and all values
 that are not sharded. An old checkpoint at the same path stays intact until the new checkpoint is
 written.
 """

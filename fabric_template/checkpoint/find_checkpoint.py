@@ -376,7 +376,7 @@ def report_missing(
                 " ModelCheckpoint in callbacks=, or pass the path of the file."
             )
     elif (argument, keyword) == ("ckpt_path", "last"):
-        # If ckpt_path="last" finds no checkpoint, warn instead of raising an error, as in Trainer.
+        # Like Trainer, only warn if ckpt_path="last" finds no checkpoint.
         rank_zero_warn(
             f'.{plan.stage}(ckpt_path="last") is set, but there is no last checkpoint available. No'
             " checkpoint will be loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
@@ -386,7 +386,7 @@ def report_missing(
         folder = folders[0] if folders else run_folder(plan)
         advice = "Train first" if keyword == "last" else "Train with monitor='val_loss'"
         raise MissingCheckpointError(
-            f"{argument}: got {keyword!r}, but the newest run has no undamaged {keyword}"
+            f"{argument}: got {keyword!r}, but the newest run has no readable {keyword}"
             f" checkpoint in {folder}. {advice}, or pass the path of a checkpoint."
         )
 

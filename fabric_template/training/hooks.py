@@ -69,7 +69,7 @@ class Hooks:
 
     def is_used(self, name: str) -> bool:
         """Return whether the module or a callback overrides a hook, or True if this is unknown."""
-        # The methods that override a hook are known only after the first call to the hook.
+        # The first call to a hook looks up the methods that override it. Before, they are unknown.
         is_known = self.callbacks == self._known_callbacks and name in self._methods
         return not is_known or self._methods[name] != ([], None)
 

@@ -51,7 +51,7 @@ def test_resume_skips_a_damaged_checkpoint_with_a_warning(tmp_path, damage):
 
 
 def test_resume_auto_starts_a_new_run_if_no_checkpoint_exists(tmp_path):
-    with pytest.raises(MissingCheckpointError, match="resume: got 'last', but the newest run has no undamaged last"):
+    with pytest.raises(MissingCheckpointError, match="resume: got 'last', but the newest run has no readable last"):
         fit(tmp_path, resume="last")
     assert fit(tmp_path, resume="auto", max_epochs=1)[0].ckpt_path is None
     loop, *_ = fit(tmp_path, resume="auto", max_epochs=2)
@@ -82,7 +82,7 @@ def test_resume_auto_starts_a_new_run_if_all_checkpoints_are_damaged(tmp_path):
     fit(tmp_path, max_epochs=1)
     flip(tmp_path / FOLDER / "last.ckpt")
     content = (tmp_path / FOLDER / "last.ckpt").read_bytes()
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(MissingCheckpointError, match="no undamaged last"):
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(MissingCheckpointError, match="no readable last"):
         fit(tmp_path, resume="last", max_epochs=2)
     with pytest.warns(UserWarning, match="damaged"):
         loop, *_ = fit(tmp_path, resume="auto", max_epochs=2)

@@ -189,7 +189,7 @@ def test_fit_refuses_resume_last_if_a_newer_run_in_the_folder_has_no_checkpoint(
     fail(root, version=version, step=3)
     assert {path.name: path.read_bytes() for path in folder(root, version).glob("*.ckpt")} == old
     for given in (version, None):
-        with pytest.raises(MissingCheckpointError, match="newest run has no undamaged last checkpoint in "):
+        with pytest.raises(MissingCheckpointError, match="newest run has no readable last checkpoint in "):
             fit(root, Plain, max_epochs=3, version=given, resume="last")
     # The older run continues if resume is the path of one of its checkpoints.
     path = max(folder(root, version).glob("*.ckpt"), key=lambda path: read_checkpoint(path)["global_step"])

@@ -116,7 +116,7 @@ def test_resume_auto_continues_a_run_killed_before_it_saved_last_ckpt(tmp_path, 
 def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_path):
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint()])
     with pytest.raises(
-        MissingCheckpointError, match=r"got 'last'.*no undamaged last checkpoint in .*Train first, or pass the path"
+        MissingCheckpointError, match=r"got 'last'.*no readable last checkpoint in .*Train first, or pass the path"
     ):
         fit(tmp_path, max_epochs=2, resume="last", callbacks=[ModelCheckpoint()])
 
@@ -124,9 +124,9 @@ def test_resume_last_is_refused_if_model_checkpoint_ran_without_save_last(tmp_pa
 def test_resume_last_raises_an_error_if_the_model_checkpoint_callback_was_removed(tmp_path):
     """A run without the callback uses a different folder, so it does not find the callback's files."""
     fit(tmp_path, max_epochs=1, callbacks=[ModelCheckpoint(save_last=True)])
-    with pytest.raises(MissingCheckpointError, match="no undamaged last checkpoint"):
+    with pytest.raises(MissingCheckpointError, match="no readable last checkpoint"):
         fit(tmp_path, max_epochs=2, resume="last")
-    with pytest.raises(MissingCheckpointError, match="no undamaged best checkpoint"):
+    with pytest.raises(MissingCheckpointError, match="no readable best checkpoint"):
         fit(tmp_path, max_epochs=2, load="best")
     with pytest.warns(UserWarning, match="a new run starts.*version_0.*ModelCheckpoint"):
         loop, _, history = fit(tmp_path, max_epochs=2, resume="auto")

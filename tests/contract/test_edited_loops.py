@@ -336,7 +336,7 @@ def test_a_resumed_run_may_change_validate_every_n_steps(first, second, start):
 def test_resume_best_does_not_use_an_older_run_if_the_newest_run_has_no_best_checkpoint():
     train(MiniLoop, max_epochs=1, monitor="val_loss")
     train(MiniLoop, max_epochs=1)
-    with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no undamaged best"):
+    with pytest.raises(FileNotFoundError, match="^resume: got 'best', but the newest run has no readable best"):
         train(MiniLoop, resume="best")
 
 
