@@ -3275,7 +3275,7 @@ def encode(
 ) -> Any:
     """Encode an attribute's value for a checkpoint: (1, 2) becomes ("tuple", [1, 2]).
 
-    Raise a TypeError for an unsupported value, and an OverflowError if the value has too many items.
+    Raise a TypeError for an unsupported value, and an OverflowError if it has too many items.
 
     Args:
         weights: The names of the model's weights, keyed by their ids and memory addresses.
