@@ -351,8 +351,8 @@ class PlainState:
         digests, ids = self.digests(), self._ids_in_network()
         for place, value in self.attributes():
             is_compared = place[0] in parts and not is_always_saved
-            # A dict with ids of parameters as keys cannot be saved. A resumed run creates it again in
-            # configure_optimizers, so warn only if training changes the dict.
+            # A dict with ids of parameters as keys cannot be saved. A resumed run creates it again
+            # in configure_optimizers, so warn only if training changes the dict.
             if place in digests and (is_compared or refers_to(value, ids)):
                 self._at_start[place] = digests[place]
 
