@@ -54,9 +54,10 @@ def errors(lines):
 def prose(source):
     """Yield a page's sentences, except for titles and for phrases in tables."""
     text = re.sub(r"(?ms)^```.*?^```$", "\n\n", source)
+    text = re.sub(r"(?m)^#.*$", "\n", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for block in re.split(r"\n\n|\n(?=[-|#\d])", text):
-        cells = [block.lstrip("#- ")]
+        cells = [block.lstrip("- ")]
         if block.startswith("|"):
             cells = block.lstrip("- ").split(" | ")
         for cell in cells:

@@ -446,7 +446,7 @@ def warn_of_unreadable(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def find_unpicklable(value: Any, name: str = "") -> str | None:
-    """Return a path such as "a/b" if ``value["a"]["b"]`` cannot be pickled."""
+    """Return the path of an item that cannot be pickled, such as "a/b", or None if all can."""
     if is_picklable(value):
         return None
     items: Any = value.items() if isinstance(value, dict) else ()

@@ -51,7 +51,7 @@ class StepTimer:
         self.since = self.begin = time.perf_counter()
 
     def get_median(self, *parts: str) -> float:
-        """Return the median of the seconds that a step spends in all given parts together."""
+        """Return the median time per step, in seconds, that the given parts take together."""
         # Average the times of several steps before taking the median, because DataLoader workers
         # deliver batches in bursts.
         times = [sum(step[part] for part in parts) for step in self.steps]
