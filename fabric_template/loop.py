@@ -472,8 +472,8 @@ class FabricLoop(TrainerAPI):
                 default, an object of an unsupported class raises an error.
         """
         self._prepare_files("load", path, state)
-        # Replace lists and dicts in ``state`` by None, because Fabric.load replaces them anyway, and
-        # raises an error for some of them, such as a range object.
+        # Replace lists and dicts in ``state`` by None, because Fabric.load replaces them anyway,
+        # and raises an error for some of them, such as a range object.
         given = {key: None if is_container(value) else value for key, value in state.items()}
         # Older versions of Fabric.load have no weights_only argument.
         options = {} if weights_only is None else {"weights_only": weights_only}

@@ -3520,7 +3520,7 @@ def metadata_of(tensor: Tensor | None) -> Any:
 
 
 def restore_metadata(network: nn.Module, saved: dict[str, Any], start: dict[str, Any]) -> None:
-    """Give each parameter and buffer the dtype, shape and strides that training changed it to.
+    """Restore the dtype, shape and strides of each parameter and buffer if training changed them.
 
     Args:
         start: The dtypes, shapes and strides when the saved run started. If a tensor of this

@@ -397,7 +397,7 @@ def metadata_of(tensor: Tensor) -> Any:
     return [str(tensor.dtype), list(tensor.shape), strides]
 
 
-# Objects with a state_dict
+# The modes of torch, and the states of objects that have a state_dict method
 
 
 class TorchModes:

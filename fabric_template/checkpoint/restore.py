@@ -339,8 +339,8 @@ def restore_position(run: Run) -> None:
     if attributes is not None:
         run.plain_state.load_state_dict(attributes)
         if run.progress.is_in_epoch and run.data.train.prefetch_saved():
-            # Loading batches may have changed attributes. The checkpoint contains the values from
-            # after the prefetch, so restore them again.
+            # Prefetching a batch may have changed attributes of the dataset. The saved run had also
+            # prefetched this batch before it saved the attributes, so restore them again.
             run.plain_state.load_state_dict(attributes)
 
 

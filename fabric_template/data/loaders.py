@@ -216,8 +216,8 @@ class DataConnector:
                 self._set_epoch_early()
             # Like Trainer, start the first epoch's iterator as soon as the loader is created.
             self.train.start()
-            # Trainer calls iter(loader) twice if it reloads a loader after the first epoch or
-            # continues the saved epoch. Leave the second call to start_train_batches().
+            # Trainer calls iter(loader) a second time if it reloads a loader after the first epoch,
+            # or resumes within an epoch. In this case, start_train_batches() makes the second call.
             self._is_train_started = (is_first or is_resumed) and not restarts_epoch
         return True
 
