@@ -266,7 +266,7 @@ def buffers_of(module: nn.Module, name: str, saved: Collection[str]) -> Part:
 
 
 @dataclass(frozen=True)
-class AttributeLoader:
+class AttributeRestorer:
     """Decodes saved values and assigns them to attributes.
 
     Args:
@@ -276,7 +276,7 @@ class AttributeLoader:
     decoded: Callable[..., Any]
     addresses: Collection[int]
 
-    def load(
+    def restore(
         self, part: Part, name: str, current: Any, encoded: Any, is_rebound: bool, has_kept: bool
     ) -> None:
         """Restore one attribute.
@@ -571,7 +571,7 @@ class PlainState:
         missing = [name for name, _ in saved if name not in self._parts]
         if missing:
             self._warn(f"the object {missing[0]}", f"ValueError: {_NOT_CREATED}")
-        loader = self.make_loader()
+        restorer = self.make_restorer()
         for place, encoded in saved.items():
             part, name = self._parts.get(place[0]), place[1]
             if part is None:
@@ -579,12 +579,12 @@ class PlainState:
             with self._guarded(f"the attribute {'.'.join(place)}"):
                 current = part.namespace().get(name)
                 is_rebound = place in rebound or self._is_rebound(place, current)
-                loader.load(part, name, current, encoded, is_rebound, place in kept)
+                restorer.restore(part, name, current, encoded, is_rebound, place in kept)
 
-    def make_loader(self) -> AttributeLoader:
+    def make_restorer(self) -> AttributeRestorer:
         weights = {} if self._network is None else self._network.state_dict(keep_vars=True)
         decoded = partial(decode, device=self._device, weights=weights)
-        return AttributeLoader(decoded, self.addresses_of_network())
+        return AttributeRestorer(decoded, self.addresses_of_network())
 
     # Warnings
 

@@ -456,14 +456,30 @@ def load_object(
 
 
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects."""
+    """Load an optimizer's state without replacing its ``param_groups`` and ``state`` objects.
+
+    Raises:
+        ValueError: The saved optimizer has a different class, and lacks options of this optimizer.
+    """
+    options = {*getattr(optimizer, "defaults", ())}.intersection(*optimizer.param_groups)
     # load_state_dict() creates new lists and dicts, but a wrapper of the optimizer may refer to the
     # old ones. Copy the loaded content into the old lists and dicts.
     groups, state = (vars(optimizer).get(name) for name in ("param_groups", "state"))
     is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     # Leave out NumPy arrays, which torch cannot load. The end of this function restores them.
     without_arrays = apply_to_collection(saved, np.ndarray, lambda array: None)
-    optimizer.load_state_dict(without_arrays if is_usual else saved)
+    try:
+        optimizer.load_state_dict(without_arrays if is_usual else saved)
+        if missing := sorted(options.difference(*optimizer.param_groups[:1])):
+            raise ValueError(
+                f"the saved optimizer has no {', '.join(missing)}, which {type(optimizer).__name__}"
+                " needs, so it had a different class, or a hook replaced it"
+            )
+    except Exception:
+        # Undo the change, because step() would raise a KeyError for the missing options.
+        if is_usual and groups is not None and state is not None:
+            optimizer.param_groups, optimizer.state = groups, state
+        raise
     if is_usual and isinstance(groups, list) and isinstance(state, dict):
         pairs: Any = zip(groups, optimizer.param_groups, strict=True)
         for current, loaded in [*pairs, (state, optimizer.state)]:

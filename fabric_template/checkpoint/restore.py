@@ -297,7 +297,7 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
     modules["torch modes"] = ListItem(modes=TorchModes())
     for name, instance in run.plain_state.objects().items():
         modules[name.removeprefix("model.")] = instance
-    loader = run.plain_state.make_loader()
+    restorer = run.plain_state.make_restorer()
     for place, attributes in parts.items():
         module = modules.get(place)
         buffers = getattr(module, "_buffers", {})
@@ -317,7 +317,7 @@ def restore_mini_attributes(run: Run, state: dict[str, Any]) -> None:
                 )
             encoded = value[1] if tag == "buffer" else value
             is_rebound, has_kept = (name in names.get(place, ()) for names in (rebound, kept))
-            loader.load(part, name, current, encoded, is_rebound, has_kept)
+            restorer.restore(part, name, current, encoded, is_rebound, has_kept)
 
 
 def load_states(run: Run, states: dict[str, Any]) -> None:
@@ -535,7 +535,6 @@ def groups_of_state(state: Any) -> list[dict[str, Any]]:
 
 
 def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
-    options = {*getattr(optimizer, "defaults", ())}.intersection(*optimizer.param_groups)
     try:
         load_optimizer(optimizer, state)
     except Exception as error:
@@ -544,12 +543,6 @@ def load_optimizer_state(run: Run, optimizer: Any, state: Any) -> None:
             f" ({type(error).__name__}: {error}). Create the same optimizer as in the saved run, or"
             " use load= to start a new run from the weights."
         ) from error
-    if missing := sorted(options.difference(*optimizer.param_groups[:1])):
-        raise CheckpointError(
-            f"resume: the saved optimizer has no {', '.join(missing)}, which"
-            f" {type(optimizer).__name__} needs. In the saved run, the optimizer had a different"
-            " class, or a hook replaced it. Use load= to start a new run from the weights."
-        )
 
 
 def restore_outside_parameters(run: Run, saved: dict[str, torch.Tensor]) -> None:

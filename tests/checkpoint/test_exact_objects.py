@@ -980,6 +980,31 @@ def test_resume_refuses_an_optimizer_class_that_needs_other_state(tmp_path, kind
         train(kind, tmp_path, shuffled(lambda: ModelWithOptimizer(other)), resume="last")
 
 
+class WithSecondOptimizer(Model):
+    """A module that keeps another optimizer in an attribute, as for a learned loss weight."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weights = [torch.zeros(2, requires_grad=True)]
+        self.second = kind(self.weights, lr=0.1)
+
+    def on_train_batch_end(self, *_):
+        self.weights[0].grad = torch.ones(2)
+        self.second.step()
+
+
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize(("first", "other"), [("Adam", "SGD"), ("Adagrad", "Adam"), ("RMSprop", "NAdam")])
+def test_a_resume_reports_another_class_of_an_optimizer_in_an_attribute(tmp_path, kind, first, other):
+    first, other = (getattr(torch.optim, name) for name in (first, other))
+    with pytest.raises(KilledError):
+        train(kind, tmp_path, shuffled(lambda: WithSecondOptimizer(first)), kill_at=6)
+    is_mini = kind is MiniLoop
+    expected = pytest.raises(ValueError, match="does not fit") if is_mini else pytest.warns(UserWarning, match="second")
+    with expected:
+        train(kind, tmp_path, shuffled(lambda: WithSecondOptimizer(other)), resume="last")
+
+
 class OptimizerReplacement(Model):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
